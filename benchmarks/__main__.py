@@ -2,10 +2,10 @@
 
     .venv/bin/python -m benchmarks                   # what there is
     .venv/bin/python -m benchmarks NAME --help       # one, with its options
-    .venv/bin/python -m benchmarks NAME [--full] ...
-    .venv/bin/python -m benchmarks all [--full]      # each in a process of its own
+    .venv/bin/python -m benchmarks NAME ...
+    .venv/bin/python -m benchmarks all               # each in a process of its own
 
-Minutes are of two CPU cores, without options.
+Minutes are of two CPU cores, without options. What has none takes hours or a GPU.
 """
 
 import importlib
@@ -25,8 +25,8 @@ def table() -> str:
         lines.append(f"\n{group}")
         for name, each in BENCHMARKS.items():
             if each.group == group:
-                lines.append(f"  {name:24} {each.minutes:5g} min  {each.summary}")
-                lines.append(f"  {'':24} {'':9}  -> {', '.join(each.feeds)}")
+                time = f"{each.minutes:g} min" if each.minutes else ""
+                lines.append(f"  {name:20} {time:>7}  {each.summary}")
     return "\n".join(lines)
 
 
@@ -34,7 +34,7 @@ def run(name: str, arguments: list[str]) -> int:
     """Runs one benchmark in this process; its exit status."""
     # Read by argparse for the usage, and by `records` for the command.
     sys.argv = [f"python -m benchmarks {name}", *arguments]
-    module = importlib.import_module(BENCHMARKS[name].module(name))
+    module = importlib.import_module(BENCHMARKS[name].module)
     found = module.main(arguments)
     return found if isinstance(found, int) else 0
 
@@ -44,11 +44,11 @@ def missing(benchmark: Benchmark) -> list[str]:
     return [x for x in benchmark.needs if not is_installed(x)]
 
 
-def run_all(full: bool) -> int:
+def run_all() -> int:
     """Runs each benchmark in a process of its own; the number of those that failed."""
     failed = []
     for name, each in BENCHMARKS.items():
-        if not each.in_all:
+        if each.minutes is None:
             print(
                 f"+ {name}: skipped, it takes hours or a GPU; run it by itself",
                 flush=True,
@@ -57,8 +57,7 @@ def run_all(full: bool) -> int:
         if absent := missing(each):
             print(f"+ {name}: skipped, no {', '.join(absent)}", flush=True)
             continue
-        options = ["--full"] if full and each.has_full else []
-        command = [sys.executable, "-m", "benchmarks", name, *options]
+        command = [sys.executable, "-m", "benchmarks", name]
         print(f"+ {name}: about {each.minutes:g} minutes", flush=True)
         start = time.perf_counter()
         if subprocess.run(command, cwd=ROOT).returncode:
@@ -76,7 +75,7 @@ def main(argv: list[str]) -> int:
         return 0
     name, *arguments = argv
     if name == "all":
-        return run_all("--full" in arguments)
+        return run_all()
     if name not in BENCHMARKS:
         print(f"{name}: no such benchmark; there are {', '.join(BENCHMARKS)}, and all")
         return 2

@@ -1,8 +1,8 @@
 """The one style of all pictures: 900 pixels of README's width, sharp at twice that."""
 
-import contextlib
+import functools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks import ROOT
 
@@ -39,49 +39,60 @@ def picture_of(name: str, is_apart: bool = False) -> pathlib.Path:
     return ROOT / ("runs" if is_apart else "docs/evidence") / f"{name}.png"
 
 
-@contextlib.contextmanager
-def drawn(
-    path: pathlib.Path, height: float = 3.3, widths: Sequence[float] = (1, 1)
-) -> Iterator:
-    """Axes side by side, written to a PNG at the end.
+def panels(height: float = 3.3, widths: Sequence[float] = (1,)) -> Callable:
+    """Makes of ``draw(record, *axes)`` one that takes a path in place of the axes.
 
     Args:
-      path: from :func:`picture_of`.
-      height: in inches, of 9 of width.
-      widths: of the axes, relative to each other.
-
-    Yields:
-      The axes, in a list.
+      height: of the PNG in inches, of 9 of width.
+      widths: of the axes side by side, relative to each other.
     """
-    import matplotlib
 
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    def of(draw: Callable) -> Callable:
+        @functools.wraps(draw)
+        def to_path(record, path: pathlib.Path) -> None:
+            import matplotlib
 
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(
-            1, len(widths), figsize=(9, height), width_ratios=widths, squeeze=False
-        )
-        yield list(axes[0])
-        path.parent.mkdir(exist_ok=True)
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
+            matplotlib.use("agg")
+            import matplotlib.pyplot as plt
+
+            with plt.rc_context(STYLE):
+                figure, axes = plt.subplots(
+                    1,
+                    len(widths),
+                    figsize=(9, height),
+                    width_ratios=widths,
+                    squeeze=False,
+                )
+                draw(record, *axes[0])
+                path.parent.mkdir(parents=True, exist_ok=True)
+                figure.savefig(path, dpi=150)
+                plt.close(figure)
+
+        return to_path
+
+    return of
 
 
 def each_seed(
-    axes, found: Mapping[str, Mapping], color: Callable[[str], str], text: Callable
+    axes,
+    found: Mapping[str, Mapping],
+    color: Callable[[str], str],
+    text: Callable[[str], str] = lambda name: "",
+    factor: float = 1,
 ) -> None:
     """A line for each run: a dot per seed, a mark at the mean, a text at the right.
 
     Args:
-      axes: of :func:`drawn`.
+      axes: of a picture.
       found: by name, from ``records.spread``.
       color, text: of a name.
+      factor: of the values.
     """
     for name, each in found.items():
-        values = each["values"]
+        values = [factor * x for x in each["values"]]
         axes.plot(values, [name] * len(values), ".", color=color(name), alpha=0.5)
-        axes.plot(each["mean"], name, "|", color=color(name), ms=16, mew=2.5)
+        mean = factor * each["mean"]
+        axes.plot(mean, name, "|", color=color(name), ms=16, mew=2.5)
         place = axes.get_yaxis_transform()
         axes.text(1.01, name, text(name), va="center", transform=place)
     axes.invert_yaxis()
@@ -99,7 +110,7 @@ def stacked(
     """A bar for each name, of its parts, and a text at the end.
 
     Args:
-      axes: of :func:`drawn`.
+      axes: of a picture.
       found: by name, the size of each part.
       parts: by part, its label, in the order of :data:`PARTS`.
       unit: of the axis, in that of the sizes.

@@ -1,4 +1,9 @@
-"""Records: JSON files of figures with where they come from, and their options."""
+"""Records: JSON files of figures with where they come from, and their options.
+
+A benchmark with a record gives :func:`run` what it measures, and what it shows of a
+record: a text and a picture. Most measure runs by name and seed: :func:`of_seeds`,
+then :func:`spreads` and :func:`gaps` of what it returns, and :func:`listing`.
+"""
 
 import argparse
 import datetime
@@ -10,17 +15,18 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks import ROOT
+from benchmarks import ROOT, pictures
 
+COMPILED = "compiled for an H200; not run"
 START = time.perf_counter()
-_NOT_OPTIONS = ("draw", "full", "is_apart", "afresh")
-_OF_THE_SAME_RECORD = ("draw", "afresh")
+_NOT_OPTIONS = ("draw", "full", "is_apart")
+_OF_THE_SAME_RECORD = ("draw", "torch")
 
 
 def command() -> str:
@@ -28,37 +34,67 @@ def command() -> str:
     return " ".join(filter(None, [sys.argv[0], shlex.join(sys.argv[1:])]))
 
 
-def parser(
-    doc: str | None, seeds: int | None = None, has_full: bool = True
-) -> argparse.ArgumentParser:
+class Options(argparse.ArgumentParser):
     """Options that benchmarks with a record share.
 
     Args:
       doc: a module's docstring; its first line is the description.
       seeds: how many by default, for those that have them.
-      has_full: whether there is a larger size.
+      **sizes: options that are integers, by name: the default, or a pair of it and of
+        that with ``--full``, which is there if any option has a pair.
     """
-    made = _Parser(description=(doc or "").split("\n")[0])
-    add = made.add_argument
-    add("--draw", action="store_true", help="only show the record that is there")
-    if has_full:
-        add("--full", action="store_true", help="a larger size, for a GPU; into runs/")
-    if seeds:
-        add("--seeds", type=int, default=seeds, help=f"how many, {seeds} by default")
-    return made
 
-
-class _Parser(argparse.ArgumentParser):
-    """Adds ``is_apart``: whether options are not those of the record that is kept."""
+    def __init__(self, doc: str | None, seeds: int | None = None, **sizes):
+        super().__init__(description=(doc or "").split("\n")[0])
+        add = self.add_argument
+        add("--draw", action="store_true", help="only show the record that is there")
+        if seeds:
+            sizes = {"seeds": seeds, **sizes}
+        self.full = {name: x[1] for name, x in sizes.items() if isinstance(x, tuple)}
+        if self.full:
+            add("--full", action="store_true", help="sizes for a GPU; into runs/")
+        for name, size in sizes.items():
+            least = size[0] if isinstance(size, tuple) else size
+            flag = "--" + name.replace("_", "-")
+            add(flag, type=int, default=least, help="%(default)s by default")
 
     def parse_args(self, *args, **options):
+        """Adds ``is_apart``: whether the numbers are not those that are kept."""
         found = super().parse_args(*args, **options)
-        found.is_apart = any(
-            value != self.get_default(name)
-            for name, value in vars(found).items()
-            if name not in _OF_THE_SAME_RECORD
-        )
+        is_default = lambda name: getattr(found, name) == self.get_default(name)
+        numbers = [name for name in vars(found) if name not in _OF_THE_SAME_RECORD]
+        found.is_apart = not all(map(is_default, numbers))
+        if self.full and found.full:
+            for name in filter(is_default, self.full):
+                setattr(found, name, self.full[name])
         return found
+
+
+def run(
+    module: str,
+    args: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    text: Callable[[dict], str],
+    draw: Callable[[dict, pathlib.Path], None] | None = None,
+    ran: str | None = None,
+) -> None:
+    """Writes the record of a benchmark, unless it is only shown, and shows it.
+
+    Args:
+      module: the benchmark's, ``__name__``.
+      args: from :class:`Options`.
+      measure: the figures.
+      text: what is printed of a record.
+      draw: into a picture.
+      ran: where; :func:`ran_here` by default.
+    """
+    path = path_of(module, args.is_apart)
+    if not args.draw:
+        save(path, args, ran or ran_here(), **measure(args))
+    record = load(path)
+    print(text(record))
+    if draw:
+        draw(record, pictures.picture_of(path.stem, args.is_apart))
 
 
 def path_of(module: str, is_apart: bool = False) -> pathlib.Path:
@@ -125,10 +161,47 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": array.mean(), "std": deviation, "values": array}
 
 
+def of_seeds(
+    names: Iterable[str], seeds: int, of: Callable[[str, int], dict[str, float]]
+) -> dict[str, dict[str, list[float]]]:
+    """By figure and name the values of each seed, shown as they come.
+
+    Args:
+      names: of the runs.
+      seeds: how many; all names of a seed come before the next.
+      of: of a name and a seed, the figures of the run.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    names = list(names)
+    for seed in range(seeds):
+        for name in names:
+            figures = of(name, seed)
+            for figure, value in figures.items():
+                values = found.setdefault(figure, {x: [] for x in names})
+                values[name].append(float(value))
+            shown = ", ".join(f"{figure} {x:.4f}" for figure, x in figures.items())
+            print(f"seed {seed}, {name}: {shown}", flush=True)
+    return found
+
+
+def spreads(found: dict[str, Sequence[float]]) -> dict[str, dict]:
+    """Of each run, :func:`spread`."""
+    return {name: spread(values) for name, values in found.items()}
+
+
 def gaps(found: dict[str, Sequence[float]], base: str) -> dict[str, dict]:
     """How far each run is from that of the same seed named ``base``, as a spread."""
     values = {name: np.asarray(each) for name, each in found.items()}
     return {n: spread(v - values[base]) for n, v in values.items() if n != base}
+
+
+def compared(found: dict[str, dict], base: str) -> tuple[dict, dict]:
+    """By figure, :func:`spreads` and :func:`gaps` of what :func:`of_seeds` returned."""
+    each = found.items()
+    return (
+        {figure: spreads(values) for figure, values in each},
+        {figure: gaps(values, base) for figure, values in each},
+    )
 
 
 def shown(found: dict[str, Any], digits: int = 3) -> str:
@@ -136,10 +209,28 @@ def shown(found: dict[str, Any], digits: int = 3) -> str:
     return f"{found['mean']:.{digits}f} ± {found['std']:.{digits}f}"
 
 
+def listing(heads: Sequence[str], *columns: dict[str, dict], digits: int = 4) -> str:
+    """A table in Markdown of spreads by name, from :func:`spreads` and :func:`gaps`."""
+    cell = lambda found, name: shown(found[name], digits) if name in found else ""
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [(name, *(cell(found, name) for found in columns)) for name in names]
+    return table(["", *heads], rows)
+
+
 def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A table in Markdown."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def print_rows(rows: Iterable[dict[str, Any]]) -> None:
+    """Prints a table in Markdown, each row as it comes; the first has the heads."""
+    heads = None
+    for row in rows:
+        if heads is None:
+            heads = list(row)
+            print(table(heads, []))
+        print("| " + " | ".join(map(str, row.values())) + " |", flush=True)
 
 
 def _short(x):

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import lowbit_optax
 from tools.gpu_program.release_steps import to_float32, usual_mixed_precision
 from tools.gpu_program.steps import bytes_of
-from tools.gpu_program.targets import compile_lowered, gpu_mesh
+from tools.gpu_program.targets import compile_lowered, gpu_mesh, placed
 from tools.hlo import memory
 from tools.models.llama import Llama, by_rows
 from tools.tpu_program.targets import tpu_mesh
@@ -82,9 +82,7 @@ def device_bytes(case: Case, model: Llama, where: str) -> dict[str, int]:
         out_shardings=(NamedSharding(mesh, P()), of_params, of_state),
     )
     with jax.set_mesh(mesh):
-        lowered = step.lower(
-            _placed(params, of_params), _placed(state, of_state), tokens
-        )
+        lowered = step.lower(placed(params, of_params), placed(state, of_state), tokens)
         is_gpu = "H200" in where
         compiled = compile_lowered(lowered) if is_gpu else lowered.compile()
     found = memory(compiled)
@@ -103,13 +101,6 @@ def device_bytes(case: Case, model: Llama, where: str) -> dict[str, int]:
 def parameters(model: Llama) -> int:
     """How many a model has."""
     return sum(x.size for x in jax.tree.leaves(model.shapes()))
-
-
-def _placed(tree, shardings):
-    def place(x, sharding):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(place, tree, shardings)
 
 
 def _local(tree, shardings) -> int:

@@ -33,6 +33,12 @@ def both() -> tuple[Log, Log]:
     return generate(1, 100_000), generate(2, 50_000)
 
 
+def order_of(seed: int, steps: int, log: Log) -> np.ndarray:
+    """Random examples for each step."""
+    random = np.random.default_rng(seed)
+    return random.integers(len(log.clicks), size=(steps, BATCH))
+
+
 def generate(seed: int, count: int) -> Log:
     """A log of ``count`` examples; the teacher is the same for all seeds."""
     teacher = np.random.default_rng(7)
@@ -97,7 +103,7 @@ def loss_fn(params: dict, categories, dense, clicks):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 5))
-def train(tx, dtype, params, log: Log, order, count_every: int = 0):
+def train(tx, dtype, params, log: Log, order, counts: int = 1):
     """One run over batches of ``log``.
 
     Args:
@@ -106,32 +112,30 @@ def train(tx, dtype, params, log: Log, order, count_every: int = 0):
       params: float32, from :func:`init`.
       log: the examples.
       order: int32 [steps, BATCH] of examples.
-      count_every: steps from one count of cancelled updates to the next; 0 for none.
+      counts: how often cancelled updates are counted, at equal distances.
 
     Returns:
-      Parameters and, at each count, the share of cancelled updates per leaf.
+      Parameters and, at each count, the share of cancelled updates per leaf, which is
+      None in float32.
     """
     params = jax.tree.map(lambda x: x.astype(dtype), params)
+    gradients = lambda params, index: jax.grad(loss_fn)(
+        params, *(part[index] for part in log)
+    )
 
     def step(carry, index):
-        params, state = carry
-        grads = jax.grad(loss_fn)(params, *(part[index] for part in log))
-        if dtype == jnp.float32:
-            updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), None
-        return lowbit_optax.step(tx, params, state, grads), None
+        grads = gradients(carry[0], index)
+        return lowbit_optax.step(tx, *carry, grads), None
 
     def part(carry, indices):
-        grads = jax.grad(loss_fn)(carry[0], *(each[indices[0]] for each in log))
-        share = lowbit_optax.cancelled_updates(tx, *carry, grads)
+        share = None
+        if dtype != jnp.float32:
+            grads = gradients(carry[0], indices[0])
+            share = lowbit_optax.cancelled_updates(tx, *carry, grads)
         return jax.lax.scan(step, carry, indices)[0], share
 
-    carry = params, tx.init(params)
-    if not count_every:
-        carry, _ = jax.lax.scan(step, carry, order)
-        return carry[0], None
-    order = order.reshape(-1, count_every, BATCH)
-    carry, shares = jax.lax.scan(part, carry, order)
+    order = order.reshape(counts, -1, BATCH)
+    carry, shares = jax.lax.scan(part, (params, tx.init(params)), order)
     return carry[0], shares
 
 

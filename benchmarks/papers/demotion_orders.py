@@ -20,6 +20,9 @@ from benchmarks import pictures, records
 from benchmarks.papers import narrowing_network, noisy_digits
 from lowbit_optax import precision
 
+MINUTES = 5
+NEEDS = ("matplotlib", "sklearn")
+
 ORDERS = {"decreasing": "#4c72b0", "random": "#8172b3", "increasing": "#dd8452"}
 RATIOS = (0.15, 0.3, 0.45, 0.6, 1.0)
 BASELINES = {
@@ -73,75 +76,80 @@ def _range(found: dict) -> tuple[float, float, float]:
     return mean, mean - min(values), max(values) - mean
 
 
-def draw(record: dict, is_apart: bool) -> None:
-    path = pictures.picture_of("demotion_orders", is_apart)
+def measure(args) -> dict:
+    plan = narrowing_network.plan_of(args.batch_size)
+    given = noisy_digits.data(narrowing_network.NOISE)
+    numbers = args.learning_rate, args.steps, args.batch_size, given
+    runs: dict[str, list] = {}
+    for seed in range(args.seeds):
+        same: dict = {}
+        for name, assignment in assignments(plan, seed).items():
+            for promotes in (False, True) if assignment else (False,):
+                # Neighbouring ratios may demote the same groups.
+                levels = [np.asarray(x) for x in jax.tree.leaves(assignment)]
+                key = promotes, *(level.tobytes() for level in levels)
+                if key not in same:
+                    chosen = jnp.asarray(seed), assignment, jnp.asarray(promotes)
+                    trained = narrowing_network.train(*numbers, *chosen)
+                    same[key] = jax.device_get(trained)
+                full = name + (", promotion" if promotes else "")
+                runs.setdefault(full, []).append(same[key])
+                print(f"seed {seed} {full}: {100 * same[key][0]:.1f} %", flush=True)
+    return {"assignments": {name: summary(kept) for name, kept in runs.items()}}
+
+
+def text(record: dict) -> str:
+    heads = "", "low", "accuracy, %", "diverged"
+    rows = [
+        (
+            name,
+            f"{found['low_ratio']['mean']:.3f}",
+            records.shown(found["accuracy"], 1),
+            found["diverged"],
+        )
+        for name, found in record["assignments"].items()
+    ]
+    return records.table(heads, rows)
+
+
+@pictures.panels(3.6, (3, 2))
+def draw(record: dict, tradeoff, course) -> None:
     found = record["assignments"]
-    with pictures.drawn(path, 3.6, (3, 2)) as (tradeoff, course):
-        for order, color in ORDERS.items():
-            for promotes, line, mark in (("", ":", "none"), (", promotion", "-", None)):
-                runs = [found[f"{order}, {r:g}{promotes}"] for r in RATIOS]
-                low = [each["low_ratio"]["mean"] for each in runs]
-                bars = np.array([_range(each["accuracy"]) for each in runs]).T
-                style = {"color": color, "markerfacecolor": mark, "capsize": 2}
-                name = order + (promotes or ", no promotion")
-                tradeoff.errorbar(
-                    low, bars[0], bars[1:], fmt=f"o{line}", label=name, **style
-                )
-        for name, mark in MARKS.items():
-            point = found[name]["low_ratio"]["mean"], found[name]["accuracy"]["mean"]
-            style = {"color": "#55a868", "ms": 8, "markerfacecolor": "none"}
-            tradeoff.plot(*point, mark, label=name, **style)
-        float32 = found["float32"]["accuracy"]["mean"]
-        tradeoff.axhline(float32, color="black", lw=1.2, label="float32")
-        tradeoff.set(xlabel="share of elements in 8 bits", xlim=(0.1, 1.45))
-        tradeoff.set(ylabel="accuracy, %: mean and range", ylim=(0, 100))
-        tradeoff.set_xticks([0.2, 0.4, 0.6, 0.8])
-        tradeoff.legend(fontsize=8, loc="center right")
-        x = (np.arange(POINTS) + 0.5) * record["options"]["steps"] / POINTS
-        for promotes, color in (("", "#c44e52"), (", promotion", "#4c72b0")):
-            each = found[f"decreasing, 1{promotes}"]
-            label = "promotion" if promotes else "no promotion"
-            course.plot(x, each["loss"], color=color, label=f"loss, {label}")
-            overflow = f"overflow, {label}"
-            course.plot(x, each["overflow"], ":", color=color, label=overflow)
-        course.set(xlabel="step", title="all groups demoted, seed 0", ylim=(0, 2.6))
-        course.legend(fontsize=8)
+    _draw_tradeoff(found, tradeoff)
+    x = (np.arange(POINTS) + 0.5) * record["options"]["steps"] / POINTS
+    for promotes, color in (("", "#c44e52"), (", promotion", "#4c72b0")):
+        each = found[f"decreasing, 1{promotes}"]
+        label = "promotion" if promotes else "no promotion"
+        course.plot(x, each["loss"], color=color, label=f"loss, {label}")
+        overflow = f"overflow, {label}"
+        course.plot(x, each["overflow"], ":", color=color, label=overflow)
+    course.set(xlabel="step", title="all groups demoted, seed 0", ylim=(0, 2.6))
+    course.legend(fontsize=8)
+
+
+def _draw_tradeoff(found: dict, axes) -> None:
+    for order, color in ORDERS.items():
+        for promotes, line, mark in (("", ":", "none"), (", promotion", "-", None)):
+            runs = [found[f"{order}, {r:g}{promotes}"] for r in RATIOS]
+            low = [each["low_ratio"]["mean"] for each in runs]
+            bars = np.array([_range(each["accuracy"]) for each in runs]).T
+            style = {"color": color, "markerfacecolor": mark, "capsize": 2}
+            name = order + (promotes or ", no promotion")
+            axes.errorbar(low, bars[0], bars[1:], fmt=f"o{line}", label=name, **style)
+    for name, mark in MARKS.items():
+        point = found[name]["low_ratio"]["mean"], found[name]["accuracy"]["mean"]
+        style = {"color": "#55a868", "ms": 8, "markerfacecolor": "none"}
+        axes.plot(*point, mark, label=name, **style)
+    float32 = found["float32"]["accuracy"]["mean"]
+    axes.axhline(float32, color="black", lw=1.2, label="float32")
+    axes.set(xlabel="share of elements in 8 bits", xlim=(0.1, 1.45))
+    axes.set(ylabel="accuracy, %: mean and range", ylim=(0, 100))
+    axes.set_xticks([0.2, 0.4, 0.6, 0.8])
+    axes.legend(fontsize=8, loc="center right")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=4)
-    parser.add_argument("--steps", type=int, help="a multiple of 50, 800 by default")
-    parser.add_argument("--batch-size", type=int, help="64 by default")
-    parser.add_argument("--learning-rate", type=float, default=1.0, help="the first")
-    args = parser.parse_args(argv)
-    args.steps = args.steps or (20_000 if args.full else 800)
-    args.batch_size = args.batch_size or (512 if args.full else 64)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        plan = narrowing_network.plan_of(args.batch_size)
-        given = noisy_digits.data(narrowing_network.NOISE)
-        numbers = args.learning_rate, args.steps, args.batch_size, given
-        runs: dict[str, list] = {}
-        for seed in range(args.seeds):
-            same: dict = {}
-            for name, assignment in assignments(plan, seed).items():
-                for promotes in (False, True) if assignment else (False,):
-                    # Neighbouring ratios may demote the same groups.
-                    levels = [np.asarray(x) for x in jax.tree.leaves(assignment)]
-                    key = promotes, *(level.tobytes() for level in levels)
-                    if key not in same:
-                        chosen = jnp.asarray(seed), assignment, jnp.asarray(promotes)
-                        trained = narrowing_network.train(*numbers, *chosen)
-                        same[key] = jax.device_get(trained)
-                    full = name + (", promotion" if promotes else "")
-                    runs.setdefault(full, []).append(same[key])
-                    right = 100 * same[key][0]
-                    print(f"seed {seed} {full:36} {right:.1f} %", flush=True)
-        found = {name: summary(kept) for name, kept in runs.items()}
-        records.save(path, args, records.ran_here(), assignments=found)
-    record = records.load(path)
-    for name, found in record["assignments"].items():
-        low = f"low {found['low_ratio']['mean']:.3f}"
-        right = records.shown(found["accuracy"], 1)
-        print(f"{name:36} {low}  {right} %  {found['diverged']} diverged")
-    draw(record, args.is_apart)
+    sizes = {"steps": (800, 20_000), "batch_size": (64, 512)}
+    options = records.Options(__doc__, seeds=4, **sizes)
+    options.add_argument("--learning-rate", type=float, default=1.0, help="the first")
+    records.run(__name__, options.parse_args(argv), measure, text, draw)

@@ -19,6 +19,9 @@ from jax import lax
 import lowbit_optax
 from benchmarks import pictures, records
 
+MINUTES = 5
+NEEDS = ("matplotlib", "sklearn")
+
 LATENT, CHANNELS, BATCH, FEATURES, DRAWN = 16, 16, 64, 32, 4096
 RUNS = {
     "float32": None,
@@ -179,55 +182,42 @@ def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(apart + np.trace(first) + np.trace(second) - 2 * shared)
 
 
-def draw(record: dict, is_apart: bool) -> None:
+def measure(args) -> dict:
+    images, _ = digits()
+    real = features()(images)
+
+    def of(name: str, seed: int) -> dict:
+        made, (loss, _) = train(name, args.steps, args.learning_rate, seed, images)
+        distance = frechet_distance(real, features()(made))
+        return {"distance": distance, "loss": loss[-args.steps // 10 :].mean()}
+
+    found, half = records.of_seeds(RUNS, args.seeds, of), len(images) // 2
+    return {
+        "distance": records.spreads(found["distance"]),
+        "gaps_to_float32": records.gaps(found["distance"], "float32"),
+        "generator_loss": records.spreads(found["loss"]),
+        "distance_of_halves": frechet_distance(real[:half], real[half:]),
+    }
+
+
+def text(record: dict) -> str:
+    heads = "distance", "minus float32's"
+    columns = record["distance"], record["gaps_to_float32"]
+    halves = f"halves of the real digits: {record['distance_of_halves']:.3f}"
+    return f"{halves}\n{records.listing(heads, *columns, digits=3)}"
+
+
+@pictures.panels(2.6)
+def draw(record: dict, axes) -> None:
     found = record["distance"]
-    path = pictures.picture_of("digit_gan", is_apart)
-    with pictures.drawn(path, 2.6, (1,)) as (axes,):
-        pictures.each_seed(
-            axes,
-            found,
-            lambda name: pictures.COLORS[KINDS[name]],
-            lambda name: records.shown(found[name], 2),
-        )
-        axes.set(xlabel="Fréchet distance to real digits, each seed and the mean")
-        axes.set(xlim=(0, None))
+    color = lambda name: pictures.COLORS[KINDS[name]]
+    mean = lambda name: records.shown(found[name], 2)
+    pictures.each_seed(axes, found, color, mean)
+    axes.set(xlabel="Fréchet distance to real digits, each seed and the mean")
+    axes.set(xlim=(0, None))
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=5)
-    parser.add_argument("--steps", type=int, help="2000 by default")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    args = parser.parse_args(argv)
-    args.steps = args.steps or (50_000 if args.full else 2000)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        images, _ = digits()
-        real = features()(images)
-        distance: dict[str, list] = {name: [] for name in RUNS}
-        losses: dict[str, list] = {name: [] for name in RUNS}
-        for seed in range(args.seeds):
-            for name in RUNS:
-                made, (made_loss, _) = train(
-                    name, args.steps, args.learning_rate, seed, images
-                )
-                distance[name].append(frechet_distance(real, features()(made)))
-                losses[name].append(made_loss[-args.steps // 10 :].mean())
-                text = f"distance {distance[name][-1]:.3f}"
-                print(f"seed {seed} {name:14} {text}", flush=True)
-        half = len(images) // 2
-        records.save(
-            path,
-            args,
-            records.ran_here(),
-            distance={name: records.spread(each) for name, each in distance.items()},
-            gaps_to_float32=records.gaps(distance, "float32"),
-            generator_loss={n: records.spread(each) for n, each in losses.items()},
-            distance_of_halves=frechet_distance(real[:half], real[half:]),
-        )
-    record = records.load(path)
-    print(f"halves of the real digits: {record['distance_of_halves']:.3f}")
-    for name, each in record["distance"].items():
-        gap = record["gaps_to_float32"].get(name)
-        against = f"to float32 {records.shown(gap)}" if gap else ""
-        print(f"{name:14} {records.shown(each)}  {against}")
-    draw(record, args.is_apart)
+    options = records.Options(__doc__, seeds=5, steps=(2000, 50_000))
+    options.add_argument("--learning-rate", type=float, default=1e-3)
+    records.run(__name__, options.parse_args(argv), measure, text, draw)

@@ -23,6 +23,9 @@ import lowbit_optax
 from benchmarks import pictures, records
 from benchmarks.papers import next_byte
 
+MINUTES = 6
+NEEDS = ("matplotlib",)
+
 FLOAT8 = jnp.float8_e5m2
 ROUNDINGS = {
     "toward_zero": "toward zero",
@@ -86,35 +89,25 @@ def train(name: str, rate: float, params, batches):
     return widen(params)
 
 
-def draw(record: dict, is_apart: bool) -> None:
-    def color(name: str) -> str:
-        rounding = name.partition(": ")[2]
-        kinds = {"": "float32", "toward zero": "Kahan", "nearest": "nearest"}
-        kinds |= {"default": "extra bits"}
-        return pictures.COLORS[kinds.get(rounding, "stochastic")]
+def measure(args) -> dict:
+    found = next_byte.held_out_losses(RUNS, train, args)
+    return {"held_out": records.spreads(found)}
 
+
+def text(record: dict) -> str:
+    return records.listing(["held-out loss"], record["held_out"], digits=3)
+
+
+@pictures.panels(4)
+def draw(record: dict, axes) -> None:
+    kinds = {"": "float32", "toward zero": "Kahan", "nearest": "nearest"}
+    kinds |= {"default": "extra bits"}
+    kind = lambda name: kinds.get(name.partition(": ")[2], "stochastic")
     found = record["held_out"]
-    path = pictures.picture_of("float8_weights", is_apart)
-    with pictures.drawn(path, 4, (1,)) as (axes,):
-        pictures.each_seed(
-            axes, found, color, lambda name: f"{found[name]['mean']:.3f}"
-        )
+    mean = lambda name: f"{found[name]['mean']:.3f}"
+    pictures.each_seed(axes, found, lambda name: pictures.COLORS[kind(name)], mean)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=3)
-    parser.add_argument("--steps", type=int, help="1500 by default")
-    parser.add_argument("--learning-rate", type=float, default=0.1, help="the first")
-    args = parser.parse_args(argv)
-    args.steps = args.steps or (50_000 if args.full else 1500)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        found = next_byte.held_out_losses(
-            RUNS, train, args.seeds, args.steps, args.learning_rate
-        )
-        held_out = {name: records.spread(values) for name, values in found.items()}
-        records.save(path, args, records.ran_here(), held_out=held_out)
-    record = records.load(path)
-    for name, each in record["held_out"].items():
-        print(f"{name:36} {records.shown(each)}")
-    draw(record, args.is_apart)
+    args = next_byte.options(__doc__, seeds=3).parse_args(argv)
+    records.run(__name__, args, measure, text, draw)

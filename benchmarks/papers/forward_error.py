@@ -17,6 +17,9 @@ import numpy as np
 import lowbit_optax
 from benchmarks import pictures, records
 
+MINUTES = 1
+NEEDS = ("matplotlib",)
+
 STEPS = (1, 3, 10, 30, 100, 300, 1000)
 BITS = (2, 4, 6, 8, 10, 13)
 
@@ -73,57 +76,56 @@ def condition(size: int) -> list[float]:
     return [float(np.median(parts[s] / np.abs(whole[s]))) for s in STEPS]
 
 
-def draw(record: dict, is_apart: bool) -> None:
+def measure(args) -> dict:
+    found: dict[str, dict] = {}
+    for name in FORMATS:
+        runs = [errors(name, args.size, seed) for seed in range(args.seeds)]
+        found[name] = {
+            part: [
+                records.spread(each)
+                for each in zip(*(r[part] for r in runs), strict=True)
+            ]
+            for part in runs[0]
+        }
+    return {
+        "additions": STEPS,
+        "condition": condition(args.size),
+        "errors": found,
+    }
+
+
+def text(record: dict) -> str:
+    rows = [
+        (name, f"{of['16-bit part'][0]['mean']:.2e}", f"{of['joined'][-1]['mean']:.2e}")
+        for name, of in record["errors"].items()
+    ]
+    return records.table(("", "16-bit part, first", "joined, last"), rows)
+
+
+@pictures.panels(widths=(1, 1))
+def draw(record: dict, one, many) -> None:
     errors = record["errors"]
-    with pictures.drawn(pictures.picture_of("forward_error", is_apart)) as (one, many):
-        names = ["float16", "+8, nearest", "+8, stochastic", "+8, toward zero"]
-        values = [errors[name]["16-bit part"][0]["mean"] for name in names]
-        colors = [
-            pictures.COLORS[c] for c in ("nearest", "Kahan", "stochastic", "LPMM")
-        ]
-        one.barh(names, values, color=colors)
-        one.invert_yaxis()
-        one.set(title="the 16-bit part after one addition", xlabel="relative error")
-        one.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
-        lines = {f"+{bits}, toward zero": str(0.8 - bits / 20) for bits in BITS}
-        lines["float16"] = pictures.COLORS["nearest"]
-        lines["float16, stochastic"] = pictures.COLORS["stochastic"]
-        for name, color in lines.items():
-            means = [each["mean"] for each in errors[name]["joined"]]
-            # Sums of few float16 numbers can be exact.
-            many.loglog(STEPS, np.maximum(means, 1e-9), color=color)
-            label = name.removeprefix("float16, ").removesuffix(", toward zero")
-            above = 1.6 if name.endswith("stochastic") else 0.85
-            many.text(STEPS[-1] * 1.15, means[-1] * above, label, fontsize=8.5)
-        many.set(title="all bits, after many additions", xlabel="additions")
-        many.set(ylabel="relative error", xlim=(0.9, 6000), xticks=(1, 10, 100, 1000))
+    names = ["float16", "+8, nearest", "+8, stochastic", "+8, toward zero"]
+    values = [errors[name]["16-bit part"][0]["mean"] for name in names]
+    kinds = "nearest", "Kahan", "stochastic", "LPMM"
+    one.barh(names, values, color=[pictures.COLORS[kind] for kind in kinds])
+    one.invert_yaxis()
+    one.set(title="the 16-bit part after one addition", xlabel="relative error")
+    one.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
+    lines = {f"+{bits}, toward zero": str(0.8 - bits / 20) for bits in BITS}
+    lines["float16"] = pictures.COLORS["nearest"]
+    lines["float16, stochastic"] = pictures.COLORS["stochastic"]
+    for name, color in lines.items():
+        means = [each["mean"] for each in errors[name]["joined"]]
+        # Sums of few float16 numbers can be exact.
+        many.loglog(STEPS, np.maximum(means, 1e-9), color=color)
+        label = name.removeprefix("float16, ").removesuffix(", toward zero")
+        above = 1.6 if name.endswith("stochastic") else 0.85
+        many.text(STEPS[-1] * 1.15, means[-1] * above, label, fontsize=8.5)
+    many.set(title="all bits, after many additions", xlabel="additions")
+    many.set(ylabel="relative error", xlim=(0.9, 6000), xticks=(1, 10, 100, 1000))
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=5)
-    parser.add_argument("--size", type=int, help="numbers, 4096 by default")
-    args = parser.parse_args(argv)
-    args.size = args.size or (1 << 20 if args.full else 4096)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        found = {}
-        for name in FORMATS:
-            runs = [errors(name, args.size, seed) for seed in range(args.seeds)]
-            found[name] = {
-                part: [
-                    records.spread(each)
-                    for each in zip(*(r[part] for r in runs), strict=True)
-                ]
-                for part in runs[0]
-            }
-            last = found[name]["joined"][-1]["mean"]
-            print(f"{name:22} {found[name]['16-bit part'][0]['mean']:.2e} {last:.2e}")
-        records.save(
-            path,
-            args,
-            records.ran_here(),
-            additions=STEPS,
-            condition=condition(args.size),
-            errors=found,
-        )
-    draw(records.load(path), args.is_apart)
+    options = records.Options(__doc__, seeds=5, size=(4096, 1 << 20))
+    records.run(__name__, options.parse_args(argv), measure, text, draw)

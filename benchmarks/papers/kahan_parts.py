@@ -18,6 +18,9 @@ import lowbit_optax
 from benchmarks import pictures, records
 from benchmarks.papers import next_byte
 
+MINUTES = 2
+NEEDS = ("matplotlib",)
+
 RUNS = {
     "float32": None,
     "nearest": None,
@@ -74,36 +77,27 @@ def weight_bytes(name: str) -> float:
     return 2 + 2 * sum(sizes[path] for path in RUNS[name]) / total
 
 
-def draw(record: dict, is_apart: bool) -> None:
+def measure(args) -> dict:
+    found = next_byte.held_out_losses(RUNS, train, args)
+    return {
+        "held_out": records.spreads(found),
+        "gaps_to_stochastic": records.gaps(found, "stochastic"),
+        "weight_bytes": {name: weight_bytes(name) for name in RUNS},
+    }
+
+
+def text(record: dict) -> str:
+    heads = "held-out loss", "minus stochastic's"
+    return records.listing(heads, record["held_out"], record["gaps_to_stochastic"])
+
+
+@pictures.panels(3)
+def draw(record: dict, axes) -> None:
     color = lambda name: pictures.COLORS[name.partition(":")[0]]
-    text = lambda name: f"{record['weight_bytes'][name]:.2f} bytes"
-    path = pictures.picture_of("kahan_parts", is_apart)
-    with pictures.drawn(path, 3, (1,)) as (axes,):
-        pictures.each_seed(axes, record["held_out"], color, text)
+    size = lambda name: f"{record['weight_bytes'][name]:.2f} bytes"
+    pictures.each_seed(axes, record["held_out"], color, size)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=6)
-    parser.add_argument("--steps", type=int, help="1500 by default")
-    parser.add_argument("--learning-rate", type=float, default=0.1, help="the first")
-    args = parser.parse_args(argv)
-    args.steps = args.steps or (50_000 if args.full else 1500)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        found = next_byte.held_out_losses(
-            RUNS, train, args.seeds, args.steps, args.learning_rate
-        )
-        records.save(
-            path,
-            args,
-            records.ran_here(),
-            held_out={name: records.spread(values) for name, values in found.items()},
-            gaps_to_stochastic=records.gaps(found, "stochastic"),
-            weight_bytes={name: weight_bytes(name) for name in RUNS},
-        )
-    record = records.load(path)
-    for name, each in record["held_out"].items():
-        gap = record["gaps_to_stochastic"].get(name)
-        gap = f"  to stochastic {records.shown(gap, 4)}" if gap else ""
-        print(f"{name:24} {records.shown(each, 4)}{gap}")
-    draw(record, args.is_apart)
+    args = next_byte.options(__doc__, seeds=6).parse_args(argv)
+    records.run(__name__, args, measure, text, draw)

@@ -19,6 +19,9 @@ import optax
 import lowbit_optax
 from benchmarks import pictures, records
 
+MINUTES = 1
+NEEDS = ("matplotlib",)
+
 DIMENSIONS, EXAMPLES, NOISE, RATE = 10, 1000, 0.5, 0.01
 POINTS = 100
 
@@ -70,9 +73,6 @@ def train(name: str, steps: int, seed):
     def body(carry, index):
         params, state = carry
         grads = gradient(params.astype(jnp.float32), x[index], y[index], rounded)
-        if weights is None:
-            updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), None
         return lowbit_optax.step(tx, params, state, grads), None
 
     def part(carry, indices):
@@ -84,37 +84,36 @@ def train(name: str, steps: int, seed):
     return jax.lax.scan(part, (params, tx.init(params)), indices)[1]
 
 
-def draw(record: dict, is_apart: bool) -> None:
-    path = pictures.picture_of("least_squares", is_apart)
+def measure(args) -> dict:
+    seeds = jnp.arange(args.seeds)
+    curves = {
+        name: jax.vmap(functools.partial(train, name, args.steps))(seeds)
+        for name in RUNS
+    }
+    # The last fifth: one example per step leaves noise.
+    ends = {name: runs[:, -POINTS // 5 :].mean(1) for name, runs in curves.items()}
+    return {"final": records.spreads(ends), "curves": curves}
+
+
+def text(record: dict) -> str:
+    return records.listing(["loss at the end"], record["final"])
+
+
+@pictures.panels(3.4, (3, 2))
+def draw(record: dict, curves, bars) -> None:
     steps = record["options"]["steps"]
-    with pictures.drawn(path, 3.4, (3, 2)) as (curves, bars):
-        x = np.arange(1, POINTS + 1) * steps // POINTS
-        for name, (color, line) in LINES.items():
-            runs = np.array(record["curves"][name])
-            curves.semilogy(x, np.median(runs, 0), line, color=color)
-            final = record["final"][name]
-            bars.barh(name, final["mean"], xerr=final["std"], color=color)
-        curves.set(xlabel="step", ylabel="loss, median of the seeds")
-        curves.set_xticks(np.linspace(0, steps, 5))
-        bars.set(xscale="log", xlim=(0.05, 10), xlabel="loss at the end, mean ± std")
-        bars.invert_yaxis()
+    x = np.arange(1, POINTS + 1) * steps // POINTS
+    for name, (color, line) in LINES.items():
+        runs = np.array(record["curves"][name])
+        curves.semilogy(x, np.median(runs, 0), line, color=color)
+        final = record["final"][name]
+        bars.barh(name, final["mean"], xerr=final["std"], color=color)
+    curves.set(xlabel="step", ylabel="loss, median of the seeds")
+    curves.set_xticks(np.linspace(0, steps, 5))
+    bars.set(xscale="log", xlim=(0.05, 10), xlabel="loss at the end, mean ± std")
+    bars.invert_yaxis()
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=10)
-    parser.add_argument("--steps", type=int, help="20000 by default")
-    args = parser.parse_args(argv)
-    args.steps = args.steps or (1_000_000 if args.full else 20_000)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        curves, final = {}, {}
-        for name in RUNS:
-            runs = jax.vmap(lambda s, n=name: train(n, args.steps, s))(
-                jnp.arange(args.seeds)
-            )
-            curves[name] = runs
-            # The last fifth: one example per step leaves noise.
-            final[name] = records.spread(runs[:, -POINTS // 5 :].mean(1))
-            print(f"{name:26} {records.shown(final[name], 4)}", flush=True)
-        records.save(path, args, records.ran_here(), final=final, curves=curves)
-    draw(records.load(path), args.is_apart)
+    options = records.Options(__doc__, seeds=10, steps=(20_000, 1_000_000))
+    records.run(__name__, options.parse_args(argv), measure, text, draw)

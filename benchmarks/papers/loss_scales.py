@@ -21,6 +21,9 @@ import lowbit_optax
 from benchmarks import pictures, records
 from benchmarks.papers import next_byte
 
+MINUTES = 1
+NEEDS = ("matplotlib",)
+
 DEVICES, RATE, WIDTH, POINTS = 8192, 3e-3, 64, 60
 BOUNDS = {"initial": 2.0**30, "largest": 2.0**40}
 RULES = {
@@ -81,47 +84,40 @@ def summary(runs: list, settled: int) -> dict:
     }
 
 
-def draw(record: dict, is_apart: bool) -> None:
-    path = pictures.picture_of("loss_scales", is_apart)
-    with pictures.drawn(path, 3.2, (1, 1)) as (losses, scales):
-        x = (np.arange(POINTS) + 0.5) * record["options"]["steps"] / POINTS
-        for name, found in record["rules"].items():
-            color = COLORS.get(name, "black")
-            width, line = (3, "-") if name == "float32" else (1.5, LINES[name])
-            losses.plot(x, found["loss"], line, color=color, label=name, lw=width)
-            if name in COLORS and name != "no scale":
-                rate = 100 * found["overflow_rate_after"]["mean"]
-                label = f"{name}: {rate:.2f}% overflow"
-                scales.plot(x, found["log2_scale"], color=color, label=label)
-        losses.set(xlabel="step", ylabel="training loss", ylim=(2, 5))
-        losses.legend()
-        scales.set(xlabel="step", ylabel="log2 of the scale, one seed")
-        scales.legend()
+def measure(args) -> dict:
+    runs: dict[str, list] = {name: [] for name in ("float32", *RULES)}
+    for seed in range(args.seeds):
+        batches = next_byte.batches(seed, args.steps)
+        for name, kept in runs.items():
+            steps = train(name, next_byte.init(seed, WIDTH), batches)
+            kept.append(jax.device_get(steps))
+            print(f"seed {seed}, {name}", flush=True)
+    return {"rules": {name: summary(kept, args.settled) for name, kept in runs.items()}}
+
+
+def text(record: dict) -> str:
+    parts = {"overflow_rate_after": "overflows", "final_loss": "loss"}
+    columns = [{n: x[part] for n, x in record["rules"].items()} for part in parts]
+    return records.listing(parts.values(), *columns, digits=5)
+
+
+@pictures.panels(3.2, (1, 1))
+def draw(record: dict, losses, scales) -> None:
+    x = (np.arange(POINTS) + 0.5) * record["options"]["steps"] / POINTS
+    for name, found in record["rules"].items():
+        color = COLORS.get(name, "black")
+        width, line = (3, "-") if name == "float32" else (1.5, LINES[name])
+        losses.plot(x, found["loss"], line, color=color, label=name, lw=width)
+        if name in COLORS and name != "no scale":
+            rate = 100 * found["overflow_rate_after"]["mean"]
+            label = f"{name}: {rate:.2f}% overflow"
+            scales.plot(x, found["log2_scale"], color=color, label=label)
+    losses.set(xlabel="step", ylabel="training loss", ylim=(2, 5))
+    losses.legend()
+    scales.set(xlabel="step", ylabel="log2 of the scale, one seed")
+    scales.legend()
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=3)
-    parser.add_argument("--steps", type=int, help="a multiple of 60, 1200 by default")
-    parser.add_argument(
-        "--settled", type=int, default=200, help="steps that do not count"
-    )
-    args = parser.parse_args(argv)
-    args.steps = args.steps or (60_000 if args.full else 1200)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        runs: dict[str, list] = {name: [] for name in ("float32", *RULES)}
-        for seed in range(args.seeds):
-            batches = next_byte.batches(seed, args.steps)
-            for name, kept in runs.items():
-                steps = train(name, next_byte.init(seed, WIDTH), batches)
-                kept.append(jax.device_get(steps))
-                loss, _, skipped, _ = kept[-1]
-                end = loss[-args.steps // 10 :].mean()
-                print(f"seed {seed} {name:22} {skipped.sum():4} {end:.4f}", flush=True)
-        rules = {name: summary(kept, args.settled) for name, kept in runs.items()}
-        records.save(path, args, records.ran_here(), rules=rules)
-    record = records.load(path)
-    for name, found in record["rules"].items():
-        after = records.shown(found["overflow_rate_after"], 5)
-        print(f"{name:22} {after}  loss {records.shown(found['final_loss'])}")
-    draw(record, args.is_apart)
+    options = records.Options(__doc__, seeds=3, steps=(1200, 60_000), settled=200)
+    records.run(__name__, options.parse_args(argv), measure, text, draw)

@@ -10,12 +10,14 @@ of live arrays, of two matrices of 1024 x 1024.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import lowbit_optax
 from benchmarks import pictures, records
 from benchmarks.papers import noisy_digits
+
+MINUTES = 5
+NEEDS = ("matplotlib", "sklearn")
 
 RATES = {"SGD": 0.004, "Adam": 0.001}
 CODES = (("dynamic", 8), ("linear", 8), ("dynamic", 4), ("linear", 4))
@@ -64,65 +66,49 @@ def live_bits() -> dict[str, float]:
             params = optax.apply_updates(params, updates)
         size = sum(x.nbytes for x in jax.tree.leaves((params, state)))
         found[name] = 8 * size / sum(x.size for x in arrays.values())
-        print(f"{name:22} {found[name]:.2f} bits", flush=True)
     return found
 
 
-def draw(record: dict, is_apart: bool) -> None:
-    path = pictures.picture_of("lpmm_states", is_apart)
-    with pictures.drawn(path, 3.2, (1, 1)) as (losses, sizes):
-        for i, (name, found) in enumerate(record["held_out"].items()):
-            color = "black" if "float32" in name else pictures.COLORS["LPMM"]
-            style = {"color": color, "fmt": "o", "capsize": 3}
-            losses.errorbar(found["mean"], i, xerr=found["std"], **style)
-        losses.set_yticks(range(len(record["held_out"])), list(record["held_out"]))
-        losses.invert_yaxis()
-        losses.set(xlabel="loss on held-out digits, mean ± std")
-        names, bits = list(record["bits"]), list(record["bits"].values())
-        bars = sizes.barh(
-            np.arange(len(names)),
-            bits,
-            color=[
-                "gray" if "float32" in n else pictures.COLORS["LPMM"] for n in names
-            ],
-        )
-        sizes.bar_label(bars, fmt=" %.1f", fontsize=9)
-        sizes.set_yticks(range(len(names)), names)
-        sizes.invert_yaxis()
-        sizes.set(xlabel="bits per parameter, accumulators too", xlim=(0, 150))
+def measure(args) -> dict:
+    loss, seeds = {}, jnp.arange(args.seeds)
+    for name, (tx, bits) in cases(args.rate, args.steps).items():
+        run = tx, bits, args.steps, args.width, seeds, noisy_digits.data()
+        loss[name] = noisy_digits.train(*run).loss
+        print(name, flush=True)
+    gaps = {}
+    for kind in RATES:
+        of_kind = {name: each for name, each in loss.items() if kind in name}
+        gaps |= records.gaps(of_kind, f"{kind}, float32")
+    return {
+        "held_out": records.spreads(loss),
+        "gaps_to_float32": gaps,
+        "bits": live_bits(),
+    }
+
+
+def text(record: dict) -> str:
+    heads = "held-out loss", "minus float32's"
+    return records.listing(heads, record["held_out"], record["gaps_to_float32"])
+
+
+@pictures.panels(3.2, (1, 1))
+def draw(record: dict, losses, sizes) -> None:
+    color = lambda name, wide: wide if "float32" in name else pictures.COLORS["LPMM"]
+    for name, found in record["held_out"].items():
+        style = {"color": color(name, "black"), "fmt": "o", "capsize": 3}
+        losses.errorbar(found["mean"], name, xerr=found["std"], **style)
+    losses.invert_yaxis()
+    losses.set(xlabel="loss on held-out digits, mean ± std")
+    names, bits = list(record["bits"]), list(record["bits"].values())
+    bars = sizes.barh(names, bits, color=[color(name, "gray") for name in names])
+    sizes.bar_label(bars, fmt=" %.1f", fontsize=9)
+    sizes.invert_yaxis()
+    sizes.set(xlabel="bits per parameter, accumulators too", xlim=(0, 150))
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=5)
-    parser.add_argument("--steps", type=int, help="images, 6000 by default")
-    parser.add_argument("--width", type=int, help="units, a multiple of 32; 64")
-    parser.add_argument("--rate", type=float, default=1.0, help="a factor of the rates")
-    args = parser.parse_args(argv)
-    args.steps = args.steps or (400_000 if args.full else 6000)
-    args.width = args.width or (1024 if args.full else noisy_digits.WIDTH)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        loss, seeds = {}, jnp.arange(args.seeds)
-        for name, (tx, bits) in cases(args.rate, args.steps).items():
-            run = tx, bits, args.steps, args.width, seeds, noisy_digits.data()
-            loss[name] = noisy_digits.train(*run).loss
-            end = records.shown(records.spread(loss[name]), 4)
-            print(f"{name:24} loss {end}", flush=True)
-        gaps = {}
-        for kind in RATES:
-            of_kind = {name: each for name, each in loss.items() if kind in name}
-            gaps |= records.gaps(of_kind, f"{kind}, float32")
-        records.save(
-            path,
-            args,
-            records.ran_here(),
-            held_out={name: records.spread(each) for name, each in loss.items()},
-            gaps_to_float32=gaps,
-            bits=live_bits(),
-        )
-    record = records.load(path)
-    for name, found in record["held_out"].items():
-        gap = record["gaps_to_float32"].get(name)
-        against = records.shown(gap, 4) if gap else ""
-        print(f"{name:24} {records.shown(found)}  {against}")
-    draw(record, args.is_apart)
+    options = noisy_digits.options(__doc__, 6000)
+    options.add_argument(
+        "--rate", type=float, default=1.0, help="a factor of the rates"
+    )
+    records.run(__name__, options.parse_args(argv), measure, text, draw)

@@ -14,6 +14,9 @@ import lowbit_optax
 from benchmarks import pictures, records
 from lowbit_optax import release
 
+MINUTES = 1
+NEEDS = ("jax_plugins.xla_cuda12", "matplotlib")
+
 GIB = 2**30
 PAPER = -0.54
 PARTS = {
@@ -39,12 +42,11 @@ def cases(steps) -> dict:
     }
 
 
-def measure(layers: int, width: int, batch: int) -> dict[str, dict]:
-    """Bytes of each case, by part."""
+def measure(args) -> dict:
     from tools.gpu_program import release_steps
     from tools.gpu_program.steps import bytes_of
 
-    model = release_steps.matrices(layers, width, batch)
+    model = release_steps.matrices(args.layers, args.width, args.batch_size)
     found = {}
     for name, (make_step, tx) in cases(release_steps).items():
         step = release_steps.compile_step(make_step, model, tx)
@@ -57,44 +59,30 @@ def measure(layers: int, width: int, batch: int) -> dict[str, dict]:
             "temporary": step.temporary,
             "peak": step.peak,
         }
-        peak, master = step.peak, found["float32 master"]["peak"]
-        print(f"{name:24} {peak / GIB:6.2f} GiB {peak / master - 1:+.0%}", flush=True)
-    return found
+    size = args.layers * args.width**2
+    return {"parameters": size, "paper": PAPER, "cases": found}
 
 
-def draw(record: dict, is_apart: bool) -> None:
-    cases = record["cases"]
-    master = cases["float32 master"]["peak"]
+def _texts(record: dict) -> dict[str, str]:
+    """Of each case, its peak, and how far it is from the master's."""
+    peaks = {name: found["peak"] for name, found in record["cases"].items()}
+    master = peaks["float32 master"]
+    share = lambda peak: f", {peak / master - 1:+.0%}" if peak != master else ""
+    return {n: f"{peak / GIB:.1f} GiB{share(peak)}" for n, peak in peaks.items()}
 
-    def text(peak: int) -> str:
-        share = f", {peak / master - 1:+.0%}" if peak != master else ""
-        return f"{peak / GIB:.1f} GiB{share}"
 
-    texts = {name: text(found["peak"]) for name, found in cases.items()}
-    with pictures.drawn(pictures.picture_of("memory_profile", is_apart), 3, (1,)) as (
-        bars,
-    ):
-        pictures.stacked(bars, cases, PARTS, GIB, texts)
-        bars.set(xlabel="GiB of one H200, from the compiled program; nothing was run")
-        bars.legend(loc="lower right")
+def text(record: dict) -> str:
+    return records.table(("", "peak"), list(_texts(record).items()))
+
+
+@pictures.panels(3)
+def draw(record: dict, bars) -> None:
+    pictures.stacked(bars, record["cases"], PARTS, GIB, _texts(record))
+    bars.set(xlabel="GiB of one H200, from the compiled program; nothing was run")
+    bars.legend(loc="lower right")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__)
-    parser.add_argument("--layers", type=int, help="30 by default: 2.0e9 parameters")
-    parser.add_argument("--width", type=int, default=8192)
-    parser.add_argument("--batch-size", type=int, default=2048, help="rows")
-    args = parser.parse_args(argv)
-    args.layers = args.layers or (120 if args.full else 30)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        found = measure(args.layers, args.width, args.batch_size)
-        records.save(
-            path,
-            args,
-            "compiled for an H200; not run",
-            parameters=args.layers * args.width**2,
-            paper=PAPER,
-            cases=found,
-        )
-    draw(records.load(path), args.is_apart)
+    sizes = {"layers": (30, 120), "width": 8192, "batch_size": 2048}
+    args = records.Options(__doc__, **sizes).parse_args(argv)
+    records.run(__name__, args, measure, text, draw, records.COMPILED)

@@ -19,6 +19,9 @@ import lowbit_optax
 from benchmarks import pictures, records
 from benchmarks.papers import noisy_digits
 
+MINUTES = 8
+NEEDS = ("matplotlib", "sklearn")
+
 BITS, FACTORS = (12, 10, 8), (1, 4, 16)
 SMALL = tuple(2.0**power for power in range(-12, 5))
 """Update sizes in quantisation steps, of which the share below each is counted."""
@@ -65,77 +68,65 @@ def shares_below(tx, every: int, rate: float, steps: int, halfway) -> np.ndarray
     return np.asarray([jnp.mean(sizes < limit) for limit in SMALL])
 
 
-def draw(record: dict, is_apart: bool) -> None:
-    path = pictures.picture_of("microbatches", is_apart)
-    bits_colors = dict(zip(BITS, ("#55a868", "#4c72b0", "#c44e52"), strict=True))
-    with pictures.drawn(path, 3.2, (1, 1)) as (losses, sizes):
-        found = record["gaps_to_float32"]
-        for aside, (bits, color) in zip(
-            (0, 0.05, 0.1), bits_colors.items(), strict=True
-        ):
-            x = np.arange(len(FACTORS)) + aside
-            here = [found[f"{bits} bits, N={n}"] for n in FACTORS]
-            bars = [[each[key] for each in here] for key in ("mean", "std")]
-            style = {"color": color, "capsize": 3, "fmt": "o-"}
-            losses.errorbar(x, *bars, label=f"{bits} bits", **style)
-            nearest = found[f"{bits} bits, nearest"]
-            style = {"color": color, "capsize": 3, "fmt": "x"}
-            losses.errorbar(aside - 0.3, nearest["mean"], nearest["std"], **style)
-        base = [0] + [found[f"float32, N={n}"]["mean"] for n in FACTORS[1:]]
-        losses.plot(range(len(FACTORS)), base, "k-", label="float32")
-        losses.plot([], [], "x", color="gray", label="nearest, N=1")
-        losses.set_xticks(range(len(FACTORS)), [f"N={n}" for n in FACTORS])
-        losses.set(ylabel="loss, minus float32's with N=1", xlim=(-0.5, 2.3))
-        losses.legend()
-        for i, (name, share) in enumerate(record["shares_below"].items()):
-            n = name.split(", ")[1]
-            sizes.plot(SMALL, share, "-" if i else "--", color="#c44e52", label=n)
-        sizes.axvline(0.5, color="gray", lw=1)
-        style = {"color": "gray", "fontsize": 9, "ha": "right"}
-        sizes.text(0.46, 0.02, "half a step", **style)
-        sizes.set_xscale("log", base=2)
-        sizes.set_xlim(SMALL[0], 2)
-        sizes.set(xlabel="update, in steps of 8 bits", ylabel="share of weights below")
-        sizes.legend(loc="upper left")
+def measure(args) -> dict:
+    loss, accuracy, below = {}, {}, {}
+    for name, (bits, rounding, n) in cases().items():
+        numbers = args.learning_rate, args.steps
+        tx = optimizer(bits, rounding, n, *numbers)
+        seeds = jnp.arange(args.seeds)
+        run = tx, bits, args.steps, args.width, seeds, noisy_digits.data()
+        trained = noisy_digits.train(*run)
+        loss[name], accuracy[name] = trained.loss, 100 * trained.accuracy
+        if bits == BITS[-1] and rounding == "stochastic" and n in FACTORS[::2]:
+            below[name] = shares_below(tx, n, *numbers, trained.halfway)
+        print(name, flush=True)
+    return {
+        "held_out": records.spreads(loss),
+        "accuracy": records.spreads(accuracy),
+        "gaps_to_float32": records.gaps(loss, "float32, N=1"),
+        "sizes": SMALL,
+        "shares_below": below,
+    }
+
+
+def text(record: dict) -> str:
+    heads = "held-out loss", "minus float32's, N=1", "accuracy, %"
+    columns = (record[key] for key in ("held_out", "gaps_to_float32", "accuracy"))
+    return records.listing(heads, *columns)
+
+
+@pictures.panels(3.2, (1, 1))
+def draw(record: dict, losses, sizes) -> None:
+    found = record["gaps_to_float32"]
+    colors = zip(BITS, ("#55a868", "#4c72b0", "#c44e52"), strict=True)
+    for i, (bits, color) in enumerate(colors):
+        style = {"color": color, "capsize": 3}
+        here = [found[f"{bits} bits, N={n}"] for n in FACTORS]
+        bars = [[each[key] for each in here] for key in ("mean", "std")]
+        x = np.arange(len(FACTORS)) + 0.05 * i
+        losses.errorbar(x, *bars, fmt="o-", label=f"{bits} bits", **style)
+        nearest = found[f"{bits} bits, nearest"]
+        bar = nearest["mean"], nearest["std"]
+        losses.errorbar(0.05 * i - 0.3, *bar, fmt="x", **style)
+    base = [0] + [found[f"float32, N={n}"]["mean"] for n in FACTORS[1:]]
+    losses.plot(range(len(FACTORS)), base, "k-", label="float32")
+    losses.plot([], [], "x", color="gray", label="nearest, N=1")
+    losses.set_xticks(range(len(FACTORS)), [f"N={n}" for n in FACTORS])
+    losses.set(ylabel="loss, minus float32's with N=1", xlim=(-0.5, 2.3))
+    losses.legend()
+    for i, (name, share) in enumerate(record["shares_below"].items()):
+        n = name.split(", ")[1]
+        sizes.plot(SMALL, share, "-" if i else "--", color="#c44e52", label=n)
+    sizes.axvline(0.5, color="gray", lw=1)
+    style = {"color": "gray", "fontsize": 9, "ha": "right"}
+    sizes.text(0.46, 0.02, "half a step", **style)
+    sizes.set_xscale("log", base=2)
+    sizes.set_xlim(SMALL[0], 2)
+    sizes.set(xlabel="update, in steps of 8 bits", ylabel="share of weights below")
+    sizes.legend(loc="upper left")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=5)
-    parser.add_argument("--steps", type=int, help="images, 12000 by default")
-    parser.add_argument("--width", type=int, help="units, a multiple of 32; 64")
-    parser.add_argument("--learning-rate", type=float, default=0.004, help="the first")
-    args = parser.parse_args(argv)
-    args.steps = args.steps or (400_000 if args.full else 12_000)
-    args.width = args.width or (1024 if args.full else noisy_digits.WIDTH)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        loss, accuracy, below = {}, {}, {}
-        for name, (bits, rounding, n) in cases().items():
-            numbers = args.learning_rate, args.steps
-            tx = optimizer(bits, rounding, n, *numbers)
-            seeds = jnp.arange(args.seeds)
-            run = tx, bits, args.steps, args.width, seeds, noisy_digits.data()
-            trained = noisy_digits.train(*run)
-            loss[name], accuracy[name] = trained.loss, 100 * trained.accuracy
-            if bits == BITS[-1] and rounding == "stochastic" and n in FACTORS[::2]:
-                below[name] = shares_below(tx, n, *numbers, trained.halfway)
-            end = records.shown(records.spread(loss[name]), 4)
-            print(f"{name:16} loss {end}", flush=True)
-        spreads = lambda found: {k: records.spread(v) for k, v in found.items()}
-        records.save(
-            path,
-            args,
-            records.ran_here(),
-            held_out=spreads(loss),
-            accuracy=spreads(accuracy),
-            gaps_to_float32=records.gaps(loss, "float32, N=1"),
-            sizes=SMALL,
-            shares_below=below,
-        )
-    record = records.load(path)
-    for name, found in record["held_out"].items():
-        gap = record["gaps_to_float32"].get(name)
-        against = records.shown(gap, 4) if gap else ""
-        right = records.shown(record["accuracy"][name], 1)
-        print(f"{name:16} {records.shown(found)}  {right} %  {against}")
-    draw(record, args.is_apart)
+    options = noisy_digits.options(__doc__, 12_000)
+    options.add_argument("--learning-rate", type=float, default=0.004, help="the first")
+    records.run(__name__, options.parse_args(argv), measure, text, draw)

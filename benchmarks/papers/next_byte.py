@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks import records
 from benchmarks.training.text import stdlib_text
 
 CONTEXT, EMBEDDING, WIDTH, BATCH = 16, 16, 128, 128
@@ -55,22 +56,26 @@ def loss_fn(params: dict, windows: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def held_out_losses(
-    names: Iterable[str], train: Callable, seeds: int, steps: int, learning_rate: float
-) -> dict[str, list[float]]:
-    """Losses on text held out, of each name and seed, shown as they come.
+def options(doc: str | None, seeds: int) -> records.Options:
+    """Of a benchmark that trains this network."""
+    made = records.Options(doc, seeds, steps=(1500, 50_000))
+    made.add_argument("--learning-rate", type=float, default=0.1, help="the first")
+    return made
+
+
+def held_out_losses(names: Iterable[str], train: Callable, args) -> dict[str, list]:
+    """Losses on text held out, of each name and seed.
 
     Args:
       names: of the ways to train.
       train: ``(name, learning_rate, parameters, batches) -> parameters``.
-      seeds, steps, learning_rate: how many, how long, and the first.
+      args: from :func:`options`.
     """
-    found: dict[str, list[float]] = {name: [] for name in names}
     windows = held_out()
-    for seed in range(seeds):
-        given = batches(seed, steps)
-        for name, losses in found.items():
-            params = train(name, learning_rate, init(seed), given)
-            losses.append(float(jax.jit(loss_fn)(params, windows)))
-            print(f"seed {seed} {name:24} {losses[-1]:.4f}", flush=True)
-    return found
+
+    def of(name: str, seed: int) -> dict:
+        given = batches(seed, args.steps)
+        params = train(name, args.learning_rate, init(seed), given)
+        return {"held-out loss": jax.jit(loss_fn)(params, windows)}
+
+    return records.of_seeds(names, args.seeds, of)["held-out loss"]

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 import lowbit_optax
+from benchmarks import records
 from lowbit_optax import lpmm
 
 PIXELS, CLASSES, WIDTH, COLUMNS = 64, 10, 64, 32
@@ -101,8 +102,7 @@ def train(
       seeds: of the start, the images, their noise and the rounding.
       given: from :func:`data`.
     """
-    plain = jax.value_and_grad(loss_fn)
-    differentiate = plain if bits is None else lpmm.value_and_grad(loss_fn)
+    differentiate = lpmm.value_and_grad(loss_fn)
 
     def body(key, carry, i):
         params, state = carry
@@ -110,9 +110,6 @@ def train(
         chosen = jax.random.randint(which, (1,), 0, TRAINING)
         images = with_noise(noise, given.images[chosen])
         _, grads = differentiate(params, images, given.labels[chosen])
-        if bits is None:
-            updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), None
         return lowbit_optax.step(tx, params, state, grads), None
 
     def run(seed):
@@ -124,7 +121,7 @@ def train(
         half, of_key = steps // 2, functools.partial(body, key)
         halfway, _ = jax.lax.scan(of_key, carry, jnp.arange(half))
         end, _ = jax.lax.scan(of_key, halfway, jnp.arange(half, steps))
-        params = end[0] if bits is None else lowbit_optax.dequantize(end[0])
+        params = lowbit_optax.dequantize(end[0])
         held_out = given.held_out_images, given.held_out_labels
         right = logits_of(params, held_out[0]).argmax(-1) == held_out[1]
         return Trained(loss_fn(params, *held_out), right.mean(), halfway)
@@ -138,6 +135,11 @@ def _with_seed(state, seed: jax.Array):
     return jax.tree_util.tree_map_with_path(
         lambda path, x: seed.astype(x.dtype) if is_seed(path, x) else x, state
     )
+
+
+def options(doc: str | None, steps: int) -> records.Options:
+    """Of a benchmark that trains this network, on so many images by default."""
+    return records.Options(doc, seeds=5, steps=(steps, 400_000), width=(WIDTH, 1024))
 
 
 def rate_of(first: float, every: int, steps: int) -> Callable:

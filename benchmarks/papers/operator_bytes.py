@@ -18,10 +18,13 @@ import optax
 import lowbit_optax
 from benchmarks import pictures, records
 
+MINUTES = 1
+NEEDS = ("jax_plugins.xla_cuda12", "matplotlib")
+
 BITS = (0, 1, 2, 4, 6, 8, 10, 12, 16)
 
 
-def measure(bits: int, shape: tuple[int, int]) -> dict:
+def moved(bits: int, shape: tuple[int, int]) -> dict:
     """Bytes per element of ``split + array`` in bfloat16 with so many extra bits."""
     from tools.gpu_program.steps import leaf, lower_step
     from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
@@ -39,7 +42,7 @@ def measure(bits: int, shape: tuple[int, int]) -> dict:
     add = lambda split, other: split + other
     program = compile_lowered(lower_for(gpu_mesh(), add, split, other, donate=(0,)))
     size = shape[0] * shape[1]
-    launches = [moved / size for _, moved in kernels(program) if moved > size / 100]
+    launches = [x / size for _, x in kernels(program) if x > size / 100]
     return {
         "least": 6 + 2 * bits / 8,
         "moved": sum(launches),
@@ -50,44 +53,42 @@ def measure(bits: int, shape: tuple[int, int]) -> dict:
     }
 
 
-def draw(record: dict, is_apart: bool) -> None:
-    path = pictures.picture_of("operator_bytes", is_apart)
-    with pictures.drawn(path, 3, (1,)) as (axes,):
-        rows = record["rows"]
-        series = {
-            "cannot do without": ("least", None, pictures.PARTS[2]),
-            "step, one fused kernel": (
-                "fused_moved",
-                "fused_launches",
-                pictures.PARTS[0],
-            ),
-            "SplitArray, by XLA": ("moved", "launches", pictures.PARTS[1]),
-        }
-        for i, (label, (key, launches, color)) in enumerate(series.items()):
-            places = [j + 0.27 * (i - 1) for j in range(len(rows))]
-            heights = [row[key] for row in rows.values()]
-            axes.bar(places, heights, 0.25, color=color, label=label)
-            for x, row in zip(places, rows.values(), strict=True):
-                if launches:
-                    text = f"{row['least'] / row[key]:.0%}"
-                    axes.text(x, row[key] + 0.2, text, ha="center", fontsize=6.5)
-        axes.axhline(10, color="black", lw=1, ls="--", label="float32 + bfloat16")
-        axes.set_xticks(range(len(rows)), [f"+{bits}" for bits in rows])
-        axes.set(xlabel="extra bits beside bfloat16", ylabel="bytes moved per element")
-        axes.set_title("H200, compiled: bytes, and the share of a copy's bandwidth")
-        axes.legend(loc="upper left")
+def measure(args) -> dict:
+    return {"rows": {str(bits): moved(bits, (args.rows, 4096)) for bits in BITS}}
+
+
+def text(record: dict) -> str:
+    heads = ["", *record["rows"]["0"]]
+    rows = [
+        [f"+{bits}", *(f"{x:.3f}" for x in row.values())]
+        for bits, row in record["rows"].items()
+    ]
+    return records.table(heads, rows)
+
+
+@pictures.panels(3)
+def draw(record: dict, axes) -> None:
+    rows, (most, other, least) = record["rows"], pictures.PARTS[:3]
+    series = {
+        "cannot do without": ("least", least),
+        "step, one fused kernel": ("fused_moved", most),
+        "SplitArray, by XLA": ("moved", other),
+    }
+    for i, (label, (key, color)) in enumerate(series.items()):
+        places = [j + 0.27 * (i - 1) for j in range(len(rows))]
+        heights = [row[key] for row in rows.values()]
+        axes.bar(places, heights, 0.25, color=color, label=label)
+        for x, row in zip(places, rows.values(), strict=True):
+            if key != "least":
+                share = f"{row['least'] / row[key]:.0%}"
+                axes.text(x, row[key] + 0.2, share, ha="center", fontsize=6.5)
+    axes.axhline(10, color="black", lw=1, ls="--", label="float32 + bfloat16")
+    axes.set_xticks(range(len(rows)), [f"+{bits}" for bits in rows])
+    axes.set(xlabel="extra bits beside bfloat16", ylabel="bytes moved per element")
+    axes.set_title("H200, compiled: bytes, and the share of a copy's bandwidth")
+    axes.legend(loc="upper left")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__)
-    parser.add_argument("--rows", type=int, default=4096)
-    args = parser.parse_args(argv)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        shape = args.rows * (4 if args.full else 1), 4096
-        rows = {}
-        for bits in BITS:
-            found = rows[str(bits)] = measure(bits, shape)
-            print(f"+{bits:<3} " + "  ".join(f"{k} {v:.3f}" for k, v in found.items()))
-        records.save(path, args, "compiled for an H200; not run", rows=rows)
-    draw(records.load(path), args.is_apart)
+    args = records.Options(__doc__, rows=(4096, 16384)).parse_args(argv)
+    records.run(__name__, args, measure, text, draw, records.COMPILED)

@@ -22,6 +22,9 @@ from benchmarks import pictures, records
 from benchmarks.papers import noisy_digits
 from lowbit_optax import precision
 
+MINUTES = 3
+NEEDS = ("matplotlib", "sklearn")
+
 RATE, SMALL, SCALE = 1e-3, 1e-3, 2.0**10
 STRENGTHS = (1e-5, 1e-4, 1e-3)
 KINDS = ("no penalty", "float32", "master", "in the loss", "in the loss, scaled")
@@ -108,59 +111,56 @@ def train(kind: str, strength: float, steps: int, width: int, seeds, given):
     return jax.vmap(run)(seeds)
 
 
-def draw(record: dict, is_apart: bool) -> None:
-    path = pictures.picture_of("regularizers", is_apart)
+def measure(args) -> dict:
+    given, seeds = noisy_digits.data(), jnp.arange(args.seeds)
+    found: dict[str, dict] = {}
+    for strength in STRENGTHS:
+        runs = {}
+        for kind in KINDS:
+            end = train(kind, strength, args.steps, args.width, seeds, given)
+            runs[kind] = dict(zip(PARTS, jax.device_get(end), strict=True))
+            print(f"lambda {strength:g}, {kind}", flush=True)
+        gaps = records.gaps({k: each["loss"] for k, each in runs.items()}, KINDS[1])
+        found[f"{strength:g}"] = {
+            kind: records.spreads(each)
+            | ({"gap_to_float32": gaps[kind]} if kind in gaps else {})
+            for kind, each in runs.items()
+        }
+    return {"strengths": found}
+
+
+def text(record: dict) -> str:
+    lines = []
+    for strength, runs in record["strengths"].items():
+        parts = {"loss": "loss", "gap_to_float32": "minus float32's", "off": "left"}
+        parts["lost"] = "lost"
+        columns = [{k: x[part] for k, x in runs.items() if part in x} for part in parts]
+        table = records.listing(parts.values(), *columns)
+        lines += [f"lambda {strength}", table]
+    return "\n".join(lines)
+
+
+@pictures.panels(3.2, (1, 1))
+def draw(record: dict, norms, losses) -> None:
     labels = [f"{strength:g}" for strength in STRENGTHS]
-    with pictures.drawn(path, 3.2, (1, 1)) as (norms, losses):
-        for i, kind in enumerate(KINDS):
-            runs = [record["strengths"][label][kind] for label in labels]
-            style = {"color": COLORS[kind], "capsize": 3, "fmt": "o", "label": kind}
-            x = [place + 0.12 * (i - 2) for place in range(len(labels))]
-            parts = ((norms, "off", 100), (losses, "gap_to_float32", 1))
-            for axes, part, factor in parts[: 1 if kind == "float32" else 2]:
-                means = [factor * each[part]["mean"] for each in runs]
-                bars = [factor * each[part]["std"] for each in runs]
-                axes.errorbar(x, means, bars, **style)
-        for axes in (norms, losses):
-            axes.set_xticks(range(len(labels)), labels)
-            axes.set(xlabel="lambda")
-        norms.set(ylabel="norm left of weights without data, %", ylim=(-5, 150))
-        norms.legend(loc="upper right", fontsize=8, ncols=2)
-        losses.set(ylabel="held-out loss, minus float32's")
-        losses.axhline(0, color="black", lw=1)
+    for i, kind in enumerate(KINDS):
+        runs = [record["strengths"][label][kind] for label in labels]
+        style = {"color": COLORS[kind], "capsize": 3, "fmt": "o", "label": kind}
+        x = [place + 0.12 * (i - 2) for place in range(len(labels))]
+        parts = ((norms, "off", 100), (losses, "gap_to_float32", 1))
+        for axes, part, factor in parts[: 1 if kind == "float32" else 2]:
+            means = [factor * each[part]["mean"] for each in runs]
+            bars = [factor * each[part]["std"] for each in runs]
+            axes.errorbar(x, means, bars, **style)
+    for axes in (norms, losses):
+        axes.set_xticks(range(len(labels)), labels)
+        axes.set(xlabel="lambda")
+    norms.set(ylabel="norm left of weights without data, %", ylim=(-5, 150))
+    norms.legend(loc="upper right", fontsize=8, ncols=2)
+    losses.set(ylabel="held-out loss, minus float32's")
+    losses.axhline(0, color="black", lw=1)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=5)
-    parser.add_argument("--steps", type=int, help="images, 4000 by default")
-    parser.add_argument("--width", type=int, help="units, a multiple of 32; 64")
-    args = parser.parse_args(argv)
-    args.steps = args.steps or (400_000 if args.full else 4000)
-    args.width = args.width or (1024 if args.full else noisy_digits.WIDTH)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        given, seeds = noisy_digits.data(), jnp.arange(args.seeds)
-        found: dict[str, dict] = {}
-        for strength in STRENGTHS:
-            runs = {}
-            for kind in KINDS:
-                end = train(kind, strength, args.steps, args.width, seeds, given)
-                runs[kind] = dict(zip(PARTS, jax.device_get(end), strict=True))
-                loss, off = (records.spread(runs[kind][part]) for part in PARTS[:2])
-                text = f"{records.shown(loss)}, left {records.shown(off)}"
-                print(f"lambda {strength:g} {kind:20} loss {text}", flush=True)
-            gaps = records.gaps({k: each["loss"] for k, each in runs.items()}, KINDS[1])
-            found[f"{strength:g}"] = {
-                kind: {part: records.spread(each[part]) for part in PARTS}
-                | ({"gap_to_float32": gaps[kind]} if kind in gaps else {})
-                for kind, each in runs.items()
-            }
-        records.save(path, args, records.ran_here(), strengths=found)
-    record = records.load(path)
-    for strength, runs in record["strengths"].items():
-        for kind, each in runs.items():
-            gap = each.get("gap_to_float32")
-            against = f"gap {records.shown(gap, 4)}" if gap else ""
-            lost, off = each["lost"]["mean"], records.shown(each["off"])
-            print(f"{strength:6} {kind:20} lost {lost:.1%}  left {off}  {against}")
-    draw(record, args.is_apart)
+    args = noisy_digits.options(__doc__, 4000).parse_args(argv)
+    records.run(__name__, args, measure, text, draw)

@@ -7,7 +7,7 @@ are from; the recurrent one is a GRU that predicts each next byte.
 import functools
 import pathlib
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from benchmarks import records
 from benchmarks.papers import next_byte
 from benchmarks.training.text import stdlib_text
 
@@ -54,6 +55,24 @@ class Task(NamedTuple):
     def accuracy(self, params, rows: Rows) -> jax.Array:
         """The share of labels whose logit is the largest."""
         return (self.logits(params, rows.inputs).argmax(-1) == rows.labels).mean()
+
+    def ends(self, train: Callable, runs: Iterable[str], args) -> dict[str, dict]:
+        """Loss and accuracy on what is held out, of each run and seed.
+
+        Args:
+          train: ``(run, parameters, rows) -> parameters``.
+          runs: names.
+          args: with ``seeds``, ``steps`` and ``width``.
+        """
+        held_out = self.held_out()
+
+        def of(run: str, seed: int) -> dict:
+            start = self.init(seed, args.width)
+            params = train(run, start, self.rows(seed, args.steps))
+            parts = {"loss": self.loss, "accuracy": self.accuracy}
+            return {part: jax.jit(f)(params, held_out) for part, f in parts.items()}
+
+        return records.of_seeds(runs, args.seeds, of)
 
 
 @functools.cache

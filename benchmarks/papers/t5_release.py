@@ -20,12 +20,16 @@ from benchmarks.papers import next_byte
 from benchmarks.papers.encoder_decoder import FLAN_T5_LARGE, SMALL
 from benchmarks.training.text import stdlib_text
 from lowbit_optax import release
+from tools.gpu_program.release_steps import plain
+
+MINUTES = 6
+NEEDS = ("jax_plugins.xla_cuda12", "matplotlib")
 
 GIB, PAPER, BATCH, RATE = 2**30, -0.11, 32, 3e-3
 SIZES = (8, 32)
 """Batches whose memory is looked at; gradients weigh less in larger ones."""
 
-MODES = ("without", "with")
+MODES = {"without": plain, "with": release.value_and_update}
 
 
 def optimizer(rate, min_size: int | None = None):
@@ -36,19 +40,7 @@ def optimizer(rate, min_size: int | None = None):
     )
 
 
-def step_of(mode: str, loss_fn, tx):
-    """``(params, state, batch) -> (loss, params, state)``."""
-    if mode == "with":
-        return release.value_and_update(loss_fn, tx)
-
-    def train_step(params, state, batch):
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        return loss, *lowbit_optax.step(tx, params, state, grads)
-
-    return train_step
-
-
-def measure() -> dict[str, dict]:
+def memory() -> dict[str, dict]:
     """Bytes of the compiled steps, by batch and mode."""
     from tools.gpu_program.release_steps import Model, compile_step
     from tools.gpu_program.steps import bytes_of
@@ -64,14 +56,12 @@ def measure() -> dict[str, dict]:
         carry = 2 * batch * model.length * model.width
         shapes = Model(model.loss, params, tokens, carry, model.layers)
         for mode in MODES:
-            make_step = functools.partial(step_of, mode)
-            step = compile_step(make_step, shapes, optimizer(1e-3))
+            step = compile_step(MODES[mode], shapes, optimizer(1e-3))
             found.setdefault(str(batch), {})[mode] = {
                 "gradients": bytes_of(params),
                 "stored": step.stored,
                 "peak": step.peak,
             }
-            print(f"batch {batch} {mode:8} {step.peak / GIB:.2f} GiB", flush=True)
     return found
 
 
@@ -79,7 +69,7 @@ def measure() -> dict[str, dict]:
 def train(mode: str, master, batches):
     """The loss of each step."""
     tx = optimizer(optax.cosine_decay_schedule(RATE, len(batches)), 0)
-    step = step_of(mode, SMALL.loss, tx)
+    step = MODES[mode](SMALL.loss, tx)
 
     def body(carry, tokens):
         loss, *carry = step(*carry, tokens)
@@ -89,65 +79,59 @@ def train(mode: str, master, batches):
     return jax.lax.scan(body, start, batches)[1]
 
 
-def losses(seeds: int, steps: int) -> dict[str, list]:
-    """The mean loss of the last tenth, by mode, of each seed."""
-    found: dict[str, list] = {mode: [] for mode in MODES}
+def end(mode: str, seed: int, steps: int) -> dict[str, float]:
+    """The mean loss of the last tenth."""
     length = SMALL.length
-    for seed in range(seeds):
-        windows = stdlib_text.random_windows(
-            next_byte.text().train, (seed,), steps * BATCH, 2 * length + 1
-        )
-        # The target begins with the last byte of the source.
-        pairs = jnp.stack([windows[:, : length + 1], windows[:, length:]], 1)
-        batches = jnp.asarray(pairs).reshape(steps, BATCH, 2, length + 1)
-        master = SMALL.init(jax.random.key(seed))
-        for mode, kept in found.items():
-            end = train(mode, master, batches)[-steps // 10 :].mean()
-            kept.append(float(end))
-            print(f"seed {seed} {mode:8} {end:.6f}", flush=True)
-    return found
+    windows = stdlib_text.random_windows(
+        next_byte.text().train, (seed,), steps * BATCH, 2 * length + 1
+    )
+    # The target begins with the last byte of the source.
+    pairs = jnp.stack([windows[:, : length + 1], windows[:, length:]], 1)
+    batches = jnp.asarray(pairs).reshape(steps, BATCH, 2, length + 1)
+    losses = train(mode, SMALL.init(jax.random.key(seed)), batches)
+    return {"loss": losses[-steps // 10 :].mean()}
 
 
-def draw(record: dict, is_apart: bool) -> None:
-    path = pictures.picture_of("t5_release", is_apart)
-    with pictures.drawn(path, 2.6, (1,)) as (bars,):
-        for batch, modes in record["memory"].items():
-            for mode, each in modes.items():
-                label = f"batch of {batch}, {mode} release"
-                peak, stored = each["peak"] / GIB, each["stored"] / GIB
-                rest = {"left": stored, "color": pictures.PARTS[2]}
-                bars.barh(label, stored, color=pictures.PARTS[0])
-                bars.barh(label, peak - stored, **rest)
-                share = each["peak"] / modes["without"]["peak"] - 1
-                text = f"{peak:.2f} GiB" + (f", {share:+.0%}" if share else "")
-                bars.text(peak + 0.1, label, text, va="center")
-        bars.invert_yaxis()
-        bars.margins(x=0.15)
-        bars.set(xlabel="GiB of one H200: parameters and state, and temporary memory")
+def measure(args) -> dict:
+    of = lambda mode, seed: end(mode, seed, args.steps)
+    found = memory()
+    loss = records.of_seeds(MODES, args.seeds, of)["loss"]
+    return {
+        "paper": PAPER,
+        "memory": found,
+        "loss": records.spreads(loss),
+        "gap": records.gaps(loss, "without")["with"],
+    }
+
+
+def text(record: dict) -> str:
+    lines = []
+    for batch, modes in record["memory"].items():
+        share = modes["with"]["peak"] / modes["without"]["peak"] - 1
+        lines.append(f"batch of {batch}: {share:+.1%}")
+    gap = {"with": record["gap"]}
+    heads = "loss", "minus that without"
+    return "\n".join([*lines, records.listing(heads, record["loss"], gap, digits=5)])
+
+
+@pictures.panels(2.6)
+def draw(record: dict, bars) -> None:
+    for batch, modes in record["memory"].items():
+        for mode, each in modes.items():
+            label = f"batch of {batch}, {mode} release"
+            peak, stored = each["peak"] / GIB, each["stored"] / GIB
+            rest = {"left": stored, "color": pictures.PARTS[2]}
+            bars.barh(label, stored, color=pictures.PARTS[0])
+            bars.barh(label, peak - stored, **rest)
+            share = each["peak"] / modes["without"]["peak"] - 1
+            text = f"{peak:.2f} GiB" + (f", {share:+.0%}" if share else "")
+            bars.text(peak + 0.1, label, text, va="center")
+    bars.invert_yaxis()
+    bars.margins(x=0.15)
+    bars.set(xlabel="GiB of one H200: parameters and state, and temporary memory")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=3)
-    parser.add_argument("--steps", type=int, help="of the small model, 200 by default")
-    args = parser.parse_args(argv)
-    args.steps = args.steps or (20_000 if args.full else 200)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        memory, runs = measure(), losses(args.seeds, args.steps)
-        records.save(
-            path,
-            args,
-            f"compiled for an H200; losses on a {records.ran_here()}",
-            paper=PAPER,
-            memory=memory,
-            loss={mode: records.spread(each) for mode, each in runs.items()},
-            gap=records.gaps(runs, "without")["with"],
-        )
-    record = records.load(path)
-    for batch, modes in record["memory"].items():
-        share = modes["with"]["peak"] / modes["without"]["peak"] - 1
-        print(f"batch of {batch}: {share:+.1%}")
-    gap = records.shown(record["gap"], 5)
-    loss = records.shown(record["loss"]["with"], 4)
-    print(f"loss {loss}, against without {gap}")
-    draw(record, args.is_apart)
+    args = records.Options(__doc__, seeds=3, steps=(200, 20_000)).parse_args(argv)
+    ran = f"compiled for an H200; losses on a {records.ran_here()}"
+    records.run(__name__, args, measure, text, draw, ran)

@@ -15,6 +15,7 @@ import optax
 
 import lowbit_optax
 from benchmarks.peers import tasks
+from tools.gpu_program.steps import with_master
 
 ADAMW = {"b1": tasks.B1, "b2": tasks.B2, "eps": tasks.EPS, "weight_decay": tasks.DECAY}
 BASELINE = "optax.adamw, float32"
@@ -59,20 +60,14 @@ def _plain(make, dtype) -> Peer:
 
 def _master() -> Peer:
     """The usual mixed precision: float32 weights and moments, and a bfloat16 copy."""
-
-    def init(rate, params):
-        masters = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-        return masters, _optax(rate).init(masters)
-
-    def step(rate, params, state, grads):
-        masters, inner = state
-        grads = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
-        updates, inner = _optax(rate).update(grads, inner, masters)
-        masters = optax.apply_updates(masters, updates)
-        copies = jax.tree.map(lambda m, p: m.astype(p.dtype), masters, params)
-        return copies, (masters, inner)
-
-    return Peer(jnp.bfloat16, init, step, lambda params, state: state[0])
+    return Peer(
+        jnp.bfloat16,
+        lambda rate, params: with_master(_optax(rate)).init(params),
+        lambda rate, params, state, grads: with_master(_optax(rate)).update(
+            grads, state, params
+        ),
+        lambda params, state: state[0],
+    )
 
 
 def _lowbit_adamw(rate, *, b1, b2, eps, weight_decay, **formats):

@@ -9,12 +9,10 @@ an H200, and need the ``gpu-program`` extra; all else runs on this host. What do
 run here is a row that says why.
 """
 
-import argparse
 import functools
 import importlib.metadata
 import json
 import subprocess
-import sys
 import time
 
 import jax
@@ -24,8 +22,10 @@ from benchmarks import ROOT, records
 from benchmarks.peers import jax_peers, tasks
 from tools import is_installed
 
+MINUTES = 15
+NEEDS = ("jax_plugins.xla_cuda12",)
+
 TORCH_BASELINE = "torch AdamW, float32"
-RECORD = records.path_of("benchmarks.peers.peers")
 
 
 def compiled_facts(peer: jax_peers.Peer) -> dict:
@@ -85,13 +85,6 @@ def torch_rows(python: str | None, seeds: int) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def number(row: dict, key: str, form: str = ".1f") -> str:
     return format(row[key], form) if key in row else "-"
 
@@ -141,28 +134,23 @@ def accuracies(rows: dict[str, dict]) -> str:
     return records.table(["AdamW", "loss, 1e-3", *names, "resumed"], lines)
 
 
-def draw(record: dict) -> None:
-    print(sizes(record["rows"]), accuracies(record["rows"]), sep="\n\n")
+def text(record: dict) -> str:
+    return f"{sizes(record['rows'])}\n\n{accuracies(record['rows'])}"
 
 
-def main(argv: list[str]) -> int:
-    """Measures, prints both tables and writes the record."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=5, help="5 by default")
-    parser.add_argument("--torch", metavar="PYTHON", help="a Python that has torch")
-    parser.add_argument("--draw", action="store_true", help="only print what is there")
-    args = parser.parse_args(argv)
-    if args.draw:
-        draw(records.load(RECORD))
-        return 0
+def measure(args) -> dict:
     theirs = torch_rows(args.torch, args.seeds)
     rows = jax_rows(args.seeds) | theirs["rows"]
     add_differences(rows)
-    peers = theirs["versions"] | {"flashoptim-jax": version_of("flashoptim-jax")}
+    flash = "flashoptim-jax"
+    has_flash = is_installed("flashoptim_jax")
+    own = {flash: importlib.metadata.version(flash) if has_flash else None}
+    return {"peers": theirs["versions"] | own, "rows": rows}
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = records.Options(__doc__, seeds=5)
+    options.add_argument("--torch", metavar="PYTHON", help="a Python that has torch")
+    args = options.parse_args(argv)
     ran = f"{records.ran_here()}; programs are compiled for an H200"
-    draw(records.save(RECORD, args, ran, peers=peers, rows=rows))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    records.run(__name__, args, measure, text, ran=ran)

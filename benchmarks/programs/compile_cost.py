@@ -15,16 +15,19 @@ import functools
 import itertools
 import os
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 
 import lowbit_optax
+from benchmarks import records
 from benchmarks.leaf_sets import LeafSet, gpt2, resnet50, small_leaves, vit_base
 from benchmarks.registry import GPU_COMPILER
 from tools import is_installed
+
+MINUTES = 6
 
 RATE = 1e-3
 ALIASES = {
@@ -110,29 +113,32 @@ class _Quantized(typing.NamedTuple):
     quantize: typing.Callable
 
 
-def table(leaf_sets: Sequence[LeafSet], names: Sequence[str], mesh, launcher) -> None:
-    """Print the costs of steps."""
-    print("| leaves | step | trace | lower | compile | all | times optax |")
-    print("|---|---|---|---|---|---|---|")
+def transformation(name: str, launcher: str | None):
+    """Of a step's name; optax's of any other."""
+    if name == LPMM:
+        tx = lowbit_optax.lpmm_adam(RATE, implementation=launcher)
+        quantize = functools.partial(lowbit_optax.quantize_params, bits=12)
+        return _Quantized(tx, quantize)
+    if name in ALIASES:
+        return ALIASES[name](RATE, implementation=launcher)
+    return optax.adamw(RATE)
+
+
+def rows(
+    leaf_sets: Sequence[LeafSet], names: Sequence[str], mesh, launcher
+) -> Iterator[dict[str, str]]:
+    """The costs of steps, those of optax first."""
     cost(optax.adamw(RATE), LeafSet("warm-up", ((256, 384),)), mesh)
     for leaf_set in leaf_sets:
         base = None
         for name in ("optax.adamw", *names):
-            if name == LPMM:
-                tx = lowbit_optax.lpmm_adam(RATE, implementation=launcher)
-                quantize = functools.partial(lowbit_optax.quantize_params, bits=12)
-                tx = _Quantized(tx, quantize)
-            elif name in ALIASES:
-                tx = ALIASES[name](RATE, implementation=launcher)
-            else:
-                tx = optax.adamw(RATE)
-            found = cost(tx, leaf_set, mesh)
+            found = cost(transformation(name, launcher), leaf_set, mesh)
             base = base or found.total
-            seconds = " | ".join(f"{x:.2f}" for x in (*found, found.total))
-            ratio = found.total / base
-            print(
-                f"| {leaf_set.name} | `{name}` | {seconds} | {ratio:.1f} |", flush=True
-            )
+            parts = dict(zip(("trace", "lower", "compile"), found, strict=True))
+            parts["all"] = found.total
+            seconds = {part: f"{x:.2f}" for part, x in parts.items()}
+            ratio = {"times optax": f"{found.total / base:.1f}"}
+            yield {"leaves": leaf_set.name, "step": f"`{name}`", **seconds, **ratio}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -151,14 +157,11 @@ def main(argv: list[str] | None = None) -> None:
     named = lambda names: [x for x in names if not args.steps or x in args.steps]
     if "cpu" in args.devices:
         print("\nCompiled for this CPU, seconds of processor time\n")
-        table(chosen(ON_CPUS), named(ALIASES), None, None)
+        records.print_rows(rows(chosen(ON_CPUS), named(ALIASES), None, None))
     if "h200" in args.devices:
         from tools.gpu_program.targets import gpu_mesh
 
         print(f"\nCompiled for an H200 ({args.launcher or 'default launcher'})\n")
         names = named(["kahan_adamw", "lowbit_adamw", LPMM])
-        table(chosen(ON_GPUS), names, gpu_mesh(), args.launcher)
-
-
-if __name__ == "__main__":
-    main()
+        found = rows(chosen(ON_GPUS), names, gpu_mesh(), args.launcher)
+        records.print_rows(found)

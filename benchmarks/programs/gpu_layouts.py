@@ -20,11 +20,15 @@ from collections.abc import Sequence
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
+from benchmarks import records
 from benchmarks.programs.placed_models import COLUMNS, MODELS, ROWS, Place
 from tools.gpu_program.machine_code import instructions_per_parameter
 from tools.gpu_program.steps import bytes_of_accesses, leaf, lower_step
 from tools.gpu_program.targets import gpu_mesh
 from tools.hlo import COLLECTIVES
+
+MINUTES = 8
+NEEDS = ("jax_plugins.xla_cuda12",)
 
 OPTIMIZERS = {
     "lowbit_adamw": lowbit_optax.lowbit_adamw(1e-3),
@@ -84,27 +88,25 @@ def wide_share(name: str, shapes: Sequence[tuple[int, ...]], place) -> float:
     return sum(map(math.prod, wide)) / sum(map(math.prod, large))
 
 
+def row(name: str, place: Place) -> dict[str, str]:
+    facts = measured(name, place)
+    devices = f"{place.devices} {place.spec or ''}".strip()
+    cells = {k: x if isinstance(x, str) else f"{x:.4g}" for k, x in facts.items()}
+    return {name: str(place.shape), "devices": devices, **cells}
+
+
 def main(argv: list[str] | None = None) -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--no-models", action="store_true", help="only single leaves")
     flags = parser.parse_args(argv)
     for name in OPTIMIZERS:
-        heads = [name, "devices", *measured(name, LEAVES[0])]
-        print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
-        for place in LEAVES:
-            facts = measured(name, place)
-            cells = [str(place.shape), f"{place.devices} {place.spec or ''}".strip()]
-            cells += [x if isinstance(x, str) else f"{x:.4g}" for x in facts.values()]
-            print("| " + " | ".join(cells) + " |", flush=True)
+        records.print_rows(row(name, place) for place in LEAVES)
         print()
     if flags.no_models:
         return
-    print(
-        "| model | " + " | ".join(OPTIMIZERS) + " |\n|---|" + "---|" * len(OPTIMIZERS)
+    records.print_rows(
+        {"model": model}
+        | {name: f"{wide_share(name, leaves.shapes, place):.1%}" for name in OPTIMIZERS}
+        for model, (leaves, place) in MODELS.items()
     )
-    for model, (leaves, place) in MODELS.items():
-        shares = [wide_share(name, leaves.shapes, place) for name in OPTIMIZERS]
-        print(
-            f"| {model} | " + " | ".join(f"{x:.1%}" for x in shares) + " |", flush=True
-        )

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import optax
 
 import lowbit_optax as lo
+from benchmarks import records
 from pallas_kernels import platforms
 from tools.gpu_program.machine_code import instructions_per_parameter
 from tools.gpu_program.steps import (
@@ -35,52 +36,38 @@ from tools.gpu_program.steps import (
 )
 from tools.gpu_program.targets import TARGETS, gpu_mesh
 
+MINUTES = 6
+NEEDS = ("jax_plugins.xla_cuda12",)
+
 LEAF = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
 
 
 CASES = {
-    "optax, float32 master": (with_master(optax.adamw(1e-3)), replaced, None),
-    "`extra_bits_adamw(bits=16)`": (lo.extra_bits_adamw(1e-3), fast, applied),
-    "`extra_bits_adamw(bits=8)`": (lo.extra_bits_adamw(1e-3, bits=8), fast, applied),
-    "`extra_bits_adamw(bits=8)` by XLA": (
-        lo.extra_bits_adamw(1e-3, bits=8, implementation="xla"),
-        fast,
-        applied,
+    "`extra_bits_adamw(bits=16)`": lo.extra_bits_adamw(1e-3),
+    "`extra_bits_adamw(bits=8)`": lo.extra_bits_adamw(1e-3, bits=8),
+    "`extra_bits_adamw(bits=8)` by XLA": lo.extra_bits_adamw(
+        1e-3, bits=8, implementation="xla"
     ),
-    "`kahan_adamw`": (lo.kahan_adamw(1e-3), fast, applied),
-    "`kahan_adamw` by XLA": (
-        lo.kahan_adamw(1e-3, implementation="xla"),
-        fast,
-        applied,
-    ),
-    "`sr_adamw`": (lo.sr_adamw(1e-3), fast, applied),
-    "`lowbit_adamw`": (lo.lowbit_adamw(1e-3), fast, applied),
-    "`lpmm_adam`, 12 bits": (lo.lpmm_adam(1e-3), fast, applied),
+    "`kahan_adamw`": lo.kahan_adamw(1e-3),
+    "`kahan_adamw` by XLA": lo.kahan_adamw(1e-3, implementation="xla"),
+    "`sr_adamw`": lo.sr_adamw(1e-3),
+    "`lowbit_adamw`": lo.lowbit_adamw(1e-3),
+    "`lpmm_adam`, 12 bits": lo.lpmm_adam(1e-3),
 }
 MORE = {
-    "`extra_bits_adamw(bits=5)`": (lo.extra_bits_adamw(1e-3, bits=5), fast, applied),
-    "`lowbit`, moments of 4 bits": (
-        lo.lowbit(optax.adamw(1e-3), moments=lo.block_quantized(4)),
-        fast,
-        applied,
+    "`extra_bits_adamw(bits=5)`": lo.extra_bits_adamw(1e-3, bits=5),
+    "`lowbit`, moments of 4 bits": lo.lowbit(
+        optax.adamw(1e-3), moments=lo.block_quantized(4)
     ),
-    '`lowbit_adamw(moments="low")`': (
-        lo.lowbit_adamw(1e-3, moments="low"),
-        fast,
-        applied,
+    '`lowbit_adamw(moments="low")`': lo.lowbit_adamw(1e-3, moments="low"),
+    '`sr_adamw(error_into="mu")`': lo.sr_adamw(1e-3, error_into="mu"),
+    "the same, moments of 8 bits": lo.sr_adamw(
+        1e-3, error_into="mu", moments=lo.block_quantized(8)
     ),
-    '`sr_adamw(error_into="mu")`': (
-        lo.sr_adamw(1e-3, error_into="mu"),
-        fast,
-        applied,
-    ),
-    "the same, moments of 8 bits": (
-        lo.sr_adamw(1e-3, error_into="mu", moments=lo.block_quantized(8)),
-        fast,
-        applied,
-    ),
-    "`lpmm_sgd`, 12 bits": (lo.lpmm_sgd(1e-3, momentum=0.9), fast, applied),
+    "`lpmm_sgd`, 12 bits": lo.lpmm_sgd(1e-3, momentum=0.9),
 }
+OPTAX = {"optax, float32 master": optax.adamw(1e-3)}
+"""In the usual mixed precision."""
 NOT_ELEMENTWISE = {
     "`adafactor`": optax.adafactor(1e-3),
     "`muon`": optax.contrib.muon(1e-3),
@@ -89,58 +76,54 @@ NOT_ELEMENTWISE = {
 """Transformations whose kernels read what XLA computes."""
 
 for _name, _inner in NOT_ELEMENTWISE.items():
-    MORE[f"optax, {_name}, float32 master"] = (with_master(_inner), replaced, None)
-    MORE[f"`lowbit`, {_name}"] = (lo.lowbit(_inner), fast, applied)
+    OPTAX[f"optax, {_name}, float32 master"] = _inner
+    MORE[f"`lowbit`, {_name}"] = lo.lowbit(_inner)
 
 QUANTISED = {"`lpmm_adam`, 12 bits", "`lpmm_sgd`, 12 bits"}
 
 
-def row(name, tx, step, update, model, mesh) -> list[str]:
+def row(name, model, mesh) -> dict[str, str]:
     """One line of the table."""
+    is_ours = name not in OPTAX
+    tx = (CASES | MORE)[name] if is_ours else with_master(OPTAX[name])
+    step = fast if is_ours else replaced
     lower = lower_lpmm_step if name in QUANTISED else lower_step
     lower = functools.partial(lower, mesh=mesh)
     start = time.perf_counter()
     one = lower(tx, LEAF, make_step=step)
     one.compiled.memory_analysis()
     seconds = time.perf_counter() - start
+    cells = dict.fromkeys(HEADS, "") | {
+        "AdamW step": name,
+        "params + state, B": f"{one.stored / one.parameters:.2f}",
+        "moved by `step`, B": f"{one.moved:.1f}",
+        "temporary, B": f"{one.temporary:.1f}",
+        "s to compile": f"{seconds:.1f}",
+    }
+    if is_ours:
+        moved = lower(tx, LEAF, make_step=applied).moved
+        cells["by `update` + apply, B"] = f"{moved:.1f}"
     fused = [k for n, k in one.machine_code.items() if n.startswith("fused_update")]
-    cells = [f"{one.stored / one.parameters:.2f}", f"{one.moved:.1f}"]
-    if update is None:
-        cells.append("")
-    else:
-        cells.append(f"{lower(tx, LEAF, make_step=update).moved:.1f}")
-    cells.append(f"{one.temporary:.1f}")
     if fused:
         instructions = instructions_per_parameter(fused[0], one.parameters)
-        spills = fused[0].spill_stores + fused[0].spill_loads
-        cells += [f"{instructions:.1f}", str(fused[0].registers), str(spills)]
-    else:
-        cells += ["", "", ""]
-    cells.append(f"{seconds:.1f}")
+        cells["instructions"] = f"{instructions:.1f}"
+        cells["registers"] = str(fused[0].registers)
+        cells["spills, B"] = str(fused[0].spill_stores + fused[0].spill_loads)
     if model is not None:
         whole = lower(tx, model, make_step=step)
-        cells += [
-            str(len(whole.launches)),
-            f"{whole.moved:.1f}",
-            f"{whole.temporary:.1f}",
-        ]
-    return [name, *cells]
+        cells |= {
+            "GPT-2: kernels": str(len(whole.launches)),
+            "its moved, B": f"{whole.moved:.1f}",
+            "its temporary, B": f"{whole.temporary:.1f}",
+        }
+    return cells
 
 
-HEADS = [
-    "AdamW step",
-    "params + state, B",
-    "moved by `step`, B",
-    "by `update` + apply, B",
-    "temporary, B",
-    "instructions",
-    "registers",
-    "spills, B",
-    "s to compile",
-    "GPT-2: kernels",
-    "moved, B",
-    "temporary, B",
-]
+HEADS = (
+    *("AdamW step", "params + state, B", "moved by `step`, B"),
+    *("by `update` + apply, B", "temporary, B", "instructions", "registers"),
+    *("spills, B", "s to compile"),
+)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -157,10 +140,5 @@ def main(argv: list[str] | None = None) -> None:
     model = None if flags.no_model else gpt2()
     if model is not None:
         print(f"GPT-2: {bytes_of(model) // 2:,} parameters")
-    heads = HEADS[: 9 if flags.no_model else None]
-    print("| " + " | ".join(heads) + " |")
-    print("|" + "---|" * len(heads))
-    cases = CASES | MORE if flags.no_model else CASES
-    for name, (tx, step, update) in cases.items():
-        cells = row(name, tx, step, update, model, mesh)
-        print("| " + " | ".join(cells) + " |", flush=True)
+    names = [*OPTAX, *CASES, *MORE] if flags.no_model else [next(iter(OPTAX)), *CASES]
+    records.print_rows(row(name, model, mesh) for name in names)

@@ -13,22 +13,19 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import optax
 
 import lowbit_optax
+from benchmarks import records
+from benchmarks.programs import release_memory
 from lowbit_optax import release
 from tools.gpu_program.release_steps import MIB, matrices, plain
 from tools.tpu_program.release_steps import compile_step, moved_whole, streamed
 
-OPTIMIZERS = {
-    "float32 moments": lambda: lowbit_optax.lowbit(
-        optax.adamw(1e-3), weights=lowbit_optax.nearest(), moments="float32"
-    ),
-    "extra_bits_adamw(bits=8)": lambda: lowbit_optax.extra_bits_adamw(1e-3, bits=8),
-    "lowbit_adamw": lambda: lowbit_optax.lowbit_adamw(1e-3),
-    "lowbit_adamw, kernels": lambda: lowbit_optax.lowbit_adamw(
-        1e-3, implementation="pallas"
-    ),
+MINUTES = 6
+NEEDS = ("libtpu",)
+
+OPTIMIZERS = release_memory.OPTIMIZERS | {
+    "`lowbit_adamw`, kernels": lowbit_optax.lowbit_adamw(1e-3, implementation="pallas")
 }
 MODES = {
     "without release": plain,
@@ -36,6 +33,15 @@ MODES = {
     "release": release.value_and_update,
     "release, in host memory": streamed,
 }
+
+
+def row(name: str, mode: str) -> dict[str, str]:
+    """The memory of a step, in MiB."""
+    step = compile_step(MODES[mode], matrices(), OPTIMIZERS[name])
+    sizes = {"arguments": step.arguments, "temporary": step.temporary}
+    sizes |= {"device": step.arguments + step.temporary, "host": step.host}
+    cells = {key: f"{size / MIB:,.0f}" for key, size in sizes.items()}
+    return {"AdamW step, MiB": name, "": mode, **cells}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -46,16 +52,4 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     flags = parser.parse_args(argv)
-    print("| AdamW step, MiB | | arguments | temporary | device | host |")
-    print("|---|---|---|---|---|---|")
-    for name in flags.steps:
-        for mode in flags.modes:
-            step = compile_step(MODES[mode], matrices(), OPTIMIZERS[name]())
-            device = step.arguments + step.temporary
-            sizes = (step.arguments, step.temporary, device, step.host)
-            cells = [name, mode, *(f"{x / MIB:,.0f}" for x in sizes)]
-            print("| " + " | ".join(cells) + " |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    records.print_rows(row(x, mode) for x in flags.steps for mode in flags.modes)

@@ -6,8 +6,7 @@ Each device has one sequence of 4,096 tokens. Layers are computed again for thei
 gradients, and parameters and state are spread over the devices by rows. The "float32
 master" is optax.adamw on float32 parameters, by bfloat16 gradients at a copy that each
 step makes. The largest model for one device has as many of these layers as fit.
-Programs are compiled for H200s and TPUs v6e; nothing is run. What has been compiled is
-kept, and an interrupted run goes on from there.
+Programs are compiled for H200s and TPUs v6e; nothing is run.
 """
 
 import jax
@@ -20,6 +19,8 @@ from tools import large_steps
 from tools.gpu_program.release_steps import plain, usual_mixed_precision
 from tools.large_steps import GIB, Case
 from tools.models.llama import Llama
+
+NEEDS = ("jax_plugins.xla_cuda12", "libtpu", "matplotlib")
 
 LLAMA_8B = Llama()
 
@@ -46,23 +47,17 @@ PARTS = {
 
 
 class Compiled:
-    """Bytes of steps, compiled once and kept in a record."""
+    """Bytes of steps, each compiled once."""
 
-    def __init__(self, path, args):
-        self.path, self.args = path, args
-        self.found = records.load(path)["steps"] if path.exists() else {}
+    def __init__(self):
+        self.found: dict[str, dict[str, int]] = {}
 
     def bytes_of(self, case: str, model: Llama, where: str) -> dict[str, int]:
         key = f"{case} | {where} | {model.layers} layers of {model.width}"
         if key not in self.found:
             self.found[key] = large_steps.device_bytes(CASES[case], model, where)
             print(f"{key}: {self.found[key]['peak'] / GIB:.2f} GiB", flush=True)
-            self.save()
         return self.found[key]
-
-    def save(self, **figures) -> None:
-        ran = "compiled for H200s and TPUs v6e; not run"
-        records.save(self.path, self.args, ran, steps=self.found, **figures)
 
 
 def most_layers(
@@ -106,40 +101,48 @@ def most_layers(
     }
 
 
-def draw(record: dict, is_apart: bool) -> None:
-    path = pictures.picture_of("large_models", is_apart)
-    with pictures.drawn(path, 4, (1.3, 1)) as (bars, sizes):
-        steps = record["llama_8b"]
-        texts = {name: f"{found['peak'] / GIB:.1f}" for name, found in steps.items()}
-        pictures.stacked(bars, steps, PARTS, GIB, texts)
-        bars.set(xlabel="GiB of each device", title="A step of Llama 3.1 8B")
-        bars.legend(loc="upper center", bbox_to_anchor=(0.3, -0.16), ncols=2)
-        for name, found in record["largest"].items():
-            billions = found["parameters"] / 1e9
-            color = pictures.COLORS["float32" if "float32" in name else "lowbit"]
-            sizes.barh(name, billions, color=color)
-            sizes.text(billions, name, f" {billions:.1f}", va="center")
-        sizes.invert_yaxis()
-        sizes.set(xlabel="billions of parameters", title="The largest that fits")
-        sizes.margins(x=0.2)
+def measure(args) -> dict:
+    compiled = Compiled()
+    llama = {
+        f"{name}, {where}": compiled.bytes_of(name, LLAMA_8B, where)
+        for where in PLACES
+        for name in CASES
+    }
+    largest = {
+        f"{name}, {where}": most_layers(compiled, name, depths, where)
+        for where, depths in LARGEST.items()
+        for name in CASES
+        if name != "lowbit_adamw"
+    }
+    return {"steps": compiled.found, "llama_8b": llama, "largest": largest}
+
+
+def text(record: dict) -> str:
+    rows = [
+        (name, each["layers"], f"{each['parameters'] / 1e9:.1f}")
+        for name, each in record["largest"].items()
+    ]
+    return records.table(("the largest that fits", "layers", "10^9 parameters"), rows)
+
+
+@pictures.panels(4, (1.3, 1))
+def draw(record: dict, bars, sizes) -> None:
+    steps = record["llama_8b"]
+    texts = {name: f"{found['peak'] / GIB:.1f}" for name, found in steps.items()}
+    pictures.stacked(bars, steps, PARTS, GIB, texts)
+    bars.set(xlabel="GiB of each device", title="A step of Llama 3.1 8B")
+    bars.legend(loc="upper center", bbox_to_anchor=(0.3, -0.16), ncols=2)
+    for name, found in record["largest"].items():
+        billions = found["parameters"] / 1e9
+        color = pictures.COLORS["float32" if "float32" in name else "lowbit"]
+        sizes.barh(name, billions, color=color)
+        sizes.text(billions, name, f" {billions:.1f}", va="center")
+    sizes.invert_yaxis()
+    sizes.set(xlabel="billions of parameters", title="The largest that fits")
+    sizes.margins(x=0.2)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, has_full=False)
-    args = parser.parse_args(argv)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        compiled = Compiled(path, args)
-        llama = {
-            f"{name}, {where}": compiled.bytes_of(name, LLAMA_8B, where)
-            for where in PLACES
-            for name in CASES
-        }
-        largest = {
-            f"{name}, {where}": most_layers(compiled, name, depths, where)
-            for where, depths in LARGEST.items()
-            for name in CASES
-            if name != "lowbit_adamw"
-        }
-        compiled.save(llama_8b=llama, largest=largest)
-    draw(records.load(path), args.is_apart)
+    args = records.Options(__doc__).parse_args(argv)
+    ran = "compiled for H200s and TPUs v6e; not run"
+    records.run(__name__, args, measure, text, draw, ran)

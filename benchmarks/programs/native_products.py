@@ -16,10 +16,14 @@ import collections
 import jax
 import jax.numpy as jnp
 
+from benchmarks import records
 from lowbit_optax import precision
 from tools import hlo
 from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
 from tools.models.gpt import GPT
+
+MINUTES = 10
+NEEDS = ("jax_plugins.xla_cuda12",)
 
 MIB = 2**20
 UNITS = ("float8", "bfloat16", "float32")
@@ -49,34 +53,38 @@ def main(argv: list[str] | None = None) -> None:
         f"{flags.layers} layers of width {flags.width}, "
         f"{flags.batch_size} x {flags.context} tokens\n"
     )
-    print(
-        "| assignment | low ratio | % of FLOP in float8 / bfloat16 / float32 "
-        "| operands, MiB: float32, native | calls in float8 / bfloat16 / float32 "
-        "| temporary MiB: emulated, native |"
+    records.print_rows(
+        {"assignment": name, **facts(model, assignment, params, tokens)}
+        for name, assignment in rows.items()
     )
-    print("|---|---|---|---|---|---|")
-    for name, assignment in rows.items():
-        products = precision.products(model.loss, assignment, params, tokens)
-        flop = collections.Counter()
-        for product in products:
-            flop[_unit(product.dtypes)] += product.flop
-        emulated, native = (
-            _compiled(model, assignment, params, tokens, products=products)
-            for products in ("emulated", "native")
-        )
-        calls = collections.Counter(_unit(p.dtypes) for p in hlo.products(native))
-        wide = sum(_float32_bytes(product) for product in products)
-        narrow = sum(product.operand_bytes for product in products)
-        memory = (hlo.memory(c).temp_size_in_bytes for c in (emulated, native))
-        cells = [
-            name,
-            f"{float(assignment.low_ratio):.2f}",
-            " / ".join(f"{flop[u] / flop.total():.1%}"[:-1] for u in UNITS),
-            f"{wide / MIB:,.0f}, {narrow / MIB:,.0f}",
-            " / ".join(str(calls[u]) for u in UNITS),
-            ", ".join(f"{size / MIB:,.0f}" for size in memory),
-        ]
-        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def facts(model: GPT, assignment, params, tokens) -> dict[str, str]:
+    """Of an assignment: its products, and the programs that they compile to."""
+    products = precision.products(model.loss, assignment, params, tokens)
+    flop = collections.Counter()
+    for product in products:
+        flop[_unit(product.dtypes)] += product.flop
+    emulated, native = (
+        _compiled(model, assignment, params, tokens, products=products)
+        for products in ("emulated", "native")
+    )
+    calls = collections.Counter(_unit(p.dtypes) for p in hlo.products(native))
+    wide = sum(4 * sum(product.sizes) for product in products)
+    narrow = sum(product.operand_bytes for product in products)
+    memory = (hlo.memory(c).temp_size_in_bytes for c in (emulated, native))
+    units = "float8 / bfloat16 / float32"
+    return {
+        "low ratio": f"{float(assignment.low_ratio):.2f}",
+        f"% of FLOP in {units}": " / ".join(
+            f"{flop[u] / flop.total():.1%}"[:-1] for u in UNITS
+        ),
+        "operands, MiB: float32, native": f"{wide / MIB:,.0f}, {narrow / MIB:,.0f}",
+        f"calls in {units}": " / ".join(str(calls[u]) for u in UNITS),
+        "temporary MiB: emulated, native": ", ".join(
+            f"{size / MIB:,.0f}" for size in memory
+        ),
+    }
 
 
 def _compiled(model: GPT, assignment, params, tokens, **options):
@@ -90,8 +98,3 @@ def _unit(dtypes: tuple[str, ...]) -> str:
     if all(dtype.startswith(("float8", "f8")) for dtype in dtypes):
         return "float8"
     return "bfloat16" if set(dtypes) <= {"bfloat16", "bf16"} else "float32"
-
-
-def _float32_bytes(product: precision.Product) -> int:
-    """Of the operands, had they 4 bytes an element."""
-    return 4 * sum(product.sizes)

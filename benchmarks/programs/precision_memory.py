@@ -17,14 +17,17 @@ from lowbit_optax import precision
 from tools.gpu_program.targets import compile_for, gpu_mesh
 from tools.models.resnet import ResNet
 
+MINUTES = 2
+NEEDS = ("jax_plugins.xla_cuda12", "flax")
+
 MIB = 2**20
 
 
-def measure(width: int, batch: int, ratios: list[float]) -> dict:
+def measure(args) -> dict:
     """MiB of temporary memory, and of the tensors of the forward pass."""
-    model = ResNet(width)
-    images = jax.ShapeDtypeStruct((batch, 32, 32, 3), jnp.float32)
-    labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    model = ResNet(args.width)
+    images = jax.ShapeDtypeStruct((args.batch_size, 32, 32, 3), jnp.float32)
+    labels = jax.ShapeDtypeStruct((args.batch_size,), jnp.int32)
     init = lambda key, images: model.init(key, images, train=False)
     variables = jax.eval_shape(init, jax.random.key(0), images)
     arguments = variables["params"], variables["batch_stats"], images, labels
@@ -44,7 +47,7 @@ def measure(width: int, batch: int, ratios: list[float]) -> dict:
 
     plan = precision.trace(loss_fn, *arguments, has_aux=True)
     found = {}
-    for ratio in ratios:
+    for ratio in args.ratios:
         assignment = precision.demote(plan, ratio)
         apply = lambda stored, assignment=assignment: precision.apply(
             loss_fn, assignment, has_aux=True, stored=stored
@@ -58,27 +61,22 @@ def measure(width: int, batch: int, ratios: list[float]) -> dict:
     return {"forward": whole, "float32": temporary(loss_fn), "ratios": found}
 
 
-def show(record: dict) -> None:
+def text(record: dict) -> str:
     options = record["options"]
-    print(f"ResNet-18 of width {options['width']}, batch {options['batch_size']}")
-    print(f"forward tensors in float32: {record['forward']:,.0f} MiB; temporary MiB:\n")
     rows = [["none, float32", "", f"{record['float32']:,.0f}", ""]]
     for ratio, found in record["ratios"].items():
         cells = [f"{found[kind]:,.0f}" for kind in ("emulated", "stored")]
         rows.append([f"r = {ratio}", f"{found['low_ratio']:.2f}", *cells])
     heads = ["assignment", "low-precision ratio", "emulated", "stored"]
-    print(records.table(heads, rows))
+    return (
+        f"ResNet-18 of width {options['width']}, batch {options['batch_size']}\n"
+        f"forward tensors in float32: {record['forward']:,.0f} MiB; temporary MiB:\n\n"
+        + records.table(heads, rows)
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the table."""
-    parser = records.parser(__doc__, has_full=False)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.0, 0.5, 1.0])
-    args = parser.parse_args(argv)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        found = measure(args.width, args.batch_size, args.ratios)
-        records.save(path, args, "compiled for an H200; not run", **found)
-    show(records.load(path))
+    options = records.Options(__doc__, width=64, batch_size=256)
+    options.add_argument("--ratios", type=float, nargs="+", default=[0.0, 0.5, 1.0])
+    args = options.parse_args(argv)
+    records.run(__name__, args, measure, text, ran=records.COMPILED)

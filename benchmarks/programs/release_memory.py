@@ -23,6 +23,7 @@ import jax
 import optax
 
 import lowbit_optax
+from benchmarks import records
 from lowbit_optax import release
 from tools.gpu_program.release_steps import (
     BF16,
@@ -42,6 +43,9 @@ from tools.gpu_program.targets import compile_for, gpu_mesh
 from tools.gpu_program.unrolled import resnet18, tied_transformer, unrolled_matrices
 from tools.hlo import exchanged
 
+MINUTES = 5
+NEEDS = ("jax_plugins.xla_cuda12",)
+
 OPTIMIZERS = {
     "AdamW, float32 moments": lowbit_optax.lowbit(
         optax.adamw(1e-3), weights=lowbit_optax.nearest(), moments="float32"
@@ -50,15 +54,6 @@ OPTIMIZERS = {
     "`lowbit_adamw`": lowbit_optax.lowbit_adamw(1e-3),
 }
 MODES = {"without": plain, "with": release.value_and_update}
-
-
-def print_row(*cells) -> None:
-    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-
-
-def print_heads(*heads: str) -> None:
-    print_row(*heads)
-    print("|" + "---|" * len(heads))
 
 
 def mib(size: float) -> str:
@@ -85,9 +80,6 @@ def one_device(
       model: what to train.
       dequantizes: whether its loss takes quantised weights, too.
     """
-    print_heads(
-        "step", "release", "params + state", "temporary", "peak", "master's peak / peak"
-    )
     master = compile_step(usual_mixed_precision, model, optax.adamw(1e-3))
     programs = {("float32 master", ""): master}
     for name, tx in OPTIMIZERS.items():
@@ -95,9 +87,17 @@ def one_device(
             programs[name, mode] = compile_step(make_step, model, tx)
     if dequantizes:
         programs["`lpmm_adam`, 12-bit weights", "with"] = quantized(model)
-    for (name, mode), step in programs.items():
-        sizes = map(mib, (step.stored, step.temporary, step.peak))
-        print_row(name, mode, *sizes, f"{master.peak / step.peak:.2f}")
+    records.print_rows(
+        {
+            "step": name,
+            "release": mode,
+            "params + state": mib(step.stored),
+            "temporary": mib(step.temporary),
+            "peak": mib(step.peak),
+            "master's peak / peak": f"{master.peak / step.peak:.2f}",
+        }
+        for (name, mode), step in programs.items()
+    )
     return programs
 
 
@@ -113,31 +113,36 @@ def parts(model: Model, one: Model, programs: dict) -> None:
     found = program.memory_analysis()
     assert found is not None
     carries = model.layers * model.carry
-    print_heads(
-        "step with release",
-        "params + state",
-        "saved carries",
-        "the rest of temporary",
-        "of it one layer's gradients",
-        "peak",
-        "one layer's working set, compiled alone",
+    alone = found.temp_size_in_bytes + found.output_size_in_bytes
+    records.print_rows(
+        {
+            "step with release": name,
+            "params + state": mib(step.stored),
+            "saved carries": mib(carries),
+            "the rest of temporary": mib(step.temporary - carries),
+            "of it one layer's gradients": mib(model.one_layer),
+            "peak": mib(step.peak),
+            "one layer's working set, compiled alone": mib(alone),
+        }
+        for (name, mode), step in programs.items()
+        if mode == "with"
     )
-    for (name, mode), step in programs.items():
-        if mode == "with":
-            rest = step.temporary - carries
-            sizes = step.stored, carries, rest, model.one_layer, step.peak
-            alone = found.temp_size_in_bytes + found.output_size_in_bytes
-            print_row(name, *map(mib, sizes), mib(alone))
 
 
 def eight_devices(model: Model) -> None:
     """Prints a model's table for eight H200s, its layers sharded by rows."""
-    print_heads("step", "release", "temporary of each", "peak of each", "collectives")
-    for name, tx in OPTIMIZERS.items():
-        for mode, make_step in MODES.items():
-            step = compile_step(make_step, model, tx, devices=8)
-            kinds = ", ".join(sorted(step.collectives))
-            print_row(name, mode, mib(step.temporary), mib(step.peak), kinds)
+
+    def row(name: str, mode: str) -> dict[str, str]:
+        step = compile_step(MODES[mode], model, OPTIMIZERS[name], devices=8)
+        return {
+            "step": name,
+            "release": mode,
+            "temporary of each": mib(step.temporary),
+            "peak of each": mib(step.peak),
+            "collectives": ", ".join(sorted(step.collectives)),
+        }
+
+    records.print_rows(row(name, mode) for name in OPTIMIZERS for mode in MODES)
 
 
 CLIPPED = functools.partial(release.value_and_update, max_grad_norm=1.0)
@@ -151,13 +156,14 @@ def layer_by_layer() -> None:
         "ResNet-18": resnet18(),
         "transformer": tied_transformer(),
     }
-    print_heads("model", "without release", "with", "clipped")
-    for name, model in models.items():
-        steps = (
-            compile_step(make_step, model, lowbit_optax.lowbit_adamw(1e-3))
-            for make_step in (*MODES.values(), CLIPPED)
-        )
-        print_row(name, *(f"{step.temporary / MIB:,.1f}" for step in steps))
+    tx = lowbit_optax.lowbit_adamw(1e-3)
+    temporary = lambda make, model: compile_step(make, model, tx).temporary / MIB
+    makes = MODES | {"clipped": CLIPPED}
+    records.print_rows(
+        {"model": name}
+        | {mode: f"{temporary(make, model):,.1f}" for mode, make in makes.items()}
+        for name, model in models.items()
+    )
 
 
 def loss_scaled() -> None:
@@ -166,28 +172,35 @@ def loss_scaled() -> None:
     tx = lowbit_optax.with_loss_scale(lowbit_optax.lowbit_adamw(1e-3), scaling)
     by_layer = functools.partial(release.value_and_update, overflow="layer")
     models = {"one by one": unrolled_matrices(), "in a scan": matrices()}
-    print_heads("matrices", "without release", "exact", "layer", "exact, clipped")
-    for name, model in models.items():
-        makes = plain_scaled, release.value_and_update, by_layer, CLIPPED
-        steps = (compile_step(make, in_float16(model), tx) for make in makes)
-        print_row(name, *(mib(step.temporary) for step in steps))
+    makes = {"without": plain_scaled, "exact": release.value_and_update}
+    makes |= {"layer": by_layer, "exact, clipped": CLIPPED}
+    temporary = lambda make, model: compile_step(make, in_float16(model), tx).temporary
+    records.print_rows(
+        {"matrices": name}
+        | {mode: mib(temporary(make, model)) for mode, make in makes.items()}
+        for name, model in models.items()
+    )
 
 
 def on_meshes() -> None:
     """Prints the table of transformer blocks on meshes, by ``optax.adamw``."""
-    print_heads("mesh", "blocks", "without release", "with", "exchanged by each")
-    for name, (data, tensor, specs) in MESHES.items():
-        for is_scanned in (False, True):
-            mesh, model = mesh_of(data, tensor), blocks(data, is_scanned)
-            steps = [
-                compile_sharded(make, model, optax.adamw(1e-3), mesh, specs)
-                for make in MODES.values()
-            ]
-            sizes = [f"{step.temporary / MIB:,.2f}" for step in steps]
-            kinds = exchanged(steps[1].program).items()
-            moved = ", ".join(f"{kind} {size / MIB:,.2f}" for kind, size in kinds)
-            style = "in a scan" if is_scanned else "one by one"
-            print_row(name, style, *sizes, moved)
+
+    def row(name: str, is_scanned: bool) -> dict[str, str]:
+        data, tensor, specs = MESHES[name]
+        mesh, model = mesh_of(data, tensor), blocks(data, is_scanned)
+        steps = {
+            mode: compile_sharded(make, model, optax.adamw(1e-3), mesh, specs)
+            for mode, make in MODES.items()
+        }
+        kinds = exchanged(steps["with"].program).items()
+        return {
+            "mesh": name,
+            "blocks": "in a scan" if is_scanned else "one by one",
+            **{mode: f"{step.temporary / MIB:,.2f}" for mode, step in steps.items()},
+            "exchanged by each": ", ".join(f"{k} {x / MIB:,.2f}" for k, x in kinds),
+        }
+
+    records.print_rows(row(name, scans) for name in MESHES for scans in (False, True))
 
 
 def main(argv: list[str] | None = None) -> None:

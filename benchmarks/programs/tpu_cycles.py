@@ -14,6 +14,7 @@ from unittest import mock
 
 import jax
 
+from benchmarks import records
 from benchmarks.programs.tpu_program import MODELS, STEPS
 from pallas_kernels.bitfields import period
 from pallas_kernels.fused_update import Leaf
@@ -21,6 +22,9 @@ from pallas_kernels.fused_update.tpu import kernel as tpu
 from pallas_kernels.fused_update.tpu.tiling import SUBLANES, Tiling
 from tools.tpu_program.schedule import loops_of, parts_of, request_schedules
 from tools.tpu_program.targets import TARGETS, tpu_mesh
+
+MINUTES = 1
+NEEDS = ("libtpu",)
 
 CLOCKS = {"v5e": 1.5e9, "v6e": 1.75e9}
 """Cycles per second, by which memory's bandwidth is one of bytes per cycle."""
@@ -96,17 +100,10 @@ def main(argv: list[str] | None = None) -> None:
     flags = parser.parse_args(argv)
     folder = request_schedules()
     print("jax", jax.__version__)
-    for number, (name, target) in enumerate(
-        (name, target) for target in flags.targets for name in flags.steps
-    ):
-        facts, operations = row(name, target, folder)
-        if not number:
-            print("| " + " | ".join(facts) + " |")
-            print("|" + "---|" * len(facts))
-        print("| " + " | ".join(map(str, facts.values())) + " |", flush=True)
-        if flags.operations:
-            print(operations, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    found = [
+        row(name, target, folder) for target in flags.targets for name in flags.steps
+    ]
+    records.print_rows(facts for facts, _ in found)
+    if flags.operations:
+        for facts, operations in found:
+            print(facts["step"], facts["target"], operations)

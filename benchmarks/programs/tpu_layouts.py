@@ -21,11 +21,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from jax.sharding import AxisType
 
+from benchmarks import records
 from benchmarks.programs.placed_models import MODELS, Place
 from benchmarks.programs.tpu_program import QUANTISED, STEPS
 from tools.gpu_program.steps import leaf
 from tools.tpu_program.steps import TpuStep
 from tools.tpu_program.targets import tpu_mesh
+
+MINUTES = 3
+NEEDS = ("libtpu",)
 
 TOPOLOGIES = {1: "v6e:2x2", 8: "v6e:2x4", 256: "v6e:16x16"}
 LARGE = 0.01
@@ -71,11 +75,4 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", nargs="+", choices=names, default=names)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     flags = parser.parse_args(argv)
-    head = True
-    for name in flags.steps:
-        for model in flags.models:
-            facts = row(name, model)
-            if head:
-                print("| " + " | ".join(facts) + " |\n|" + "---|" * len(facts))
-                head = False
-            print("| " + " | ".join(map(str, facts.values())) + " |", flush=True)
+    records.print_rows(row(name, x) for name in flags.steps for x in flags.models)

@@ -25,8 +25,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
+from benchmarks import records
 from tools import hlo
+from tools.gpu_program import targets
 from tools.tpu_program.targets import tpu_mesh
+
+MINUTES = 2
+NEEDS = ("libtpu",)
 
 LAYERS, WIDTH, HIDDEN, WORDS = 16, 2048, 5632, 32000
 SHAPES = {
@@ -66,9 +71,8 @@ def facts(name: str, tx: optax.GradientTransformation, mesh: Mesh) -> dict:
     like = params()
     places = placed(mesh, like)
     of_state = lowbit_optax.state_shardings(tx, like, places)
-    lying = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-    held = jax.tree.map(lying, like, places)
-    state = jax.tree.map(lying, jax.eval_shape(tx.init, like), of_state)
+    held = targets.placed(like, places)
+    state = targets.placed(jax.eval_shape(tx.init, like), of_state)
     step = functools.partial(lowbit_optax.step, tx)
     start = time.process_time()
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(held, state, held).compile()
@@ -97,10 +101,4 @@ def main(argv: list[str] | None = None) -> None:
         "lowbit_adamw, told": alias(1e-3, param_shardings=told),
         "lowbit_adamw": alias(1e-3, warns=False),
     }
-    head = True
-    for name, tx in steps.items():
-        found = facts(name, tx, mesh)
-        if head:
-            print("| " + " | ".join(found) + " |\n|" + "---|" * len(found))
-            head = False
-        print("| " + " | ".join(map(str, found.values())) + " |", flush=True)
+    records.print_rows(facts(name, tx, mesh) for name, tx in steps.items())

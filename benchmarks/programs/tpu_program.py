@@ -11,9 +11,7 @@ extra.
 """
 
 import argparse
-import json
 import os
-import pathlib
 from collections.abc import Callable
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -23,10 +21,13 @@ import jax.numpy as jnp
 import optax
 
 import lowbit_optax as lo
-from benchmarks.training import command_line
+from benchmarks import records
 from tools.gpu_program.steps import gpt2, replaced, with_master
 from tools.tpu_program.steps import TpuStep, lower_lpmm_step, lower_step
 from tools.tpu_program.targets import TARGETS, tpu_mesh
+
+MINUTES = 5
+NEEDS = ("libtpu",)
 
 
 def _step_of(alias: Callable, lower: Callable = lower_step, **arguments) -> Callable:
@@ -95,17 +96,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--model", choices=MODELS, default="4x4096")
     parser.add_argument("--implementation", help="of the steps; by default theirs")
-    file, text = command_line.output_file, "also write the table to this file"
-    parser.add_argument("--json", type=file, help=text)
     flags = parser.parse_args(argv)
-    rows = []
-    for target in flags.targets:
-        for name in flags.steps:
-            rows.append(row(name, target, flags.model, flags.implementation))
-            if len(rows) == 1:
-                print("| " + " | ".join(rows[0]) + " |")
-                print("|" + "---|" * len(rows[0]))
-            print("| " + " | ".join(map(str, rows[-1].values())) + " |", flush=True)
-    if flags.json:
-        record = {"jax": jax.__version__, "rows": rows}
-        pathlib.Path(flags.json).write_text(json.dumps(record, indent=1) + "\n")
+    print("jax", jax.__version__)
+    records.print_rows(
+        row(name, target, flags.model, flags.implementation)
+        for target in flags.targets
+        for name in flags.steps
+    )

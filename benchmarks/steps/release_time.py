@@ -16,7 +16,11 @@ import jax.numpy as jnp
 import optax
 
 import lowbit_optax
+from benchmarks import records
 from lowbit_optax import release
+from tools.gpu_program.release_steps import plain
+
+MINUTES = 1
 
 OPTIMIZERS = {
     "optax.adamw, float32": (optax.adamw(1e-3), jnp.float32),
@@ -38,16 +42,6 @@ def loss_fn(params, h):
     return jnp.mean(h**2)
 
 
-def plain(loss_fn, tx):
-    """The step that ``release.value_and_update`` stands for."""
-
-    def step(params, state, batch):
-        value, grads = jax.value_and_grad(loss_fn)(params, batch)
-        return value, *lowbit_optax.step(tx, params, state, grads)
-
-    return step
-
-
 def medians(tx, dtype, args: argparse.Namespace) -> list[float]:
     """Seconds of process time a step, without and with release."""
     shape = (args.layers, args.width, args.width)
@@ -67,6 +61,16 @@ def medians(tx, dtype, args: argparse.Namespace) -> list[float]:
     return [statistics.median(each[2:]) for each in times]
 
 
+def row(name: str, args: argparse.Namespace) -> dict[str, str]:
+    without, with_release = medians(*OPTIMIZERS[name], args)
+    return {
+        "step": name,
+        "without release, ms": f"{1e3 * without:.0f}",
+        "with, ms": f"{1e3 * with_release:.0f}",
+        "ratio": f"{with_release / without:.2f}",
+    }
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Steps with and without release.")
     for name, default in {
@@ -81,12 +85,4 @@ def main(argv: list[str] | None = None) -> None:
         f"{args.layers} layers of {args.width} x {args.width}, batch "
         f"{args.batch_size}, {jax.devices()[0].device_kind}, jax {jax.__version__}"
     )
-    print("| step | without release, ms | with, ms | ratio |")
-    print("|---|---|---|---|")
-    for name, (tx, dtype) in OPTIMIZERS.items():
-        without, with_release = medians(tx, dtype, args)
-        print(
-            f"| {name} | {1e3 * without:.0f} | {1e3 * with_release:.0f} "
-            f"| {with_release / without:.2f} |",
-            flush=True,
-        )
+    records.print_rows(row(name, args) for name in OPTIMIZERS)

@@ -1,6 +1,6 @@
 """Times a jitted, donated optimizer step of every alias against optax, on this host.
 
-    .venv/bin/python -m benchmarks step_time --parameters 16777216 --json step_time.json
+    .venv/bin/python -m benchmarks step_time --parameters 16777216
 
 All variants run in turn, round after round, so that a noisy machine disturbs them
 alike; the table gives the median time, and the medians over the rounds of the ratios to
@@ -10,7 +10,6 @@ the parameters' dtype, and every step donates parameters and state, the baseline
 
 import argparse
 import dataclasses
-import json
 import math
 import platform
 import statistics
@@ -22,8 +21,11 @@ import jax.numpy as jnp
 import optax
 
 import lowbit_optax
+from benchmarks import records
 from benchmarks.leaf_sets import LeafSet, resnet18, small_leaves
-from benchmarks.training import command_line
+from tools.gpu_program.steps import fast, replaced, with_master
+
+MINUTES = 2
 
 RATE, DECAY, MOMENTUM = 1e-3, 1e-4, 0.9
 MODELS = {
@@ -44,10 +46,6 @@ class Variant:
     step: typing.Callable
 
 
-def fast(tx):
-    return lambda params, state, grads: lowbit_optax.step(tx, params, state, grads)
-
-
 def applied(tx):
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
@@ -56,67 +54,39 @@ def applied(tx):
     return step
 
 
-def float32_master(tx):
-    """The usual mixed precision by hand: state is (float32 master, tx's state)."""
+def low_bit(family: str, **options) -> dict[str, optax.GradientTransformation]:
+    """The package's optimizers of a family by name."""
+    if family == "sgd":
+        options["momentum"] = MOMENTUM
 
-    def init(params):
-        master = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-        return master, tx.init(master)
+    def make(method: str, **more):
+        alias = getattr(lowbit_optax, f"{method}_{family}")
+        return alias(RATE, weight_decay=DECAY, **options, **more)
 
-    def step(params, state, grads):
-        del params
-        master, inner = state
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        updates, inner = tx.update(grads, inner, master)
-        master = optax.apply_updates(master, updates)
-        return jax.tree.map(lambda m: m.astype(jnp.bfloat16), master), (master, inner)
-
-    return optax.GradientTransformation(init, None), step
+    found = {f"{method}_{family}": make(method) for method in ("kahan", "sr")}
+    found[f"extra_bits_{family}(bits=16)"] = make("extra_bits")
+    found[f"extra_bits_{family}(bits=8)"] = make("extra_bits", bits=8)
+    if family == "adamw":
+        found["lowbit_adamw"] = make("lowbit")
+    return found
 
 
 def variants(implementation: str | None = None):
     bf16 = jnp.bfloat16
-    ours = {"weight_decay": DECAY, "implementation": implementation}
     adamw = optax.adamw(RATE, weight_decay=DECAY)
     sgd = optax.chain(optax.add_decayed_weights(DECAY), optax.sgd(RATE, MOMENTUM))
-    families = {
-        "adamw": (
-            adamw,
-            {
-                "kahan_adamw": lowbit_optax.kahan_adamw(RATE, **ours),
-                "sr_adamw": lowbit_optax.sr_adamw(RATE, **ours),
-                "extra_bits_adamw(bits=16)": lowbit_optax.extra_bits_adamw(
-                    RATE, **ours
-                ),
-                "extra_bits_adamw(bits=8)": lowbit_optax.extra_bits_adamw(
-                    RATE, **ours, bits=8
-                ),
-                "lowbit_adamw": lowbit_optax.lowbit_adamw(RATE, **ours),
-            },
-        ),
-        "sgd": (
-            sgd,
-            {
-                "kahan_sgd": lowbit_optax.kahan_sgd(RATE, MOMENTUM, **ours),
-                "sr_sgd": lowbit_optax.sr_sgd(RATE, MOMENTUM, **ours),
-                "extra_bits_sgd(bits=16)": lowbit_optax.extra_bits_sgd(
-                    RATE, MOMENTUM, **ours
-                ),
-                "extra_bits_sgd(bits=8)": lowbit_optax.extra_bits_sgd(
-                    RATE, MOMENTUM, **ours, bits=8
-                ),
-            },
-        ),
-    }
-    for family, (tx, low_bit) in families.items():
+    for family, tx in {"adamw": adamw, "sgd": sgd}.items():
+        ours = low_bit(family, implementation=implementation)
         yield Variant(f"optax {family} float32", family, jnp.float32, tx, applied(tx))
-        holder, step = float32_master(tx)
-        yield Variant(f"optax {family} float32 master", family, bf16, holder, step)
+        held = with_master(tx)
+        yield Variant(
+            f"optax {family} float32 master", family, bf16, held, replaced(held)
+        )
         yield Variant(f"optax {family} bfloat16", family, bf16, tx, applied(tx))
-        for name, low in low_bit.items():
+        for name, low in ours.items():
             yield Variant(f"{name}, step", family, bf16, low, fast(low))
         name = f"kahan_{family}"
-        low = low_bit[name]
+        low = ours[name]
         yield Variant(f"{name}, update", family, bf16, low, applied(low))
 
 
@@ -163,9 +133,22 @@ def parse_arguments(argv):
     parser.add_argument("--implementation", help="'xla': of whole leaves")
     parser.add_argument("--only", help="with float32: names that contain this")
     parser.add_argument("--family", choices=("adamw", "sgd", "both"), default="both")
-    file, text = command_line.output_file, "also write the table to this file"
-    parser.add_argument("--json", type=file, help=text)
     return parser.parse_args(argv)
+
+
+def row(variant: Variant, run: Running, running: list) -> dict[str, str]:
+    """The figures of a variant, beside the first of its family."""
+    base = next(r for v, r in running if v.family == variant.family)
+    pairs = lambda some, others: zip(some, others, strict=True)
+    ratio = lambda *both: statistics.median(a / b for a, b in pairs(*both))
+    return {
+        "step": variant.name,
+        "ms": f"{1e3 * statistics.median(run.seconds):.1f}",
+        "ratio": f"{ratio(run.seconds, base.seconds):.2f}",
+        "cpu ratio": f"{ratio(run.cpu_seconds, base.cpu_seconds):.2f}",
+        "B/param": f"{run.bytes_per_param:.2f}",
+        "temp B/param": f"{run.temp_per_param:.2f}",
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -187,37 +170,4 @@ def main(argv: list[str] | None = None) -> None:
         f"{leaf_set.name}, {leaf_set.parameters:,} parameters, {args.rounds} rounds, "
         f"jax {jax.__version__} on {device.device_kind} ({platform.machine()})"
     )
-    print(
-        f"{'step':38}{'ms':>8}{'ratio':>8}{'cpu ratio':>11}{'B/param':>9}"
-        f"{'temp B/param':>14}"
-    )
-    rows = []
-    for variant, run in running:
-        base = next(r for v, r in running if v.family == variant.family)
-        pairs = zip(run.seconds, base.seconds, strict=True)
-        cpu_pairs = zip(run.cpu_seconds, base.cpu_seconds, strict=True)
-        row = {
-            "step": variant.name,
-            "median_ms": 1e3 * statistics.median(run.seconds),
-            "ratio_to_float32": statistics.median(a / b for a, b in pairs),
-            "cpu_ratio_to_float32": statistics.median(a / b for a, b in cpu_pairs),
-            "bytes_per_param": run.bytes_per_param,
-            "temp_bytes_per_param": run.temp_per_param,
-        }
-        rows.append(row)
-        print(
-            f"{row['step']:38}{row['median_ms']:8.1f}{row['ratio_to_float32']:8.2f}"
-            f"{row['cpu_ratio_to_float32']:11.2f}"
-            f"{row['bytes_per_param']:9.2f}{row['temp_bytes_per_param']:14.2f}"
-        )
-    if args.json:
-        record = {
-            "device": device.device_kind,
-            "jax": jax.__version__,
-            "leaves": leaf_set.name,
-            "rounds": args.rounds,
-            "rows": rows,
-        }
-        with open(args.json, "w") as file:
-            json.dump(record, file, indent=1)
-            file.write("\n")
+    records.print_rows(row(variant, run, running) for variant, run in running)

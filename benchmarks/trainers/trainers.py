@@ -18,6 +18,8 @@ import tempfile
 
 from benchmarks import ROOT, records
 
+NEEDS = ("tunix", "numpyro", "haiku", "keras", "haliax", "optimistix", "jaxopt")
+
 PAGE = ROOT / "docs" / "trainers.md"
 RECORD = records.path_of("benchmarks.trainers.trainers")
 MARK = "<!-- From here on: python -m benchmarks trainers --draw -->\n"
@@ -140,7 +142,3 @@ def main(argv: list[str]) -> int:
         PAGE.write_text(drawn(records.load(RECORD)))
         print(f"wrote {PAGE}")
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -11,9 +11,6 @@
 float32, nearest, stochastic, Kahan and extra-bits weights, and with 8-bit moments, and
 shows them side by side. `accuracy_tables.py` does so for LPMM, whose weights are codes
 of 4 to 16 bits, with and without stochastic rounding and microbatches.
-
-Besides lowbit_optax it needs flax, orbax-checkpoint, matplotlib and tqdm, and
-scikit-learn where CIFAR-10 cannot be had.
 """
 
 import argparse
@@ -22,16 +19,80 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from benchmarks.training import command_line
 from benchmarks.training.images import (
     cifar_data,
+    flags,
     optimizer_choice,
     reporting,
     training_loop,
 )
-from benchmarks.training.images.checkpoints import CheckpointError, Checkpoints
-from benchmarks.training.images.flags import parse_args
 from tools.models.resnet import ResNet
+
+NEEDS = ("flax", "matplotlib", "sklearn", "tqdm")
+
+LEARNING_RATE = {"sgd": 0.1, "adamw": 1e-3}
+WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05}
+DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parses the options, and fills in the defaults that depend on others."""
+    output = "cifar_optimizers"
+    parser = flags.parser(__doc__, output, epochs=30, batch_size=128)
+    add = parser.add_argument
+    names = optimizer_choice.LABELS
+    text = "%(choices)s"
+    default = "extra_bits_sgd"
+    add("--optimizer", choices=names, default=default, help=text, metavar="NAME")
+    text = "many side by side, in the family that --optimizer ends in"
+    add("--compare", action="store_true", help=text)
+    add("--dtype", choices=DTYPES, help="of weights but BatchNorm's; not of lpmm_*")
+    add("--bits", type=int, help="extra bits of extra_bits_*; of the weights of lpmm_*")
+    roundings = ("stochastic", "nearest", "toward_zero")
+    add("--rounding", choices=roundings, help="of extra_bits_* and lpmm_*")
+    text = "of float16 gradients: backoff, lognormal or a number"
+    add("--loss-scale", type=_loss_scale, metavar="SCALE", help=text)
+    add("--width", type=int, default=64, help="channels of the first stage")
+    computed = ("auto", "float32", "bfloat16", "float16")
+    add("--compute-dtype", choices=computed, default="auto", help="of activations")
+    text = "update every N steps, by the mean of N gradients"
+    add("--microbatches", type=int, default=1, metavar="N", help=text)
+    args = parser.parse_args(argv)
+
+    if not args.compare:
+        given = [x for x in optimizer_choice.OPTIONS if getattr(args, x) is not None]
+        for option in set(given) - optimizer_choice.options_of(args.optimizer):
+            flag = "--" + option.replace("_", "-")
+            parser.error(f"{args.optimizer} does not take {flag}")
+    _fill_in(args)
+    return args
+
+
+def _fill_in(args: argparse.Namespace) -> None:
+    family = optimizer_choice.family(args.optimizer)
+    is_lpmm = optimizer_choice.is_lpmm(args.optimizer) and not args.compare
+    is_float32 = optimizer_choice.is_float32(args.optimizer) and not args.compare
+    has_extra = args.compare or args.optimizer.startswith("extra_bits")
+    if args.dtype is None and not is_lpmm:
+        args.dtype = "float32" if is_float32 else "bfloat16"
+    if args.bits is None:
+        # float16 has room for 13 extra bits.
+        args.bits = 12 if is_lpmm else 13 if args.dtype == "float16" else 16
+    args.rounding = args.rounding or ("nearest" if has_extra else "stochastic")
+    if args.learning_rate is None:
+        args.learning_rate = LEARNING_RATE[family]
+    if args.weight_decay is None:
+        args.weight_decay = WEIGHT_DECAY[family]
+    if args.compute_dtype == "auto":
+        # A CPU's convolutions in 16 bits are slow.
+        on_cpu = jax.default_backend() == "cpu"
+        args.compute_dtype = "float32" if on_cpu else "bfloat16"
+        if args.dtype == "float16" and args.loss_scale is not None:
+            args.compute_dtype = "float16"
+
+
+def _loss_scale(text: str) -> str | float:
+    return text if text in optimizer_choice.LOSS_SCALES else float(text)
 
 
 def train(
@@ -39,12 +100,7 @@ def train(
 ) -> reporting.Result:
     """Trains a network with one optimizer, from one seed."""
     dtype = "float32" if optimizer_choice.is_float32(optimizer) else args.dtype
-    run = training_loop.Run(
-        seed=seed,
-        epochs=args.epochs,
-        stop_after=args.steps,
-        batch_size=args.batch_size,
-    )
+    run = training_loop.Run(seed, args.epochs, args.steps, args.batch_size)
     steps_per_epoch = run.steps_per_epoch(len(dataset.train.labels))
     updates = args.epochs * steps_per_epoch // args.microbatches
     options = optimizer_choice.Options(
@@ -63,23 +119,9 @@ def train(
         optimizer_choice.weight_storage(optimizer, dtype, args.bits),
         seed,
     )
-
-    checkpoints = None
-    if args.checkpoint_dir is not None:
-        identity = {"optimizer": optimizer, "seed": seed, "dtype": dtype}
-        checkpoints = Checkpoints(
-            args.checkpoint_dir / f"{optimizer}-seed{seed}",
-            settings(args, dataset) | identity,
-        )
     label = optimizer_choice.label(optimizer, dtype, options)
-    description = f"{label}, seed {seed}" if args.seeds > 1 else label
-    try:
-        state, metrics = training_loop.fit(
-            model, state, dataset, run, description, checkpoints
-        )
-    finally:
-        if checkpoints:
-            checkpoints.close()
+    description = f"{label}, seed {seed}"
+    state, metrics = training_loop.fit(model, state, dataset, run, description)
     return reporting.Result(
         label=label,
         optimizer=optimizer,
@@ -90,86 +132,26 @@ def train(
     )
 
 
-def settings(args: argparse.Namespace, dataset: cifar_data.Dataset) -> dict:
-    """What all runs have in common and their numbers follow from, for JSON."""
-    names = (
-        "epochs",
-        "batch_size",
-        "learning_rate",
-        "weight_decay",
-        "width",
-        "bits",
-        "rounding",
-        "microbatches",
-        "dtype",
-        "compute_dtype",
-        "loss_scale",
-    )
-    return {
-        "dataset": dataset.name,
-        "train_size": len(dataset.train.labels),
-        "test_size": len(dataset.test.labels),
-    } | {name: getattr(args, name) for name in names}
-
-
-def load_dataset(args: argparse.Namespace) -> cifar_data.Dataset:
-    """The dataset that the flags ask for, or as much of it."""
-    dataset = cifar_data.load(args.dataset, args.data_dir)
-    dataset = dataset._replace(
-        train=dataset.train.first(args.train_size, "train"),
-        test=dataset.test.first(args.test_size, "test"),
-    )
-    steps = args.epochs * (len(dataset.train.labels) // args.batch_size)
-    if 0 < steps < args.microbatches:
-        raise cifar_data.DataError(
-            f"--microbatches {args.microbatches} is more than the {steps} steps of "
-            f"--epochs {args.epochs}: no update would be made"
-        )
-    if args.batch_size > len(dataset.train.labels):
-        raise cifar_data.DataError(
-            f"--batch-size {args.batch_size} is more than the "
-            f"{len(dataset.train.labels)} training images"
-        )
-    return dataset
-
-
 def main(argv: list[str] | None = None) -> list[reporting.Result]:
     """Runs what the command line asks for; returns what it reports."""
     args = parse_args(argv)
-    hint = "with --checkpoint-dir FOLDER a run can be resumed"
-    if args.checkpoint_dir is not None:
-        hint = "the same command goes on from the last epoch's checkpoint"
     try:
-        with command_line.sentences(hint):
-            return _run(args)
-    except (cifar_data.DataError, CheckpointError) as error:
+        dataset = flags.load(args)
+    except cifar_data.DataError as error:
         sys.exit(f"error: {error}")
-
-
-def _run(args: argparse.Namespace) -> list[reporting.Result]:
-    command_line.make_writable(args.output_dir)
-    dataset = load_dataset(args)
-    print(
-        f"{dataset.name}: {len(dataset.train.labels)} training and "
-        f"{len(dataset.test.labels)} test images; ResNet-18 of width {args.width}, "
-        f"{args.compute_dtype} computation on {jax.devices()[0].device_kind}"
-    )
-    optimizers = (
-        optimizer_choice.compared(args.optimizer) if args.compare else [args.optimizer]
-    )
+    optimizers = [args.optimizer]
+    if args.compare:
+        optimizers = optimizer_choice.compared(args.optimizer)
     results = [
         train(args, dataset, optimizer, seed)
-        for seed in range(args.seed, args.seed + args.seeds)
+        for seed in range(args.seeds)
         for optimizer in optimizers
     ]
     print(reporting.table(results))
-    curves = args.output_dir / "curves.png"
-    numbers = args.output_dir / "results.json"
-    reporting.write_json(numbers, settings(args, dataset), results)
-    reporting.plot(curves, f"ResNet-18, width {args.width}, on {dataset.name}", results)
-    print(f"curves in {curves}, numbers in {numbers}")
+    derived = ("test_accuracy", "train_loss")
+    runs = [run._asdict() | {x: getattr(run, x) for x in derived} for run in results]
+    common = flags.settings(args, dataset)
+    reporting.write(args.output_dir / "results.json", settings=common, runs=runs)
+    reporting.plot(results, args.output_dir / "curves.png")
+    print(f"curves and numbers in {args.output_dir}")
     return results
-
-
-if __name__ == "__main__":
-    main()

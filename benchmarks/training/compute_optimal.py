@@ -4,18 +4,18 @@
     .venv/bin/python -m benchmarks compute_optimal --rows float32 lowbit --seeds 1
     .venv/bin/python -m benchmarks compute_optimal --torch .venv-torch/bin/python
     .venv/bin/python -m benchmarks compute_optimal --large --seeds 1
-    .venv/bin/python -m benchmarks compute_optimal --full --minutes 60
+    .venv/bin/python -m benchmarks compute_optimal --full --steps 20000
 
 20 bytes of text per parameter and more, none seen twice but by chance; a warmup and a
 cosine to a thousandth of the peak, b2 = 0.95, weight decay 0.1, clipping by global
 norm. The same starts and batches for all rows. The text is all of Python's standard
 library.
 
-A run that is interrupted goes on where it was saved, and runs of the record are not
+Complete runs are kept in a file each, and with those of the record they are not
 trained again, so several processes may train different rows. With ``--torch`` the peers
 are trained too, by a Python that has torch and torchao; flashoptim-jax takes part if it
 is installed. ``--large`` is a model of a million parameters in fewer rows, with a
-record of its own. ``--full`` is GPT-2 124M on one GPU for so many minutes a run.
+record of its own. ``--full`` is GPT-2 124M on one GPU.
 """
 
 import argparse
@@ -24,8 +24,6 @@ import json
 import pathlib
 import subprocess
 import sys
-import time
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +33,13 @@ from flax import traverse_util
 from flax.training.train_state import TrainState as State
 from tqdm import tqdm
 
-import lowbit_optax
 from benchmarks import ROOT, pictures, records
-from benchmarks.training.images.checkpoints import CheckpointError, Checkpoints
 from benchmarks.training.text import optimal_rows, stdlib_text
 from benchmarks.training.text.optimal_rows import GPT2, ROWS, SIZES
 from lowbit_optax.training import TrainState
 from tools.models.gpt import GPT
+
+NEEDS = ("flax", "matplotlib", "tqdm")
 
 POINTS = 100
 """Of a curve: the mean losses of as many parts of the training."""
@@ -49,24 +47,20 @@ POINTS = 100
 TAIL = 10
 """The last points, in which the loss on held-out text is measured too."""
 
-SAVED = 10
-"""How many parts are trained between two checkpoints."""
-
 _KEY = jax.random.key(0)
 TORCH = pathlib.Path(__file__).parent / "text" / "torch_gpt.py"
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=2)
+    parser = records.Options(__doc__, seeds=2)
     add = parser.add_argument
     add("--rows", nargs="+", choices=ROWS, metavar="ROW", help="train these alone")
     add("--torch", metavar="PYTHON", help="train the peers too, by this Python")
     add("--large", action="store_true", help="a million parameters, fewer rows")
+    add("--full", action="store_true", help="GPT-2 124M, for a GPU; into runs/")
     add("--steps", type=int, help=f"a multiple of {POINTS}")
     add("--batch-size", type=int, default=16, help="examples per step")
     add("--learning-rate", type=float, help="the highest")
-    add("--afresh", action="store_true", help="do not go on from the record")
-    add("--minutes", type=float, default=30, help="of a run, with --full")
     args = parser.parse_args(argv)
     args.size = "full" if args.full else "large" if args.large else "small"
     size = SIZES[args.size]
@@ -80,15 +74,10 @@ def main(argv: list[str] | None = None) -> None:
     if args.is_apart:
         path = folder / path.name
     if not args.draw:
-        try:
-            before = records.load(path) if path.exists() and not args.afresh else None
-            train_all(args, folder, before)
-        except CheckpointError as error:
-            sys.exit(f"error: {error}")
-        except KeyboardInterrupt:
-            sys.exit("\ninterrupted; the same command goes on")
+        before = records.load(path) if path.exists() else None
+        train_all(args, folder, before)
         # Other runs are of the same record.
-        del args.rows, args.torch, args.afresh, args.large
+        del args.rows, args.torch, args.large
         records.save(path, args, records.ran_here(), **gathered(folder, before, args))
     record = records.load(path)
     print(table(record["runs"]))
@@ -97,32 +86,26 @@ def main(argv: list[str] | None = None) -> None:
 
 def _options(args) -> list:
     """The options on which the numbers of a run depend."""
-    return [
-        args.minutes if args.full else args.steps,
-        args.batch_size,
-        args.learning_rate,
-    ]
+    return [args.steps, args.batch_size, args.learning_rate]
 
 
 def train_all(
     args: argparse.Namespace, folder: pathlib.Path, record: dict | None
 ) -> None:
     """Trains what is asked for and not complete yet; a file for each run."""
+    folder.mkdir(parents=True, exist_ok=True)
     complete = _complete(folder, record)
     text = stdlib_text.load_whole()
     model = SIZES[args.size].model
-    steps = _steps_in(args, model, text, folder) if args.full else args.steps
     settings = {
-        "model": repr(model),
-        "text": zlib.crc32(text.train),
-        "steps": steps,
+        "steps": args.steps,
         "batch_size": args.batch_size,
         "learning_rate": args.learning_rate,
     }
     for seed in range(args.seeds):
         for name in args.rows or SIZES[args.size].rows:
             if seed not in complete.get(name, {}):
-                result = train(name, seed, model, text, settings, folder)
+                result = train(name, seed, model, text, settings)
                 done = folder / f"{_slug(name)}_{seed}.json"
                 done.write_text(json.dumps(result))
         if args.torch:
@@ -131,34 +114,30 @@ def train_all(
             _train_peers(args.torch, model, text, job, folder)
 
 
-def train(name, seed, model: GPT, text, settings: dict, folder: pathlib.Path) -> dict:
-    """One run, from its latest checkpoint if there is one."""
+def train(name: str, seed: int, model: GPT, text, settings: dict) -> dict:
+    """One run."""
     row, steps = ROWS[name], settings["steps"]
     tx = row.build(schedule(settings["learning_rate"], steps))
     params, opt_state = row.start(tx, model.init(jax.random.key(seed)))
     kind = State if row.dtype == jnp.float32 else TrainState
     state = kind(0, None, params, tx, opt_state)
     state = state.replace(step=jnp.int32(0))
-    checkpoints = Checkpoints(folder / f"{_slug(name)}_{seed}", settings)
-    metrics = {"row": name, "seed": seed, "steps": steps, "bytes": _bytes(row)}
-    metrics |= {"losses": [], "held_out": []}
-    if found := checkpoints.restore(state):
-        state, metrics = found
-    windows = held_out_windows(model, text)
-    begun = len(metrics["losses"])
-    parts = range(begun, POINTS)
-    bar = tqdm(parts, f"{name}, seed {seed}", POINTS, initial=begun, disable=None)
+    losses, held_out, windows = [], [], held_out_windows(model, text)
+    bar = tqdm(range(POINTS), f"{name}, seed {seed}", disable=None)
     for point in bar:
         batches = part(text, seed, point, model, settings)
-        state, losses = _train_part(model, state, batches)
-        metrics["losses"].append(float(losses.mean()))
+        state, found = _train_part(model, state, batches)
+        losses.append(float(found.mean()))
         if point >= POINTS - TAIL:
-            metrics["held_out"].append(_mean_loss(model, state.params, windows))
-        bar.set_postfix(loss=f"{metrics['losses'][-1]:.3f}")
-        if (point + 1) % SAVED == 0:
-            checkpoints.save(point + 1, state, metrics)
-    checkpoints.close()
-    return metrics
+            held_out.append(float(_losses(model, state.params, windows).mean()))
+        bar.set_postfix(loss=f"{losses[-1]:.3f}")
+    run = {
+        "row": name,
+        "seed": seed,
+        "steps": steps,
+        "bytes": row.bytes_per_parameter(GPT2),
+    }
+    return run | {"losses": losses, "held_out": held_out}
 
 
 def schedule(peak: float, steps: int) -> optax.Schedule:
@@ -196,35 +175,8 @@ def _losses(model: GPT, params, windows):
     return jax.lax.map(lambda tokens: model.loss(params, tokens), windows)
 
 
-def _mean_loss(model: GPT, params, windows) -> float:
-    return float(_losses(model, params, windows).mean())
-
-
-def _steps_in(args, model: GPT, text, folder: pathlib.Path) -> int:
-    """How many steps of float32 the minutes allow; measured once, for all rows."""
-    kept = folder / "steps.json"
-    if kept.exists():
-        return json.loads(kept.read_text())
-    settings = {"steps": POINTS * 4, "batch_size": args.batch_size}
-    tx = ROWS["float32"].build(optax.constant_schedule(1e-6))
-    state = State.create(
-        apply_fn=None, params=model.init(jax.random.key(0)), tx=tx
-    ).replace(step=jnp.int32(0))
-    seconds = []
-    for point in range(3):  # the first compiles
-        start = time.perf_counter()
-        state, losses = _train_part(model, state, part(text, 0, point, model, settings))
-        losses.block_until_ready()
-        seconds.append((time.perf_counter() - start) / len(losses))
-    steps = int(60 * args.minutes / min(seconds)) // POINTS * POINTS
-    folder.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps(max(steps, POINTS)))
-    return max(steps, POINTS)
-
-
 def _train_peers(python: str, model: GPT, text, settings: dict, folder) -> None:
     """Hands the start and the text to PyTorch's process, which goes on by itself."""
-    folder.mkdir(parents=True, exist_ok=True)
     seed = settings["seed"]
     job = folder / f"peers_{seed}.npz"
     weights = traverse_util.flatten_dict(model.init(jax.random.key(seed)), sep="/")
@@ -299,7 +251,8 @@ def _figures(name: str, found: dict) -> dict:
     }
     some = next(iter(own.values()))
     return {
-        "bytes_per_parameter": some.get("bytes") or _bytes(ROWS[name]),
+        "bytes_per_parameter": some.get("bytes")
+        or ROWS[name].bytes_per_parameter(GPT2),
         "seeds": list(own),
         "curves": [run["losses"] for run in own.values()],
         "tails": [run["held_out"] for run in own.values()],
@@ -319,14 +272,6 @@ def _base(name: str) -> str:
     if name in ROWS:
         return ROWS[name].base
     return "torch AdamW, float32" if name.startswith("torch") else "float32"
-
-
-def _bytes(row: optimal_rows.Row) -> float:
-    """Of GPT-2's parameters and state; nothing is allocated."""
-    tx = row.build(optax.constant_schedule(1e-3))
-    master = jax.eval_shape(GPT2.init, _KEY)
-    params, _ = jax.eval_shape(functools.partial(row.start, tx), master)
-    return lowbit_optax.memory_report(tx, params).bytes_per_param
 
 
 def table(runs: dict) -> str:
@@ -362,27 +307,25 @@ def mean_curve(run: dict, base: dict) -> tuple[np.ndarray, np.ndarray]:
     return np.mean([*bases.values()], 0) + gap, gap
 
 
-def draw(record: dict, path: pathlib.Path) -> None:
+@pictures.panels(3.8, (4, 5))
+def draw(record: dict, losses, gaps) -> None:
     """The whole curves, and how far from float32 the rows end."""
     runs = record["runs"]
     parts = np.arange(1, POINTS + 1) / POINTS
     smooth = lambda curve: np.convolve(curve, np.ones(5) / 5, "valid")
     shown = {name: run for name, run in runs.items() if name in ROWS}
-    with pictures.drawn(path, 3.8, (4, 5)) as (losses, gaps):
-        for name, run in shown.items():
-            row = ROWS[name]
-            look = {"color": row.color, "ls": row.style, "lw": 1.2, "label": name}
-            curve, gap = mean_curve(run, runs[row.base])
-            losses.plot(parts[4:], smooth(curve), **look)
-            if name != row.base:
-                gaps.plot(parts[4:], smooth(gap), **look)
-        losses.set(xlabel="part of the training", ylabel="training loss, nats per byte")
-        lowest = min(np.min(run["curves"]) for run in shown.values())
-        losses.set(ylim=(lowest - 0.05, lowest + 1))
-        gaps.axhline(0, color="black", lw=0.8)
-        gaps.set(xlabel="part of the training", ylabel="minus that of float32")
-        gaps.set(xlim=(0.5, 1))
-        lines = losses.get_lines()
-        gaps.legend(
-            handles=lines, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8
-        )
+    for name, run in shown.items():
+        row = ROWS[name]
+        look = {"color": row.color, "ls": row.style, "lw": 1.2, "label": name}
+        curve, gap = mean_curve(run, runs[row.base])
+        losses.plot(parts[4:], smooth(curve), **look)
+        if name != row.base:
+            gaps.plot(parts[4:], smooth(gap), **look)
+    losses.set(xlabel="part of the training", ylabel="training loss, nats per byte")
+    lowest = min(np.min(run["curves"]) for run in shown.values())
+    losses.set(ylim=(lowest - 0.05, lowest + 1))
+    gaps.axhline(0, color="black", lw=0.8)
+    gaps.set(xlabel="part of the training", ylabel="minus that of float32")
+    gaps.set(xlim=(0.5, 1))
+    lines = losses.get_lines()
+    gaps.legend(handles=lines, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)

@@ -1,4 +1,4 @@
-"""Ways to keep weights and moments, each beside the same optimizer in float32."""
+"""Ways to train a GPT, each beside the same optimizer in float32."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,59 +12,106 @@ import optax
 import lowbit_optax
 from benchmarks import pictures, records
 from lowbit_optax import extra_bits, stochastic_rounding
+from tools.models.gpt import GPT
+
+OF_BYTES = GPT(12, 768, 12, 1024)
+"""The sizes of GPT-2, for 256 bytes."""
+
+MUON = 5
+"""How many times AdamW's learning rate Muon's matrices take."""
 
 
 class Row(NamedTuple):
-    """An optimizer and its formats.
+    """An optimizer, how it keeps its weights, and its curve.
 
     Attributes:
+      build: of a schedule.
+      dtype: of the weights; ``"mxfp8"`` for those of ``block_scale``, None for those of
+        ``quantize_params``.
       base: the row in float32 that it is compared with; its own name if it is that one.
-      inner: of a learning rate, what is wrapped.
-      weights, moments: formats of ``lowbit``.
-      dtype: of the parameters.
       color, style: of its curve.
+      has_master: whether the state takes the float32 start's low bits.
+      factor: of the start.
     """
 
-    base: str
-    inner: Callable[[optax.Schedule], optax.GradientTransformation]
-    weights: Any = None
-    moments: Any = None
+    build: Callable[[optax.Schedule], optax.GradientTransformation]
     dtype: Any = jnp.bfloat16
+    base: str = "float32"
     color: str = "black"
     style: str = "-"
-
-    def build(self, rate: optax.Schedule) -> optax.GradientTransformation:
-        """``inner`` in float32 for a base, in its formats otherwise."""
-        inner = self.inner(rate)
-        if self.dtype == jnp.float32:
-            return inner
-        return lowbit_optax.lowbit(inner, weights=self.weights, moments=self.moments)
+    has_master: bool = True
+    factor: float = 1.0
 
     def start(self, tx, master):
-        """Parameters and state from float32 weights; vectors and norms keep float32."""
-        if self.dtype == jnp.float32:
-            return master, tx.init(master)
-        keep = lambda path, leaf: leaf.ndim < 2 or "norm" in path.lower()
-        dtypes = lowbit_optax.param_dtypes(master, self.dtype, keep)
-        return lowbit_optax.from_master(tx, master, dtypes)
+        """Parameters and state from float32 weights; norms stay float32."""
+        master = jax.tree.map(lambda x: x * self.factor, master)
+        if self.dtype is None:
+            params = lowbit_optax.quantize_params(master, bits=12)
+            return params, tx.init(params)
+        if self.dtype == "mxfp8":
+            scale = functools.partial(lowbit_optax.block_scale, axis=_summed_axis)
+            return lowbit_optax.from_master(tx, master, jax.eval_shape(scale, master))
+        is_norm = lambda path, leaf: "norm" in path
+        dtypes = lowbit_optax.param_dtypes(master, self.dtype, is_norm)
+        if self.has_master:
+            return lowbit_optax.from_master(tx, master, dtypes)
+        params = jax.tree.map(lambda x, dtype: x.astype(dtype), master, dtypes)
+        return params, tx.init(params)
 
-    def bytes_per_parameter(self, master) -> float:
-        """Of parameters and state from float32 shapes; nothing is allocated."""
+    def bytes_per_parameter(self, model: GPT) -> float:
+        """Of a model's parameters and state; nothing is allocated."""
         tx = self.build(optax.constant_schedule(1e-3))
+        master = jax.eval_shape(model.init, jax.random.key(0))
         params, _ = jax.eval_shape(functools.partial(self.start, tx), master)
         return lowbit_optax.memory_report(tx, params).bytes_per_param
+
+
+def _summed_axis(path: str) -> int | None:
+    """The axis that a product of the weight sums over; None for norms."""
+    if "norm" in path:
+        return None
+    return -1 if "embedding" in path or "positions" in path else -2
+
+
+def of_float32(inner: Callable, **options) -> Row:
+    """The row of an optimizer in float32."""
+    return Row(inner, jnp.float32, has_master=False, **options)
+
+
+def of(inner: Callable, weights: Any = None, moments: Any = None, **options) -> Row:
+    """The row of an optimizer in ``lowbit``, by its formats."""
+    build = lambda rate: lowbit_optax.lowbit(
+        inner(rate), weights=weights, moments=moments
+    )
+    return Row(build, **options)
+
+
+def muon(rate: optax.Schedule, **options) -> optax.GradientTransformation:
+    """Muon for the layers' matrices, at five times the learning rate of the others.
+
+    Embeddings and norms are trained by Adam.
+    """
+    of_stack = optax.contrib.MuonDimensionNumbers(1, 2)
+    return optax.contrib.muon(
+        lambda step: MUON * rate(step),
+        adam_learning_rate=rate,
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(
+            lambda x: of_stack if x.ndim == 3 else None, params
+        ),
+        **options,
+    )
 
 
 def adamw() -> dict[str, Row]:
     """Rows of AdamW."""
 
     def row(weights, moments, color: str, style: str = "-", dtype=jnp.bfloat16):
-        color = pictures.COLORS[color]
-        return Row("float32", optax.adamw, weights, moments, dtype, color, style)
+        look = {"color": pictures.COLORS[color], "style": style, "dtype": dtype}
+        return of(optax.adamw, weights, moments, **look)
 
     into = stochastic_rounding(error_into="mu")
     return {
-        "float32": Row("float32", optax.adamw, dtype=jnp.float32),
+        "float32": of_float32(optax.adamw),
         "bfloat16, nearest": row(
             lowbit_optax.nearest(), lowbit_optax.cast(jnp.bfloat16), "nearest"
         ),
@@ -84,16 +131,13 @@ class Run(NamedTuple):
     ends: dict[str, float]
 
 
-def figures(
-    found: dict[str, list[Run]], rows: dict[str, Row], points: int, master
-) -> dict:
+def figures(found: dict[str, list[Run]], rows: dict[str, Row], points: int) -> dict:
     """For the record: by row, the spreads of its figures and of gaps to its base.
 
     Args:
       found: by row, a run for each seed.
       rows: by name.
       points: how many a curve has; each is the mean loss of as many steps.
-      master: float32 shapes of a large model, for the bytes.
     """
     curves = {
         name: np.reshape([run.losses for run in runs], (len(runs), points, -1)).mean(2)
@@ -107,7 +151,7 @@ def figures(
             both = ([run.ends[end] for run in found[each]] for each in (name, base))
             ends[end] = tuple(map(np.asarray, both))
         return {
-            "bytes_per_parameter": rows[name].bytes_per_parameter(master),
+            "bytes_per_parameter": rows[name].bytes_per_parameter(OF_BYTES),
             "curves": curves[name],
             **{end: records.spread(own) for end, (own, _) in ends.items()},
             "gaps": {e: records.spread(own - wide) for e, (own, wide) in ends.items()},
@@ -130,29 +174,3 @@ def table(runs: dict, rows: dict[str, Row], ends: dict[str, int]) -> str:
             line += [own, "" if rows[name].base == name else gap]
         lines.append(line)
     return records.table(heads, lines)
-
-
-def draw(record: dict, rows: dict[str, Row], path, steps: int, least: float) -> None:
-    """Curves of the training loss, and how far they are from float32's, into a PNG.
-
-    Args:
-      record: with ``runs`` of :func:`figures`.
-      rows: by name.
-      path: of the PNG.
-      steps: how many a point of the record stands for; each drawn is the mean of three.
-      least: the part of the training that is left out at the start.
-    """
-    recent = lambda curve: np.convolve(curve, np.ones(3) / 3, "valid")
-    with pictures.drawn(path, 3.6, (4, 5)) as (losses, gaps):
-        for name, run in record["runs"].items():
-            row, base = rows[name], record["runs"][rows[name].base]
-            look = {"color": row.color, "ls": row.style, "lw": 1.2, "label": name}
-            curve = np.asarray(run["curves"])
-            at = steps * np.arange(3, 1 + curve.shape[1])
-            late = at > least * at[-1]
-            losses.plot(at[late], recent(curve.mean(0))[late], **look)
-            gap = recent((curve - np.asarray(base["curves"])).mean(0))
-            gaps.plot(at[late], gap[late], **look)
-        losses.set(xlabel="step", ylabel="training loss, mean of all seeds")
-        gaps.set(xlabel="step", ylabel="minus that of float32")
-        gaps.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)

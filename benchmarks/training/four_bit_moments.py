@@ -7,20 +7,20 @@ float32, and the ideas are round trips of moments written down here: none is a f
 All rows store ``mu`` over the root of ``nu`` before it is rounded, in 4 bits.
 """
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from sklearn.datasets import load_digits
 
 from benchmarks import records
-from benchmarks.training.low_moments import SIZES, TRAINING, loss, table
+from benchmarks.training.low_moments import TRAINING, begin, digits, loss, table
 from lowbit_optax._numerics.code_kinds import code_of
 from lowbit_optax._numerics.relative import product, quotient
 from pallas_kernels.layout import TILE_COLUMNS, TILE_ROWS
+
+MINUTES = 4
+NEEDS = ("sklearn",)
 
 B1, B2, EPS = 0.9, 0.999, 1e-8
 OF_RANK_ONE = (np.arange(16) / 15) ** 4
@@ -133,8 +133,7 @@ def updated(idea, mu, nu, grad, age, key):
 
 
 def train(name: str, args) -> dict:
-    images, labels = load_digits(return_X_y=True)
-    images, labels = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
+    images, labels = digits()
     idea, rate = IDEAS[name], optax.cosine_decay_schedule(1e-3, args.steps)
 
     def step(carry, inputs):
@@ -161,16 +160,7 @@ def train(name: str, args) -> dict:
         end = loss(params, images[:TRAINING], labels[:TRAINING])
         return end, loss(params, images[TRAINING:], labels[TRAINING:])
 
-    found = []
-    for seed in range(args.seeds):
-        random = np.random.default_rng(seed)
-        chosen = random.integers(0, TRAINING, (args.steps, 64))
-        random = np.random.default_rng(seed)
-        params = [
-            jnp.float32(random.standard_normal(shape) * np.sqrt(2 / shape[0]))
-            for shape in itertools.pairwise(SIZES)
-        ]
-        found.append(run(params, jnp.asarray(chosen)))
+    found = [run(*begin(seed, args.steps)) for seed in range(args.seeds)]
     ends, others = (np.asarray(x) for x in zip(*found, strict=True))
     return {
         "bytes_per_parameter": 3 + idea[2],
@@ -179,12 +169,11 @@ def train(name: str, args) -> dict:
     }
 
 
+def measure(args) -> dict:
+    return {"runs": {name: train(name, args) for name in IDEAS}}
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=4, has_full=False)
-    parser.add_argument("--steps", type=int, default=600, help="of training")
-    args = parser.parse_args(argv)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        runs = {name: train(name, args) for name in IDEAS}
-        records.save(path, args, records.ran_here(), runs=runs)
-    print(table(records.load(path)["runs"], "4-bit moments"))
+    args = records.Options(__doc__, seeds=4, steps=600).parse_args(argv)
+    text = lambda record: table(record["runs"], "4-bit moments")
+    records.run(__name__, args, measure, text)

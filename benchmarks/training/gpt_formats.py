@@ -22,32 +22,28 @@ from benchmarks.training.format_rows import Row, Run
 from benchmarks.training.text import stdlib_text
 from tools.models.gpt import GPT
 
+MINUTES = 10
+NEEDS = ("matplotlib",)
+
 EMA = lowbit_optax.ema_of_params(0.99)
+POINTS = 40
+"""Of a curve."""
+
 AVERAGED = ("float32", "8 extra bits")
 """The rows of whose weights a running average is kept."""
 
 
-def muon(rate: optax.Schedule) -> optax.GradientTransformation:
-    """Muon for the layers' matrices, Adam for embeddings and norms."""
-    of_stack = optax.contrib.MuonDimensionNumbers(1, 2)
-    return optax.contrib.muon(
-        lambda step: 5 * rate(step),
-        adam_learning_rate=rate,
-        muon_weight_dimension_numbers=lambda params: jax.tree.map(
-            lambda x: of_stack if x.ndim == 3 else None, params
-        ),
-    )
-
-
 ROWS = format_rows.adamw() | {
-    "Muon, float32": Row("Muon, float32", muon, dtype=jnp.float32, style="-."),
-    "Muon, 8 extra bits": Row(
-        "Muon, float32", muon, color=pictures.PARTS[3], style="-."
+    "Muon, float32": format_rows.of_float32(
+        format_rows.muon, base="Muon, float32", style="-."
     ),
-    "Muon, 8 extra bits, bfloat16 momentum": Row(
-        "Muon, float32",
-        muon,
+    "Muon, 8 extra bits": format_rows.of(
+        format_rows.muon, base="Muon, float32", color=pictures.PARTS[3], style="-."
+    ),
+    "Muon, 8 extra bits, bfloat16 momentum": format_rows.of(
+        format_rows.muon,
         moments=lowbit_optax.cast(jnp.bfloat16),
+        base="Muon, float32",
         color=pictures.PARTS[4],
         style="-.",
     ),
@@ -76,10 +72,10 @@ def _run(model: GPT, tx, is_averaged: bool, params, state, batches, windows):
     return losses, ends
 
 
-def train(name: str, args, text: stdlib_text.Text, rows: dict[str, Row]) -> list[Run]:
+def train(name: str, args, rows: dict[str, Row]) -> list[Run]:
     """A run of each seed, by one compiled program."""
     model = GPT(args.layers, args.width, 4, args.context)
-    row = rows[name]
+    row, text = rows[name], stdlib_text.load()
     tx = row.build(optax.cosine_decay_schedule(args.learning_rate, args.steps, 0.1))
     windows = stdlib_text.even_windows(text.held_out, 1024, args.context + 1)
     runs = []
@@ -98,32 +94,46 @@ def train(name: str, args, text: stdlib_text.Text, rows: dict[str, Row]) -> list
 
 def measure(args) -> dict:
     """Of all rows, what :func:`format_rows.figures` makes of their runs."""
-    text = stdlib_text.load()
-    found = {name: train(name, args, text, ROWS) for name in ROWS}
-    large = jax.eval_shape(GPT(12, 768, 12, 1024).init, jax.random.key(0))
-    return format_rows.figures(found, ROWS, 40, large)
+    found = {name: train(name, args, ROWS) for name in ROWS}
+    return {"runs": format_rows.figures(found, ROWS, POINTS)}
 
 
-def add_options(parser) -> None:
+def text(record: dict) -> str:
+    ends = {"held-out loss": 4, "of the average": 4}
+    return format_rows.table(record["runs"], ROWS, ends)
+
+
+@pictures.panels(3.6, (4, 5))
+def draw(record: dict, losses, gaps) -> None:
+    """Curves of the training loss, and how far they are from float32's.
+
+    Each point is the mean of three of the record's. The first three tenths are left
+    out.
+    """
+    recent = lambda curve: np.convolve(curve, np.ones(3) / 3, "valid")
+    for name, run in record["runs"].items():
+        row, base = ROWS[name], record["runs"][ROWS[name].base]
+        look = {"color": row.color, "ls": row.style, "lw": 1.2, "label": name}
+        curve = np.asarray(run["curves"])
+        at = record["options"]["steps"] // POINTS * np.arange(3, 1 + curve.shape[1])
+        late = at > 0.3 * at[-1]
+        losses.plot(at[late], recent(curve.mean(0))[late], **look)
+        gap = recent((curve - np.asarray(base["curves"])).mean(0))
+        gaps.plot(at[late], gap[late], **look)
+    losses.set(xlabel="step", ylabel="training loss, mean of all seeds")
+    gaps.set(xlabel="step", ylabel="minus that of float32")
+    gaps.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+
+
+def options(doc: str | None, seeds: int) -> records.Options:
     """The sizes of the model and of the training."""
-    add = functools.partial(parser.add_argument, type=int)
-    add("--layers", default=2, help="of the GPT")
-    add("--width", default=64, help="of the GPT")
-    add("--context", default=32, help="bytes of an example")
-    add("--batch-size", default=16, help="examples per step")
-    add("--steps", default=800, help="a multiple of 40")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="the first")
+    made = records.Options(
+        doc, seeds, layers=2, width=64, context=32, batch_size=16, steps=800
+    )
+    made.add_argument("--learning-rate", type=float, default=3e-3, help="the first")
+    return made
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=3, has_full=False)
-    add_options(parser)
-    args = parser.parse_args(argv)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        records.save(path, args, records.ran_here(), runs=measure(args))
-    record = records.load(path)
-    ends = {"held-out loss": 4, "of the average": 4}
-    print(format_rows.table(record["runs"], ROWS, ends))
-    picture = pictures.picture_of("gpt_formats", args.is_apart)
-    format_rows.draw(record, ROWS, picture, record["options"]["steps"] // 40, 0.3)
+    args = options(__doc__, seeds=3).parse_args(argv)
+    records.run(__name__, args, measure, text, draw)

@@ -21,6 +21,9 @@ import lowbit_optax
 from benchmarks import records
 from lowbit_optax import block_quantized
 
+MINUTES = 3
+NEEDS = ("sklearn",)
+
 SIZES = (64, 256, 256, 10)
 TRAINING = 1400
 MEANS = 20
@@ -35,13 +38,21 @@ MOMENTS = {
 }
 
 
-def start(tx, seed: int, dtype=jnp.bfloat16):
+def digits() -> tuple[jax.Array, jax.Array]:
+    """Images and labels, of which the first ``TRAINING`` are trained on."""
+    images, labels = load_digits(return_X_y=True)
+    return jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
+
+
+def begin(seed: int, steps: int) -> tuple[list[jax.Array], jax.Array]:
+    """float32 weights, and the examples of each step."""
     random = np.random.default_rng(seed)
     master = [
         jnp.asarray(random.standard_normal(shape) * np.sqrt(2 / shape[0]), jnp.float32)
         for shape in itertools.pairwise(SIZES)
     ]
-    return lowbit_optax.from_master(tx, master, stored_in(dtype, master))
+    random = np.random.default_rng(seed)
+    return master, jnp.asarray(random.integers(0, TRAINING, (steps, 64)))
 
 
 def stored_in(dtype, master):
@@ -92,14 +103,11 @@ def figures(tx, args, dtype=jnp.bfloat16) -> dict:
       args: options; ``seeds`` and ``steps`` are read.
       dtype: of the weights, or "mxfp8".
     """
-    images, labels = load_digits(return_X_y=True)
-    images, labels = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
-    found = []
+    found, given = [], digits()
     for seed in range(args.seeds):
-        random = np.random.default_rng(seed)
-        chosen = random.integers(0, TRAINING, (args.steps, 64))
-        begun = start(tx, seed, dtype)
-        found.append(run(tx, *begun, images, labels, jnp.asarray(chosen)))
+        master, chosen = begin(seed, args.steps)
+        begun = lowbit_optax.from_master(tx, master, stored_in(dtype, master))
+        found.append(run(tx, *begun, *given, chosen))
     losses, ends, others = (np.asarray(x) for x in zip(*found, strict=True))
     large = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     params, _ = jax.eval_shape(
@@ -113,28 +121,31 @@ def figures(tx, args, dtype=jnp.bfloat16) -> dict:
     }
 
 
+def measure(args) -> dict:
+    return {"runs": {name: train(name, args) for name in MOMENTS}}
+
+
+def options(doc: str | None) -> records.Options:
+    """Of a benchmark that trains this network."""
+    made = records.Options(doc, seeds=8, steps=600)
+    made.add_argument("--learning-rate", type=float, default=1e-3, help="the first")
+    return made
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=8, has_full=False)
-    parser.add_argument("--steps", type=int, default=600, help="a multiple of 20")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="the first")
-    args = parser.parse_args(argv)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        runs = {name: train(name, args) for name in MOMENTS}
-        records.save(path, args, records.ran_here(), runs=runs)
-    print(table(records.load(path)["runs"], "moments"))
+    text = lambda record: table(record["runs"], "moments")
+    records.run(__name__, options(__doc__).parse_args(argv), measure, text)
 
 
 def table(found: dict, what: str) -> str:
     """The figures of several runs, those of the first column's head ``what``."""
-    ends = {name: each["training"]["values"] for name, each in found.items()}
-    gaps = records.gaps(ends, "float32")
-    heads = (what, "bytes", "training loss", "minus float32's", "held-out loss")
-    rows = []
-    for name, each in found.items():
-        gap = records.shown(gaps[name], 5) if name in gaps else ""
-        size = f"{each['bytes_per_parameter']:.2f}"
-        losses = (records.shown(each[part], 5) for part in ("training", "held_out"))
-        end, other = losses
-        rows.append((name, size, end, gap, other))
-    return records.table(heads, rows)
+    ends, others = (
+        {n: x[p] for n, x in found.items()} for p in ("training", "held_out")
+    )
+    gaps = records.gaps({name: x["values"] for name, x in ends.items()}, "float32")
+    named = {
+        name: f"{name}, {x['bytes_per_parameter']:.2f}" for name, x in found.items()
+    }
+    columns = [{named[n]: x for n, x in each.items()} for each in (ends, gaps, others)]
+    heads = "training loss", "minus float32's", "held-out loss"
+    return f"{what}, bytes\n{records.listing(heads, *columns, digits=5)}"

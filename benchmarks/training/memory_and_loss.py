@@ -16,7 +16,11 @@ import optax
 
 import lowbit_optax
 from benchmarks import ROOT, leaf_sets, pictures, records
-from benchmarks.training.text.optimal_rows import ROWS, Row, adamw
+from benchmarks.training.format_rows import Row
+from benchmarks.training.text.optimal_rows import ROWS, adamw
+
+MINUTES = 0.2
+NEEDS = ("matplotlib",)
 
 PICTURE = ROOT / "docs" / "memory_and_loss.png"
 PARTS = {
@@ -48,27 +52,27 @@ def memory(row: Row) -> dict[str, float]:
     return {part: getattr(total, part) / total.size for part in PARTS}
 
 
-def draw(sizes: dict[str, dict[str, float]], record: dict) -> None:
-    """Bars of memory beside curves of the loss, into a PNG."""
-    with pictures.drawn(PICTURE, 3.1, (5, 4)) as (bars, curves):
-        texts = {name: f"{sum(each.values()):.2f}" for name, each in sizes.items()}
-        pictures.stacked(bars, sizes, PARTS, 1, texts)
-        bars.grid(False)
-        bars.set(xlim=(0, 16), xlabel="bytes per parameter, GPT-2 124M, AdamW")
-        bars.legend(loc="lower right")
-        for row, name in SHOWN.items():
-            run = record["runs"][row]
-            curve = np.convolve(np.mean(run["curves"], 0), np.ones(5) / 5, "valid")
-            label = f"{name}: {run['held_out']['mean']:.3f}"
-            part = np.arange(5, 5 + len(curve)) / (4 + len(curve))
-            late = part > 0.4  # where the curves part
-            curves.plot(part[late], curve[late], color=ROWS[row].color, label=label)
-        curves.set(xlabel="part of a GPT's training, on a CPU", ylabel="training loss")
-        curves.legend(title="loss on held-out text", fontsize=8)
+@pictures.panels(3.1, (5, 4))
+def draw(record: dict, bars, curves) -> None:
+    """Bars of memory beside curves of the loss."""
+    rows = {name: ROWS[row] for row, name in SHOWN.items()} | {"float32 master": MASTER}
+    sizes = {name: memory(row) for name, row in rows.items()}
+    texts = {name: f"{sum(each.values()):.2f}" for name, each in sizes.items()}
+    pictures.stacked(bars, sizes, PARTS, 1, texts)
+    bars.grid(False)
+    bars.set(xlim=(0, 16), xlabel="bytes per parameter, GPT-2 124M, AdamW")
+    bars.legend(loc="lower right")
+    for row, name in SHOWN.items():
+        run = record["runs"][row]
+        curve = np.convolve(np.mean(run["curves"], 0), np.ones(5) / 5, "valid")
+        label = f"{name}: {run['held_out']['mean']:.3f}"
+        part = np.arange(5, 5 + len(curve)) / (4 + len(curve))
+        late = part > 0.4  # where the curves part
+        curves.plot(part[late], curve[late], color=ROWS[row].color, label=label)
+    curves.set(xlabel="part of a GPT's training, on a CPU", ylabel="training loss")
+    curves.legend(title="loss on held-out text", fontsize=8)
 
 
 def main(argv: list[str] | None = None) -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(argv)
-    rows = {name: ROWS[row] for row, name in SHOWN.items()} | {"float32 master": MASTER}
-    record = records.load(records.path_of("benchmarks.training.compute_optimal"))
-    draw({name: memory(row) for name, row in rows.items()}, record)
+    draw(records.load(records.path_of("benchmarks.training.compute_optimal")), PICTURE)

@@ -7,7 +7,6 @@ extra bits in all rows but the first, and AdamW's second moment, of embeddings a
 norms, has 8 bits where the momentum has codes.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,15 +14,15 @@ import lowbit_optax
 from benchmarks import records
 from benchmarks.training import format_rows, gpt_formats
 from benchmarks.training.format_rows import Row, Run
-from benchmarks.training.text import stdlib_text
 from lowbit_optax import block_quantized
-from tools.models.gpt import GPT
+
+MINUTES = 30
 
 BASE = "float32, and weights"
 
 
 def _row(moments) -> Row:
-    return Row(BASE, gpt_formats.muon, moments=moments)
+    return format_rows.of(format_rows.muon, moments=moments, base=BASE)
 
 
 def _codes(**options) -> Row:
@@ -32,7 +31,7 @@ def _codes(**options) -> Row:
 
 
 ROWS = {
-    BASE: Row(BASE, gpt_formats.muon, dtype=jnp.float32),
+    BASE: format_rows.of_float32(format_rows.muon, base=BASE),
     "float32 momentum": _row("float32"),
     "bfloat16 momentum": _row(lowbit_optax.cast(jnp.bfloat16)),
     "8 bits, the default": _row(None),
@@ -47,29 +46,26 @@ ROWS = {
 }
 
 
-def figures(found: dict[str, list[Run]]) -> dict:
-    """By row, the spreads of its figures and of gaps to float32 for the record."""
+def measure(args) -> dict:
+    """The loss of the training is that of its second half; there are no curves."""
     half = lambda run: float(np.mean(run.losses[len(run.losses) // 2 :]))
     runs = {
-        name: [Run([half(run)], run.ends) for run in each]
-        for name, each in found.items()
+        name: [
+            Run([half(run)], run.ends) for run in gpt_formats.train(name, args, ROWS)
+        ]
+        for name in ROWS
     }
-    large = jax.eval_shape(GPT(12, 768, 12, 1024).init, jax.random.key(0))
-    made = format_rows.figures(runs, ROWS, 1, large)
-    return {
-        name: {key: x for key, x in each.items() if key != "curves"}
-        for name, each in made.items()
-    }
+    made = format_rows.figures(runs, ROWS, 1)
+    for each in made.values():
+        del each["curves"]
+    return {"runs": made}
+
+
+def text(record: dict) -> str:
+    ends = {"held-out loss": 4, "training": 4}
+    return format_rows.table(record["runs"], ROWS, ends)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=5, has_full=False)
-    gpt_formats.add_options(parser)
-    args = parser.parse_args(argv)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        text = stdlib_text.load()
-        found = {name: gpt_formats.train(name, args, text, ROWS) for name in ROWS}
-        records.save(path, args, records.ran_here(), runs=figures(found))
-    runs = records.load(path)["runs"]
-    print(format_rows.table(runs, ROWS, {"held-out loss": 4, "training": 4}))
+    args = gpt_formats.options(__doc__, seeds=5).parse_args(argv)
+    records.run(__name__, args, measure, text)

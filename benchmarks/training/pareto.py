@@ -8,8 +8,7 @@ behind: a network of two hidden layers on scikit-learn's digits, and a linear fu
 of 64 inputs with noisy targets, whose loss shows noise of the weights alone. The same
 starts and batches for all, over several seeds; each is compared with itself in float32.
 
-Results are written after each format, and a run goes on where the last one with the
-same options stopped; ``--afresh`` starts again. Bits are weights, what is kept of their
+Bits are weights, what is kept of their
 masters, and moments, by ``memory_report`` of 4096 x 4096 parameters.
 """
 
@@ -24,6 +23,9 @@ import optax
 import lowbit_optax
 from benchmarks import pictures, records
 from lowbit_optax import block_quantized, extra_bits, lpmm
+
+MINUTES = 8
+NEEDS = ("matplotlib", "sklearn")
 
 SIZES = (64, 64, 64, 10)
 TRAINING, BATCH = 1400, 64
@@ -165,16 +167,12 @@ def train(task: str, name: str, steps: int, master, inputs, targets, chosen):
     return jax.lax.scan(part, carry, parts)[1].mean()
 
 
-def losses(task: str, name: str, steps: int, seeds: int) -> np.ndarray:
-    """Above the least, of each seed."""
-    found = []
-    for seed in range(seeds):
-        master, inputs, targets, least = given(task, seed)
-        random = np.random.default_rng((seed, 1))
-        chosen = jnp.asarray(random.integers(0, TRAINING, (steps, BATCH)))
-        end = train(task, name, steps, master, inputs, targets, chosen)
-        found.append(float(end) - least)
-    return np.array(found)
+def loss(task: str, name: str, steps: int, seed: int) -> float:
+    """Above the least."""
+    master, inputs, targets, least = given(task, seed)
+    random = np.random.default_rng((seed, 1))
+    chosen = jnp.asarray(random.integers(0, TRAINING, (steps, BATCH)))
+    return float(train(task, name, steps, master, inputs, targets, chosen)) - least
 
 
 def front(bits: dict[str, float], loss: dict[str, float]) -> list[str]:
@@ -198,32 +196,30 @@ def _color(name: str) -> str:
     return next((c for kind, c in COLORS.items() if name.startswith(kind)), "black")
 
 
-def draw(record: dict, is_apart: bool) -> None:
-    path = pictures.picture_of("pareto", is_apart)
+@pictures.panels(4.6, (2, 3))
+def draw(record: dict, *both) -> None:
     runs = record["runs"]
     bits = {name: each["bits"] for name, each in runs.items()}
-    with pictures.drawn(path, 4.6, (2, 3)) as both:
-        for axes, task in zip(both, LOSSES, strict=True):
-            # On digits the runs differ by less than their seeds: no front.
-            _scatter(axes, bits, excess(runs, task), has_front=task == "linear")
-            axes.set(xlabel="bits per parameter", title=task)
-        both[0].set(ylabel="final loss, % above float32's of the same seed")
-        for kind, color in COLORS.items():
-            label = "extra bits" if kind == "+" else kind
-            both[0].plot([], [], "o", color=color, label=label)
-        for moments, mark in MARKS.items():
-            label = f"moments: {moments}"
-            both[0].plot([], [], mark, color="gray", label=label)
-        both[0].legend(fontsize=7.5, ncols=2, loc="upper center")
-        both[0].set_ylim(top=2e5)
-        both[0].set_yticks([-10, 0, 10, 100], ["-10", "0", "10", "100"])
-        both[1].set_yticks([0, 10, 100, 1000], ["0", "10", "100", "1000"])
-        best = front(bits, _means(excess(runs, "linear")))
-        lines = [f"{i}  {name} ({bits[name]:.0f})" for i, name in enumerate(best, 1)]
-        text = "\n".join(lines)
-        place = {"transform": both[1].transAxes, "fontsize": 7.5, "va": "bottom"}
-        both[1].text(0.02, 0.02, text, **place)
-        both[1].set_ylim(bottom=-30)
+    for axes, task in zip(both, LOSSES, strict=True):
+        # On digits the runs differ by less than their seeds: no front.
+        _scatter(axes, bits, excess(runs, task), has_front=task == "linear")
+        axes.set(xlabel="bits per parameter", title=task)
+    digits, linear = both
+    digits.set(ylabel="final loss, % above float32's of the same seed")
+    for kind, color in COLORS.items():
+        label = "extra bits" if kind == "+" else kind
+        digits.plot([], [], "o", color=color, label=label)
+    for moments, mark in MARKS.items():
+        digits.plot([], [], mark, color="gray", label=f"moments: {moments}")
+    digits.legend(fontsize=7.5, ncols=2, loc="upper center")
+    digits.set_ylim(top=2e5)
+    digits.set_yticks([-10, 0, 10, 100], ["-10", "0", "10", "100"])
+    linear.set_yticks([0, 10, 100, 1000], ["0", "10", "100", "1000"])
+    best = front(bits, _means(excess(runs, "linear")))
+    lines = [f"{i}  {name} ({bits[name]:.0f})" for i, name in enumerate(best, 1)]
+    place = {"transform": linear.transAxes, "fontsize": 7.5, "va": "bottom"}
+    linear.text(0.02, 0.02, "\n".join(lines), **place)
+    linear.set_ylim(bottom=-30)
 
 
 def _means(found: dict[str, dict]) -> dict[str, float]:
@@ -250,43 +246,24 @@ def _scatter(axes, bits: dict, found: dict, has_front: bool) -> None:
     axes.minorticks_off()
 
 
-def kept(path, args) -> dict:
-    """What an earlier run with the same options has left."""
-    if args.afresh or not path.exists():
-        return {}
-    record = records.load(path)
-    same = ("steps", "seeds")
-    is_same = all(record["options"][key] == getattr(args, key) for key in same)
-    return record["runs"] if is_same else {}
+def measure(args) -> dict:
+    of = lambda name, seed: {t: loss(t, name, args.steps, seed) for t in LOSSES}
+    found = records.of_seeds(names(), args.seeds, of)
+    spread = lambda name: {task: records.spread(found[task][name]) for task in LOSSES}
+    return {"runs": {name: {"bits": bits_of(name), **spread(name)} for name in names()}}
+
+
+def text(record: dict) -> str:
+    found = {task: excess(record["runs"], task) for task in LOSSES}
+    bits = {name: each["bits"] for name, each in record["runs"].items()}
+    columns = [
+        {n: each[n] for n in sorted(bits, key=bits.get)} for each in found.values()
+    ]
+    heads = [f"{task}, % above float32's" for task in LOSSES]
+    best = [f"{n} ({bits[n]:.1f} bits)" for n in front(bits, _means(found["linear"]))]
+    return f"{records.listing(heads, *columns, digits=1)}\nfront: {'; '.join(best)}"
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=3)
-    parser.add_argument("--steps", type=int, help="1000 by default")
-    parser.add_argument("--afresh", action="store_true", help="go on from nothing")
-    args = parser.parse_args(argv)
-    args.steps = args.steps or (50_000 if args.full else 1000)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        runs = kept(path, args)
-        left = [name for name in names() if name not in runs]
-        for i, name in enumerate(left):
-            found = {
-                task: records.spread(losses(task, name, args.steps, args.seeds))
-                for task in LOSSES
-            }
-            runs[name] = {"bits": bits_of(name), **found}
-            text = ", ".join(f"{t} {records.shown(x, 5)}" for t, x in found.items())
-            text = f"{runs[name]['bits']:5.1f} bits  {text}"
-            print(f"{i + 1}/{len(left)} {name:20} {text}", flush=True)
-            runs = {x: runs[x] for x in names() if x in runs}
-            records.save(path, args, records.ran_here(), runs=runs)
-    record = records.load(path)
-    found = {task: excess(record["runs"], task) for task in LOSSES}
-    bits = {name: each["bits"] for name, each in record["runs"].items()}
-    for name in sorted(bits, key=bits.get):
-        each = (f"{records.shown(found[task][name], 1):>14} %" for task in LOSSES)
-        print(f"{name:20} {bits[name]:5.1f} bits ", *each)
-    best = front(bits, _means(found["linear"]))
-    print(f"front, linear: {'; '.join(best)}")
-    draw(record, args.is_apart)
+    args = records.Options(__doc__, seeds=3, steps=(1000, 50_000)).parse_args(argv)
+    records.run(__name__, args, measure, text, draw)

@@ -13,23 +13,15 @@ training lost and not what low-precision inference would.
 
 Two assignments that are the same tensor by tensor are one run: demotion goes group by
 group, so that neighbouring ratios may agree. So are runs with and without promotion
-where nothing overflowed.
-
-Results are written after every run, and a command that is started again goes on from
-them. `--seed` and `--seeds` let processes share the work; `--merge a/results.json
-b/results.json` draws what they wrote.
-
-Besides lowbit_optax it needs flax, matplotlib, orbax-checkpoint and tqdm, and
-scikit-learn where CIFAR-10 cannot be had.
+where nothing overflowed. Results are written after every run.
 
 References:
   Lee, Sharma, Aiken 2023, "Training with Mixed-Precision Floating-Point Assignments",
   section 5 and figure 4.
 """
 
+import argparse
 import hashlib
-import json
-import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -38,34 +30,36 @@ import jax
 import numpy as np
 import optax
 
-from benchmarks.training import command_line
 from benchmarks.training.images import (
     cifar_data,
+    flags,
     mixed_training,
-    precision_flags,
     reporting,
     tradeoff,
     training_loop,
 )
 from lowbit_optax import precision
 from tools.models.resnet import ResNet
-from tools.models.shufflenet import ShuffleNet
 from tools.models.squeezenet import SqueezeNet
 
-# By a multiplier of their widths. All halve the image first and are narrower (by 4, 8
+MINUTES = 20
+NEEDS = ("flax", "matplotlib", "sklearn", "tqdm")
+
+# By a multiplier of their widths. Both halve the image first and are narrower (by 4
 # and 8) and less deep than the originals, so that a CPU trains one in a minute.
 MODELS = {
     "squeezenet": lambda width: SqueezeNet(width / 4, stem_stride=2),
-    "shufflenet": lambda width: ShuffleNet(width / 8, (1, 2, 1), stem_stride=2),
     "resnet": lambda width: ResNet(round(8 * width), (1, 1, 1, 1), stem_stride=2),
 }
+BASELINES = ("float32", "uniform", "operator_based", "operator_based_outputs")
+RATIOS = tuple(tenths / 10 for tenths in range(11))
 
 
 class Job(NamedTuple):
     """One training run.
 
     Attributes:
-        assignment: "demote", or a name in `precision_flags.BASELINES`.
+        assignment: "demote", or a name in `BASELINES`.
         order, ratio: of "demote" only.
         promotion: whether tensors that overflow are promoted.
         seed: of the initialisation and the order of the images.
@@ -89,39 +83,51 @@ class Trainer(NamedTuple):
     float32: optax.GradientTransformation
 
 
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options."""
+    numbers = {"learning_rate": 0.1, "weight_decay": 5e-4, "epochs": 10}
+    numbers |= {"batch_size": 64, "train_size": 5000, "test_size": 2000}
+    parser = flags.parser(__doc__, "precision_assignment", **numbers)
+    add = parser.add_argument
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS), help=" ")
+    text = "least low-precision ratios of the demoted assignments"
+    add("--ratios", nargs="*", type=float, default=RATIOS, metavar="R", help=text)
+    text = "of the groups' sizes, in which they are demoted"
+    orders = tradeoff.ORDERS
+    add("--orders", nargs="+", choices=orders, default=["decreasing"], help=text)
+    add("--width", type=float, default=1.0, help="multiplies the channels")
+    return parser.parse_args(argv)
+
+
 def jobs(args) -> list[Job]:
     """What the flags ask for, seed by seed so that a stopped grid has whole columns."""
-    # With promotion first: where it changed nothing, runs without need not be made.
-    promotions = {"on": [True], "off": [False], "both": [True, False]}[args.promotion]
+    demoted = [
+        ("demote", order, ratio, promotion)
+        for order in args.orders
+        # With promotion first: where it changed nothing, runs without need not be made.
+        for promotion in (True, False)
+        for ratio in args.ratios
+    ]
     return [
         Job(model, *choice, seed)
-        for seed in range(args.seed, args.seed + args.seeds)
+        for seed in range(args.seeds)
         for model in args.models
-        for choice in [
-            *(
-                ("demote", order, ratio, promotion)
-                for order in args.orders
-                for promotion in promotions
-                for ratio in args.ratios
-            ),
-            *((name, None, None, False) for name in args.baselines),
-        ]
+        for choice in [*demoted, *((name, None, None, False) for name in BASELINES)]
     ]
 
 
-def make_trainer(
-    model: Any,
-    numbers: mixed_training.Hyperparameters,
-    batch_size: int,
-    flip: bool,
-) -> Trainer:
+def make_trainer(model: Any, args, per_epoch: int, flip: bool) -> Trainer:
     """Traces the model and makes its training step and its optimizers."""
+    rate = optax.cosine_decay_schedule(args.learning_rate, args.epochs * per_epoch)
+    optimizer = lambda period: mixed_training.make_optimizer(
+        rate, args.weight_decay, period
+    )
     return Trainer(
         model,
-        mixed_training.make_plan(model, batch_size),
+        mixed_training.make_plan(model, args.batch_size),
         mixed_training.make_train_step(model, flip),
-        mixed_training.make_optimizer(numbers, is_float32=False),
-        mixed_training.make_optimizer(numbers, is_float32=True),
+        mixed=optimizer(per_epoch),
+        float32=optimizer(None),
     )
 
 
@@ -163,20 +169,12 @@ def train(
         "promoted": fingerprint(state.assignment) != fingerprint(assignment),
         "low_ratio": None,
         "train_loss": _rounded(np.mean(metrics["loss"][-per_epoch:])),
-        "train_accuracy": _rounded(np.mean(metrics["accuracy"][-per_epoch:])),
         "last_accuracy": metrics["test"][-1][1],
         "best_accuracy": max(accuracy for _, accuracy in metrics["test"]),
         "test": [accuracy for _, accuracy in metrics["test"]],
-        "seconds": _rounded(metrics["seconds"]),
     }
     if not is_float32:
-        found |= {
-            "low_ratio": _rounded(state.ratio_sum / state.step),
-            "low_ratio_first": _rounded(assignment.low_ratio),
-            "low_ratio_last": _rounded(state.assignment.low_ratio),
-            "skipped_steps": int(state.opt_state.skipped),
-            "loss_scale": float(state.opt_state.scale),
-        }
+        found["low_ratio"] = _rounded(state.ratio_sum / state.step)
     return job._asdict() | found
 
 
@@ -197,105 +195,41 @@ def repeated(job: Job, mark: str, runs: list[dict]) -> dict | None:
 
 
 def describe(job: Job) -> str:
-    """Such as "resnet, decreasing 0.3, promotion, seed 0"."""
-    parts = [job.model, tradeoff.label(job._asdict()), f"seed {job.seed}"]
-    if job.ratio is not None:
-        parts[1] += f" {job.ratio:g}"
-    return ", ".join(parts)
+    """Such as "resnet, decreasing, promotion 0.3, seed 0"."""
+    ratio = "" if job.ratio is None else f" {job.ratio:g}"
+    return f"{job.model}, {tradeoff.label(job._asdict())}{ratio}, seed {job.seed}"
 
 
-def settings(args, dataset: cifar_data.Dataset) -> dict:
-    """What all runs have in common and their numbers follow from, for JSON."""
-    names = ("epochs", "steps", "batch_size", "learning_rate", "weight_decay", "width")
-    return {
-        "dataset": dataset.name,
-        "train_size": len(dataset.train.labels),
-        "test_size": len(dataset.test.labels),
-        "threshold": mixed_training.THRESHOLD,
-    } | {name: getattr(args, name) for name in names}
-
-
-def train_all(args, dataset: cifar_data.Dataset, path: pathlib.Path) -> list[dict]:
-    """Makes the runs that `path` does not have yet, and writes it after each.
-
-    Returns:
-        The runs that the flags ask for.
-
-    Raises:
-        ValueError: `path` has runs with other settings.
-    """
-    common = settings(args, dataset)
-    runs: list[dict] = tradeoff.merged([path], common) if path.exists() else []
-    run = training_loop.Run(args.seed, args.epochs, args.steps, args.batch_size)
+def train_all(args, dataset: cifar_data.Dataset) -> list[dict]:
+    """Makes the runs that the flags ask for, and writes them after each."""
+    run = training_loop.Run(0, args.epochs, args.steps, args.batch_size)
     per_epoch = run.steps_per_epoch(len(dataset.train.labels))
-    numbers = mixed_training.Hyperparameters(
-        args.learning_rate, args.weight_decay, args.epochs * per_epoch, per_epoch
-    )
     trainers = {
-        name: make_trainer(
-            MODELS[name](args.width), numbers, args.batch_size, dataset.flip
-        )
+        name: make_trainer(MODELS[name](args.width), args, per_epoch, dataset.flip)
         for name in args.models
     }
-    wanted = jobs(args)
-    done = {Job(*(found[name] for name in Job._fields)): found for found in runs}
-    for job in wanted:
-        if job in done:
-            continue
+    common = flags.settings(args, dataset)
+    runs: list[dict] = []
+    for job in jobs(args):
         trainer = trainers[job.model]
         mark = fingerprint(assign(trainer.plan, job))
         found = repeated(job, mark, runs)
         if found is None:
             found = train(trainer, job, dataset, run._replace(seed=job.seed))
         runs.append(found)
-        done[job] = found
-        path.parent.mkdir(parents=True, exist_ok=True)
-        reporting.write_document(path, {"settings": common, "runs": runs})
-    return [done[job] for job in wanted]
-
-
-def load_dataset(args) -> cifar_data.Dataset:
-    """The dataset that the flags ask for, or as much of it."""
-    dataset = cifar_data.load(args.dataset, args.data_dir)
-    dataset = dataset._replace(
-        train=dataset.train.first(args.train_size, "train"),
-        test=dataset.test.first(args.test_size, "test"),
-    )
-    if args.batch_size > len(dataset.train.labels):
-        raise cifar_data.DataError(
-            f"--batch-size {args.batch_size} is more than the "
-            f"{len(dataset.train.labels)} training images"
-        )
-    return dataset
+        reporting.write(args.output_dir / "results.json", settings=common, runs=runs)
+    return runs
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
     """Runs what the command line asks for; returns the runs in the figure."""
-    args = precision_flags.parse_args(argv, list(MODELS))
-    path = args.output_dir / "results.json"
+    args = parse_args(argv)
     try:
-        if args.merge:
-            common = json.loads(args.merge[0].read_text(encoding="utf-8"))["settings"]
-            runs = tradeoff.merged(args.merge, common)
-            args.output_dir.mkdir(parents=True, exist_ok=True)
-            reporting.write_document(path, {"settings": common, "runs": runs})
-        else:
-            hint = f"the same command goes on from the runs in {path}"
-            with command_line.sentences(hint):
-                command_line.make_writable(args.output_dir)
-                dataset = load_dataset(args)
-                common = settings(args, dataset)
-                runs = train_all(args, dataset, path)
-    except (cifar_data.DataError, ValueError, OSError) as error:
+        dataset = flags.load(args)
+    except cifar_data.DataError as error:
         sys.exit(f"error: {error}")
-
+    runs = train_all(args, dataset)
     print(tradeoff.table(runs))
-    picture = args.output_dir / "tradeoff.png"
-    title = "{dataset}, {train_size} images, {epochs} epochs, width {width:g}"
-    tradeoff.plot(picture, title.format(**common), runs, args.accuracy)
-    print(f"figure in {picture}, numbers in {path}")
+    tradeoff.plot(args.output_dir / "tradeoff.png", runs)
+    print(f"figure and numbers in {args.output_dir}")
     return runs
-
-
-if __name__ == "__main__":
-    main()

@@ -23,6 +23,9 @@ from benchmarks import pictures, records
 from benchmarks.training.text import stdlib_text
 from tools.models.gpt import GPT
 
+MINUTES = 12
+NEEDS = ("matplotlib",)
+
 MODEL = GPT(2, 64, 4, 16)
 PROMPT, SAMPLED, PROMPTS, GROUP = 8, 8, 8, 8
 RATES = (1e-6, 1e-5, 1e-4)
@@ -165,32 +168,27 @@ def table(record: dict) -> str:
     return records.table(heads, [*lines.values(), last + [""] * (len(heads) - 2)])
 
 
-def draw(record: dict, path) -> None:
+@pictures.panels(3.3, (1,) * len(RATES))
+def draw(record: dict, *panels) -> None:
     """What the rewards gain over those of the weights at the start, at each rate."""
     idle = np.mean(record["not_trained"]["curves"], 0)
-    with pictures.drawn(path, 3.3, (1,) * len(RATES)) as panels:
-        for axes, (rate, runs) in zip(panels, record["runs"].items(), strict=True):
-            for name, run in runs.items():
-                curve = np.mean(run["curves"], 0) - idle
-                steps = np.arange(1, 21) * record["options"]["steps"] / 20
-                axes.plot(steps, curve, color=ROWS[name].color, label=name)
-            axes.set(title=f"learning rate {rate}", xlabel="step")
-        panels[0].set(ylabel="reward gained")
-        panels[0].legend()
+    for axes, (rate, runs) in zip(panels, record["runs"].items(), strict=True):
+        for name, run in runs.items():
+            curve = np.mean(run["curves"], 0) - idle
+            steps = np.arange(1, 21) * record["options"]["steps"] / 20
+            axes.plot(steps, curve, color=ROWS[name].color, label=name)
+        axes.set(title=f"learning rate {rate}", xlabel="step")
+    panels[0].set(ylabel="reward gained")
+    panels[0].legend()
+
+
+def measure(args) -> dict:
+    runs = {
+        f"{rate:g}": {name: train(name, rate, args) for name in ROWS} for rate in RATES
+    }
+    return {"runs": runs, "not_trained": train("float32 master", 0.0, args)}
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=3, has_full=False)
-    parser.add_argument("--steps", type=int, default=200, help="a multiple of 20")
-    args = parser.parse_args(argv)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        runs = {
-            f"{rate:g}": {name: train(name, rate, args) for name in ROWS}
-            for rate in RATES
-        }
-        idle = train("float32 master", 0.0, args)
-        records.save(path, args, records.ran_here(), runs=runs, not_trained=idle)
-    record = records.load(path)
-    print(table(record))
-    draw(record, pictures.picture_of(path.stem, args.is_apart))
+    args = records.Options(__doc__, seeds=3, steps=200).parse_args(argv)
+    records.run(__name__, args, measure, table, draw)

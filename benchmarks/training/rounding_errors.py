@@ -23,6 +23,9 @@ from benchmarks import records
 from benchmarks.training import low_moments
 from lowbit_optax import extra_bits, stochastic_rounding
 
+MINUTES = 4
+NEEDS = ("sklearn",)
+
 FED = stochastic_rounding(error_into="mu")
 BFLOAT16, FLOAT8 = jnp.bfloat16, jnp.float8_e4m3fn
 RATES = (1e-3, 1e-4, 1e-5)
@@ -101,20 +104,21 @@ def linear(args) -> dict:
     }
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = records.parser(__doc__, seeds=8, has_full=False)
-    parser.add_argument("--steps", type=int, default=600, help="a multiple of 20")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="the first")
-    parser.add_argument("--last", type=float, default=0.1, help="its share at the end")
-    args = parser.parse_args(argv)
-    path = records.path_of(__name__, args.is_apart)
-    if not args.draw:
-        runs = {name: train(name, args) for name in ROWS}
-        records.save(path, args, records.ran_here(), runs=runs, linear=linear(args))
-    record = records.load(path)
-    print(low_moments.table(record["runs"], "weights"))
-    rows = [
-        (name, *(records.shown(each[str(rate)], 2) for rate in RATES))
-        for name, each in record["linear"].items()
+def measure(args) -> dict:
+    return {"runs": {name: train(name, args) for name in ROWS}, "linear": linear(args)}
+
+
+def text(record: dict) -> str:
+    columns = [
+        {name: each[str(rate)] for name, each in record["linear"].items()}
+        for rate in RATES
     ]
-    print(records.table(("excess loss over float32's", *map(str, RATES)), rows))
+    excess = records.listing([str(rate) for rate in RATES], *columns, digits=2)
+    runs = low_moments.table(record["runs"], "weights")
+    return f"{runs}\nexcess loss over float32's, by learning rate\n{excess}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = low_moments.options(__doc__)
+    options.add_argument("--last", type=float, default=0.1, help="its share at the end")
+    records.run(__name__, options.parse_args(argv), measure, text)

@@ -16,7 +16,11 @@ import optax
 from sklearn.datasets import load_digits
 
 import lowbit_optax
+from benchmarks import records
 from lowbit_optax.precision import FloatFormat
+
+MINUTES = 2
+NEEDS = ("sklearn",)
 
 LAYERS = ((64, 128), (128, 128), (128, 10))
 TRAINED, BATCH, SEEDS = 1400, 64, 3
@@ -77,22 +81,26 @@ def trained(weights, steps, train, test, key):
     return loss_and_accuracy(end[0], x, y)[0], loss_and_accuracy(end[0], *test)[1]
 
 
+def row(weights, steps, train, test) -> dict[str, str]:
+    keys = jax.random.split(jax.random.key(0), SEEDS)
+    run = functools.partial(trained, weights, steps, train, test)
+    loss, accuracy = map(np.asarray, jax.jit(jax.vmap(run))(keys))
+    return {
+        "training loss": f"{loss.mean():.4f}",
+        "test accuracy, %": f"{100 * accuracy.mean():.2f}",
+    }
+
+
 def main(argv: list[str] | None = None) -> None:
     """Print a line per format."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=3000)
     steps = parser.parse_args(argv).steps
     train, test = digits()
-    keys = jax.random.split(jax.random.key(0), SEEDS)
     rows = {"float32": None}
     for bits in (16, 14, 12, 10):
         rows |= {f"{bits} bits, {name}": x for name, x in formats(bits).items()}
-    print(f"{'weights':42}  training loss  test accuracy, %")
-    for name, weights in rows.items():
-        run = functools.partial(trained, weights, steps, train, test)
-        loss, accuracy = map(np.asarray, jax.jit(jax.vmap(run))(keys))
-        print(f"{name:42}  {loss.mean():13.4f}  {100 * accuracy.mean():16.2f}")
-
-
-if __name__ == "__main__":
-    main()
+    records.print_rows(
+        {"weights": name, **row(weights, steps, train, test)}
+        for name, weights in rows.items()
+    )

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import records
+from benchmarks import pictures, records
 from benchmarks.__main__ import main, missing
 from benchmarks.registry import BENCHMARKS
 
@@ -25,7 +25,6 @@ def test_every_benchmark_says_what_it_does(capsys, monkeypatch):
         assert status.value.code == 0
         shown = capsys.readouterr().out
         assert f"python -m benchmarks {name}" in shown
-        assert ("--full" in shown) == BENCHMARKS[name].has_full
 
 
 def test_what_a_benchmark_needs_and_is_not_installed_is_named(capsys, monkeypatch):
@@ -37,19 +36,16 @@ def test_what_a_benchmark_needs_and_is_not_installed_is_named(capsys, monkeypatc
     assert "step_time needs not_there.inside;" in capsys.readouterr().out
 
 
-def test_every_script_is_named():
-    """A module of a group that has a ``main`` is a benchmark."""
-    for group in {each.group for each in BENCHMARKS.values()}:
-        for path in (FOLDER / group).glob("*.py"):
-            has_main = "\ndef main(argv" in path.read_text()
-            assert has_main == (path.stem in BENCHMARKS), path
-
-
-def test_what_shows_the_figures_is_there():
+def test_every_benchmark_is_there_and_on_a_page():
+    names = [path.stem for path in FOLDER.glob("*/*.py")]
+    pages = [*(FOLDER.parent / "docs").rglob("*.md"), FOLDER / "README.md"]
+    text = "\n".join(page.read_text() for page in pages)
     for name, each in BENCHMARKS.items():
-        assert importlib.util.find_spec(each.module(name)), name
-        for page in each.feeds:
-            assert (FOLDER.parent / page).exists(), f"{name}: {page}"
+        assert importlib.util.find_spec(each.module), name
+        assert names.count(name) == 1, "another folder has one of this name"
+        assert f"`{name}`" in text or f"-m benchmarks {name}" in text, name
+    assert {"step_time", "kahan_parts", "compute_optimal"} < set(BENCHMARKS)
+    assert "next_byte" not in BENCHMARKS, "it has no main(argv)"
 
 
 def test_every_record_says_where_it_comes_from():
@@ -58,7 +54,7 @@ def test_every_record_says_where_it_comes_from():
         program, name = record["command"].split()[:3], record["command"].split()[3]
         assert program == ["python", "-m", "benchmarks"], path
         assert (
-            BENCHMARKS[name].module(name)
+            BENCHMARKS[name].module
             == f"benchmarks.{path.parent.name}.{path.stem.removesuffix('_large')}"
         )
         assert record["ran"].startswith(("CPU", "compiled for", "NVIDIA")), path
@@ -67,31 +63,55 @@ def test_every_record_says_where_it_comes_from():
 
 
 def test_a_try_with_other_options_leaves_the_record_that_is_kept():
-    parser = records.parser("A benchmark.", seeds=3)
-    parser.add_argument("--afresh", action="store_true")
+    parser = records.Options("A benchmark.", seeds=3, steps=(20, 4000))
     for options, is_apart in (
         ([], False),
         (["--draw"], False),
-        (["--afresh"], False),
         (["--seeds", "1"], True),
     ):
         args = parser.parse_args(options)
         path = records.path_of("benchmarks.papers.kahan_parts", args.is_apart)
         assert (FOLDER in path.parents) != is_apart
-    assert parser.parse_args(["--full"]).is_apart
+    full = parser.parse_args(["--full"])
+    assert (full.is_apart, full.seeds, full.steps) == (True, 3, 4000)
+    assert parser.parse_args(["--full", "--steps", "7"]).steps == 7
 
 
-@pytest.mark.parametrize("name", ["low_moments", "rounding_errors"])
-def test_a_try_of_training_is_saved_apart(name, monkeypatch, tmp_path):
-    module = pytest.importorskip(f"benchmarks.training.{name}", exc_type=ImportError)
+def test_a_run_is_saved_and_shown_and_a_try_apart(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(records, "ROOT", tmp_path)
-    monkeypatch.setattr(module, "train", lambda *args: {})
-    monkeypatch.setattr(module, "linear", lambda *args: {}, raising=False)
-    monkeypatch.setattr(records, "load", lambda path: sys.exit(str(path)))
-    for options, folder in (["--steps", "20"], "runs"), ([], "benchmarks/training"):
-        (tmp_path / folder).mkdir(parents=True)
-        with pytest.raises(SystemExit, match=f"{folder}/{name}.json"):
-            module.main(options)
+    monkeypatch.setattr(pictures, "ROOT", tmp_path)
+    options = records.Options("A benchmark.", steps=20)
+    drawn = []
+
+    def run(*flags, measure=lambda args: {"figure": args.steps}):
+        text = lambda record: f"figure {record['figure']}"
+        draw = lambda record, path: drawn.append(path.relative_to(tmp_path).as_posix())
+        args = options.parse_args(flags)
+        records.run("benchmarks.papers.some", args, measure, text, draw)
+        return capsys.readouterr().out
+
+    (tmp_path / "benchmarks" / "papers").mkdir(parents=True)
+    assert run() == "figure 20\n"
+    assert run("--steps", "3") == "figure 3\n"
+    assert run("--draw", measure=None) == "figure 20\n"
+    assert drawn == [
+        f"{x}/some.png" for x in ("docs/evidence", "runs", "docs/evidence")
+    ]
+    assert (tmp_path / "runs" / "some.json").exists()
+
+
+def test_figures_of_seeds_are_spread_and_compared_seed_by_seed(capsys):
+    of = lambda name, seed: {"loss": seed + 2 * (name == "b"), "other": 0}
+    found = records.of_seeds(["a", "b"], 2, of)
+    assert found == {
+        "loss": {"a": [0, 1], "b": [2, 3]},
+        "other": {"a": [0, 0], "b": [0, 0]},
+    }
+    assert "seed 1, b: loss 3.0000" in capsys.readouterr().out
+    spreads, gaps = records.spreads(found["loss"]), records.gaps(found["loss"], "a")
+    assert (spreads["a"]["mean"], gaps["b"]["mean"], gaps["b"]["std"]) == (0.5, 2, 0)
+    lines = records.listing(("loss", "minus a's"), spreads, gaps, digits=1).splitlines()
+    assert lines[2:] == ["| a | 0.5 ± 0.7 |  |", "| b | 2.5 ± 0.7 | 2.0 ± 0.0 |"]
 
 
 def test_every_paper_has_a_record_and_a_picture_in_the_evidence():
@@ -111,4 +131,4 @@ def test_the_list_names_all(capsys):
 
 def test_an_unknown_name_is_refused(capsys):
     assert main(["nothing"]) == 2
-    assert "there are gpu_program" in capsys.readouterr().out
+    assert "no such benchmark; there are " in capsys.readouterr().out

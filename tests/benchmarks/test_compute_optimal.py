@@ -1,4 +1,4 @@
-"""A GPT trained to the end of its schedule: runs go on, and learn."""
+"""A GPT trained to the end of its schedule: its runs, records and curves."""
 
 import sys
 
@@ -6,8 +6,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-
-pytest.importorskip("orbax.checkpoint")
 
 from benchmarks import ROOT
 from benchmarks.training import compute_optimal
@@ -21,36 +19,16 @@ MODEL = GPT(1, 32, 2, 16)
 SETTINGS = {"steps": 12, "batch_size": 2, "learning_rate": 1e-2}
 
 
-@pytest.fixture
-def text(monkeypatch):
-    for name, value in {"POINTS": 4, "TAIL": 1, "SAVED": 1}.items():
-        monkeypatch.setattr(compute_optimal, name, value)
+def test_a_run_has_curves_and_is_the_same_again(monkeypatch):
+    monkeypatch.setattr(compute_optimal, "POINTS", 4)
+    monkeypatch.setattr(compute_optimal, "TAIL", 2)
     random = np.random.default_rng(0)
-    return stdlib_text.Text(*random.integers(0, 64, (2, 5000), np.uint8))
-
-
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(text, tmp_path, monkeypatch):
-    train = lambda folder: compute_optimal.train(
-        "lowbit", 0, MODEL, text, SETTINGS, tmp_path / folder
-    )
-    whole = train("whole")
-    part = compute_optimal.part
-
-    def interrupted(text, seed, point, *rest):
-        if point == 2:
-            raise KeyboardInterrupt
-        return part(text, seed, point, *rest)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(compute_optimal, "part", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            train("parts")
-    trained = []
-    monkeypatch.setattr(
-        compute_optimal, "part", lambda *given: trained.append(given[2]) or part(*given)
-    )
-    assert train("parts") == whole
-    assert trained == [2, 3]
+    text = stdlib_text.Text(*random.integers(0, 64, (2, 5000), np.uint8))
+    train = lambda: compute_optimal.train("lowbit", 0, MODEL, text, SETTINGS)
+    run = train()
+    assert train() == run
+    assert (len(run["losses"]), len(run["held_out"])) == (4, 2)
+    assert run["losses"][-1] < run["losses"][0]
 
 
 @pytest.mark.parametrize(

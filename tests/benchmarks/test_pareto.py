@@ -1,7 +1,4 @@
-"""``python -m benchmarks pareto``: its front, and how it goes on after a stop."""
-
-import argparse
-import json
+"""``python -m benchmarks pareto``: its front."""
 
 from benchmarks.training import pareto
 
@@ -21,16 +18,6 @@ def test_each_run_is_compared_with_float32_of_its_seed():
     assert found["float32"]["mean"] == 0
     assert abs(found["nearest, 8"]["mean"] - 10) < 1e-9  # 0.2 of 2
     assert found["nearest, 8"]["std"] < 1e-9
-
-
-def test_it_goes_on_with_runs_of_the_same_options(tmp_path):
-    path = tmp_path / "pareto.json"
-    options = {"steps": 10, "seeds": 2, "afresh": False}
-    assert pareto.kept(path, argparse.Namespace(**options)) == {}
-    path.write_text(json.dumps({"options": options, "runs": {"float32": {}}}))
-    for change, kept in (({}, True), ({"steps": 20}, False), ({"afresh": True}, False)):
-        args = argparse.Namespace(**(options | change))
-        assert bool(pareto.kept(path, args)) == kept
 
 
 def test_bits_are_of_weights_residuals_and_moments():

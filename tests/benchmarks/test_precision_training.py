@@ -12,7 +12,6 @@ import pytest
 
 from benchmarks.training import precision_assignment
 from benchmarks.training.images import mixed_training, training_loop
-from benchmarks.training.images.precision_flags import BASELINES
 
 pytestmark = [pytest.mark.example, pytest.mark.standard_promotion]
 
@@ -58,7 +57,7 @@ def test_all_assignments_of_a_model_train_with_two_compilations(
     runs = precision_assignment.main(argv)
 
     names = [run["assignment"] for run in runs]
-    assert names == ["demote"] * 4 + list(BASELINES)
+    assert names == ["demote"] * 4 + list(precision_assignment.BASELINES)
     assert all(np.isfinite(run["train_loss"]) for run in runs)
     ratios = {
         (run["assignment"], run["ratio"], run["promotion"]): run["low_ratio"]
@@ -72,20 +71,9 @@ def test_all_assignments_of_a_model_train_with_two_compilations(
     printed = capsys.readouterr().out
     assert "decreasing, no promotion" in printed
 
-    before = len(trained)
-    again = precision_assignment.main(argv)
     written = json.loads((tmp_path / "results.json").read_text())["runs"]
-    assert again == runs == written
-    assert len(trained) == before, "results.json had them all"
-
-    parts = [tmp_path / "results.json"]
-    merged = precision_assignment.main(
-        ["--merge", *map(str, parts), "--output-dir", str(tmp_path / "merged")]
-    )
-    assert merged == runs
-    assert (tmp_path / "merged" / "tradeoff.png").exists()
-    with pytest.raises(SystemExit, match="epochs 1, not 2"):
-        precision_assignment.main([*argv, "--epochs", "2"])
+    assert written == runs
+    assert (tmp_path / "tradeoff.png").exists()
 
 
 def test_a_run_without_promotion_is_no_stand_in_for_one_with_it():
@@ -106,8 +94,8 @@ def test_a_run_without_promotion_is_no_stand_in_for_one_with_it():
 def test_all_high_precision_trains_like_float32_nearly():
     """fp(6, 9) has 10 significant bits; loss scaling and rounding change the rest."""
     model = Network()
-    numbers = mixed_training.Hyperparameters(0.1, 5e-4, 8, 4)
-    trainer = precision_assignment.make_trainer(model, numbers, 16, flip=False)
+    args = precision_assignment.parse_args(["--batch-size", "16", "--epochs", "2"])
+    trainer = precision_assignment.make_trainer(model, args, 4, flip=False)
     job = precision_assignment.Job("resnet", "demote", "decreasing", 0, True, 0)
     images = np.random.default_rng(0).integers(0, 256, (16, 32, 32, 3), np.uint8)
     labels = np.arange(16, dtype=np.int32) % 10
@@ -131,9 +119,7 @@ def test_all_high_precision_trains_like_float32_nearly():
 def test_a_started_state_leaves_what_it_was_made_from():
     """The training step donates its state: the initial one makes the next run too."""
     model = Network()
-    tx = mixed_training.make_optimizer(
-        mixed_training.Hyperparameters(0.1, 5e-4, 8, 4), is_float32=True
-    )
+    tx = mixed_training.make_optimizer(lambda step: 0.1, 5e-4, period=None)
     step = mixed_training.make_train_step(model, flip=False)
     state = mixed_training.init_state(model, tx, seed=0)
     images, labels = np.zeros((4, 32, 32, 3), np.uint8), np.zeros(4, np.int32)

@@ -9,8 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lowbit_optax import precision
 from lowbit_optax.precision import HFP8, FloatFormat
-from tools.gpu_program.cpu_run import run_on_cpu
-from tools.gpu_program.targets import compile_for, gpu_mesh
+from tools.gpu_program.ptx import compile_program
+from tools.gpu_program.targets import compile_for, gpu_mesh, lower_for
 
 FORMATS = [
     HFP8.low,
@@ -37,8 +37,8 @@ def test_a_gpu_program_rounds_as_the_cpu_does(fmt, dtype):
         return rounded, fmt.decode(fmt.encode(rounded))
 
     x = float32_values().astype(dtype)
-    compiled = compile_for(gpu_mesh(), both, x)
-    for got, want in zip(run_on_cpu(compiled, x), both(x), strict=True):
+    on_gpu = compile_program(lower_for(gpu_mesh(), both, x)).run(x)
+    for got, want in zip(on_gpu, both(x), strict=True):
         unsigned = np.dtype(f"uint{8 * want.dtype.itemsize}")
         np.testing.assert_array_equal(got.view(unsigned), want.view(unsigned))
 
@@ -56,9 +56,9 @@ def test_a_gpu_program_rounds_tensors_and_cotangents_as_the_cpu_does():
         return jax.grad(precision.apply(loss_fn, assignment), has_aux=True)(w, x)
 
     for assignment in precision.uniform(plan), precision.demote(plan, 0):
-        compiled = compile_for(gpu_mesh(), gradient, w, x, assignment)
-        got = run_on_cpu(compiled, w, x, assignment)
-        want = jax.tree.leaves(gradient(w, x, assignment))
+        given = w, x, assignment
+        program = compile_program(lower_for(gpu_mesh(), gradient, *given))
+        got, want = map(jax.tree.leaves, (program.run(*given), gradient(*given)))
         for one, other in zip(got, want, strict=True):
             np.testing.assert_array_equal(one, other)
         assert (got[0] != np.asarray(2 * w * x * x)).mean() > 0.5

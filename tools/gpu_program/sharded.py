@@ -5,7 +5,6 @@ is gathered where it is used. Tensor parallelism shards the heads and the hidden
 of each block over the axis ``model``.
 """
 
-import typing
 from collections.abc import Callable
 
 import jax
@@ -16,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import lowbit_optax
 from tools.gpu_program.release_steps import MEMORY_FIRST, CompiledStep, Model
 from tools.gpu_program.steps import bytes_of, leaf
-from tools.gpu_program.targets import compile_lowered, gpu_mesh
+from tools.gpu_program.targets import compile_lowered, gpu_mesh, placed
 
 FSDP = {"in": P("data"), "out": P("data")}
 TENSOR_PARALLEL = {"in": P(None, "model"), "out": P("model")}
@@ -117,9 +116,9 @@ def compile_sharded(
     of_state = lowbit_optax.state_shardings(tx, model.params, of_params)
     state = jax.eval_shape(tx.init, model.params)
     arguments = (
-        _placed(model.params, of_params),
-        _placed(state, of_state),
-        _placed(model.batch, NamedSharding(mesh, P("data"))),
+        placed(model.params, of_params),
+        placed(state, of_state),
+        placed(model.batch, NamedSharding(mesh, P("data"))),
     )
     step = jax.jit(
         make_step(model.loss_fn, tx),
@@ -130,10 +129,3 @@ def compile_sharded(
         lowered = step.lower(*arguments)
     program = compile_lowered(lowered, {**MEMORY_FIRST, **_ONE_BY_ONE})
     return CompiledStep(program, bytes_of(model.params, state))
-
-
-def _placed(tree, shardings) -> typing.Any:
-    def place(x, sharding):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(place, tree, shardings)

@@ -42,7 +42,6 @@ class Architecture:
 # https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/compute-capabilities.html
 # has the threads and the memory, and its table of arithmetic throughput the lanes.
 _KIB = 1024
-_VOLTA = Architecture("7.0", 64, 2048, 96 * _KIB, 96 * _KIB)
 _TURING = Architecture("7.5", 64, 1024, 64 * _KIB, 64 * _KIB)
 _AMPERE = Architecture("8.0", 64, 2048, 164 * _KIB, 163 * _KIB)
 _ADA = Architecture("8.9", 128, 1536, 100 * _KIB, 99 * _KIB)
@@ -107,15 +106,11 @@ device_description_str: "{self.kind}"
 """
 
 
-# V100, A100, H100, H200, B200 and RTX PRO 6000: XLA's own descriptions,
+# A100, H100, H200, B200 and RTX PRO 6000: XLA's own descriptions,
 # https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs.
 # T4, L4, RTX 4090 and RTX 5090: NVIDIA's data sheets and architecture white papers
 # (Turing, Ada, RTX Blackwell), with nominal memory and the boost clock.
 _GIB, _MIB = 2**30, 2**20
-V100 = Target(
-    *("V100", "Tesla V100-SXM2-16GB", _VOLTA),
-    *(80, 898_048_000_000, 16935682048, 6 * _MIB, 1.53),
-)
 T4 = Target(
     *("T4", "Tesla T4", _TURING),
     *(40, 320_000_000_000, 16 * _GIB, 4 * _MIB, 1.59),
@@ -204,6 +199,14 @@ def trace_for(
     jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out, keep_unused=True)
     with jax.set_mesh(mesh):
         return jitted.trace(*placed)
+
+
+def placed(tree, shardings) -> typing.Any:
+    """ShapeDtypeStructs of a tree that lies so."""
+    place = lambda x, sharding: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=sharding
+    )
+    return jax.tree.map(place, tree, shardings)
 
 
 def lower_for(mesh: Mesh, fn, *args, **options) -> jax.stages.Lowered:

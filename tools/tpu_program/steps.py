@@ -9,24 +9,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tools import hlo
-from tools.gpu_program.steps import bytes_of, fast, quantized_like
+from tools.gpu_program.steps import OptimizerStep, bytes_of, fast, quantized_like
 from tools.tpu_program.targets import compile_lowered, lower_for, tpu_mesh
 
 
 @dataclasses.dataclass(frozen=True)
-class TpuStep:
-    """A lowered step, compiled when asked for.
+class TpuStep(OptimizerStep):
+    """A lowered step, compiled when asked for; counts are of each device.
 
     Args:
-      lowered: the step.
-      parameters: how many it updates on each device.
-      stored: bytes of these and of the state on each device.
       seconds_to_lower: what tracing and lowering took.
     """
 
-    lowered: jax.stages.Lowered
-    parameters: int
-    stored: int
     seconds_to_lower: float
 
     @functools.cached_property
@@ -88,11 +82,6 @@ class TpuStep:
         return sum(map(size, self.instructions)) / self.parameters
 
     @property
-    def temporary(self) -> float:
-        """Bytes of temporary memory per parameter."""
-        return hlo.memory(self.compiled).temp_size_in_bytes / self.parameters
-
-    @property
     def peak(self) -> float:
         """Bytes of memory in use at the peak, per parameter, arguments included."""
         return hlo.memory(self.compiled).peak_memory_in_bytes / self.parameters
@@ -139,17 +128,9 @@ def lower_step(tx, params, make_step=fast, mesh=None, spec=None, grads=None) -> 
     )
 
 
-def lower_lpmm_step(tx, like, bits=12, block_size=2048, **options) -> TpuStep:
-    """A step of ``tx`` on quantised weights.
-
-    Args:
-      tx: a transformation.
-      like: tree of ShapeDtypeStructs, the gradients.
-      bits, block_size: of the weights.
-      **options: as for :func:`lower_step`.
-    """
-    params = quantized_like(like, bits, block_size)
-    return lower_step(tx, params, grads=like, **options)
+def lower_lpmm_step(tx, like, **options) -> TpuStep:
+    """A step of ``tx`` on weights of 12 bits, by the gradients' ShapeDtypeStructs."""
+    return lower_step(tx, quantized_like(like), grads=like, **options)
 
 
 def _on_each_device(tree, mesh, spec):

@@ -66,13 +66,8 @@ def load(name: str = "auto", data_dir: str | os.PathLike | None = None) -> Datas
             download()
     except OSError as error:
         if name != "auto":
-            raise DataError(
-                f"CIFAR-10 cannot be downloaded ({error}). Download it on a machine "
-                "that can, extract it, and pass its folder as --data-dir; or use "
-                "--dataset digits."
-            ) from error
-        print(f"CIFAR-10 cannot be downloaded: {error}")
-        print("FALLING BACK to scikit-learn's handwritten digits: not CIFAR-10 results")
+            raise DataError(f"CIFAR-10 cannot be downloaded: {error}") from error
+        print(f"CIFAR-10 cannot be downloaded ({error}): using scikit-learn's digits")
         return _digits()
     folder = CACHE if data_dir is None else pathlib.Path(data_dir)
     try:
@@ -92,11 +87,8 @@ def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
 
 def _digits() -> Dataset:
     """scikit-learn's 1,797 digits, 8x8 grey, enlarged to 32x32 in three channels."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        message = "the digits need scikit-learn: pip install scikit-learn"
-        raise DataError(message) from error
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     images = np.kron(digits.images, np.ones((1, 4, 4))) * (255 / 16)
     images = np.repeat(np.rint(images).astype(np.uint8)[..., None], 3, axis=-1)

@@ -5,7 +5,7 @@ tensors and another run may start from other levels without compiling again.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -36,31 +36,6 @@ class MixedState(training_loop.TrainState):
     ratio_sum: jax.Array
 
 
-class Hyperparameters(NamedTuple):
-    """SGD with momentum 0.9; the learning rate falls to 0 by a cosine."""
-
-    learning_rate: float
-    weight_decay: float
-    steps: int
-    steps_per_epoch: int
-
-
-def make_loss_fn(model: nn.Module) -> Callable:
-    """`(params, batch_stats, images, labels) -> (loss, (logits, batch_stats))`."""
-
-    def loss_fn(params, batch_stats, images, labels):
-        logits, updates = model.apply(
-            {"params": params, "batch_stats": batch_stats},
-            images,
-            train=True,
-            mutable=["batch_stats"],
-        )
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return losses.mean(), (logits, updates["batch_stats"])
-
-    return loss_fn
-
-
 def make_plan(model: nn.Module, batch_size: int) -> precision.PrecisionPlan:
     """The tensors of the model's loss and their groups, for batches of this size."""
     variables = jax.eval_shape(
@@ -70,22 +45,27 @@ def make_plan(model: nn.Module, batch_size: int) -> precision.PrecisionPlan:
     labels = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
     batch = (variables["batch_stats"], images, labels)
     return precision.trace(
-        make_loss_fn(model), variables["params"], *batch, has_aux=True
+        training_loop.make_loss_fn(model), variables["params"], *batch, has_aux=True
     )
 
 
 def make_optimizer(
-    numbers: Hyperparameters, is_float32: bool
+    rate: optax.Schedule, weight_decay: float, period: int | None
 ) -> optax.GradientTransformation:
-    """SGD on float32 weights, inside a loss scale unless the loss is float32 too."""
-    schedule = optax.cosine_decay_schedule(numbers.learning_rate, numbers.steps)
+    """SGD with momentum 0.9 on float32 weights.
+
+    Args:
+        rate: its learning rate.
+        weight_decay: of SGD.
+        period: after how many steps the loss scale around it rises; None for no scale,
+            where the loss is float32 too.
+    """
     sgd = optax.chain(
-        optax.add_decayed_weights(numbers.weight_decay),
-        optax.sgd(schedule, momentum=0.9),
+        optax.add_decayed_weights(weight_decay), optax.sgd(rate, momentum=0.9)
     )
-    if is_float32:
+    if period is None:
         return sgd
-    scaling = lowbit_optax.backoff_scale(INITIAL_SCALE, period=numbers.steps_per_epoch)
+    scaling = lowbit_optax.backoff_scale(INITIAL_SCALE, period=period)
     return lowbit_optax.with_loss_scale(sgd, scaling)
 
 
@@ -115,7 +95,7 @@ def make_train_step(model: nn.Module, flip: bool) -> Callable:
     As `training_loop.make_train_step`, with the loss and its gradient rounded as
     `state.assignment` says. All assignments of one model share a compilation.
     """
-    loss_fn = make_loss_fn(model)
+    loss_fn = training_loop.make_loss_fn(model)
 
     def gradient(state, *batch):
         if state.assignment is None:

@@ -1,4 +1,4 @@
-"""The optimizers that `cifar_optimizers` can train with: one table, one line each."""
+"""The optimizers that `cifar_optimizers` can train with, and their labels."""
 
 import functools
 from collections.abc import Callable
@@ -25,13 +25,6 @@ class Options(NamedTuple):
     microbatches: int = 1
     loss_scale: str | float | None = None
     momentum: float = 0.9
-
-
-class Choice(NamedTuple):
-    """A row of the table: a name for tables and plots, and how to build it."""
-
-    label: str
-    build: Callable[[Options], optax.GradientTransformation]
 
 
 def _sgd(o: Options) -> optax.GradientTransformation:
@@ -74,56 +67,59 @@ def _with_moments(o: Options, mu: int, nu: int) -> optax.GradientTransformation:
     )
 
 
-# Names are `<method>_<family>`, LPMM's Adam excepted; `sgd` and `adamw` alone are optax
-# in float32. The lambdas look up `lowbit_optax` names when called, and keep one choice
-# to one row.
-# fmt: off
-OPTIMIZERS = {
-    "sgd": Choice("float32", _sgd),
-    "adamw": Choice("float32", _adamw),
-    "nearest_sgd": Choice("nearest", lambda o: _nearest(_sgd(o))),
-    "nearest_adamw": Choice("nearest", lambda o: _nearest(_adamw(o))),
-    "master_copy_sgd": Choice("master copy", lambda o: _master_copy(_sgd(o))),
-    "master_copy_adamw": Choice("master copy", lambda o: _master_copy(_adamw(o))),
-    "sr_sgd": Choice("stochastic", lambda o: lowbit_optax.sr_sgd(
-        o.learning_rate, o.momentum, weight_decay=o.weight_decay, seed=o.seed)),
-    "sr_adamw": Choice("stochastic", lambda o: lowbit_optax.sr_adamw(
-        o.learning_rate, weight_decay=o.weight_decay, seed=o.seed)),
-    "kahan_sgd": Choice("Kahan", lambda o: lowbit_optax.kahan_sgd(
-        o.learning_rate, o.momentum, weight_decay=o.weight_decay, seed=o.seed)),
-    "kahan_adamw": Choice("Kahan", lambda o: lowbit_optax.kahan_adamw(
-        o.learning_rate, weight_decay=o.weight_decay, seed=o.seed)),
-    "extra_bits_sgd": Choice("extra bits", lambda o: lowbit_optax.extra_bits_sgd(
-        o.learning_rate, o.momentum,
-        weight_decay=o.weight_decay, bits=o.bits, rounding=o.rounding, seed=o.seed)),
-    "extra_bits_adamw": Choice("extra bits", lambda o: lowbit_optax.extra_bits_adamw(
-        o.learning_rate,
-        weight_decay=o.weight_decay, bits=o.bits, rounding=o.rounding, seed=o.seed)),
-    "lowbit_sgd": Choice("8-bit moments", lambda o: lowbit_optax.lowbit_sgd(
-        o.learning_rate, o.momentum, weight_decay=o.weight_decay, seed=o.seed)),
-    "lowbit_adamw": Choice("8-bit moments", lambda o: lowbit_optax.lowbit_adamw(
-        o.learning_rate, weight_decay=o.weight_decay, seed=o.seed)),
-    "lowbit4_adamw": Choice("4-bit first moments", lambda o: _with_moments(o, 4, 8)),
-    "lowbit44_adamw": Choice("4-bit moments", lambda o: _with_moments(o, 4, 4)),
-    "lpmm_sgd": Choice("LPMM", lambda o: lowbit_optax.lpmm_sgd(
-        o.learning_rate, o.momentum,
-        weight_decay=o.weight_decay, rounding=o.rounding, seed=o.seed)),
-    "lpmm_adam": Choice("LPMM", lambda o: lowbit_optax.lpmm_adam(
-        o.learning_rate,
-        weight_decay=o.weight_decay, rounding=o.rounding, seed=o.seed)),
+def _alias(name: str, o: Options) -> optax.GradientTransformation:
+    """The package's optimizer of this name."""
+    options: dict[str, Any] = {"weight_decay": o.weight_decay, "seed": o.seed}
+    if name.startswith("extra_bits"):
+        options |= {"bits": o.bits, "rounding": o.rounding}
+    if is_lpmm(name):
+        options["rounding"] = o.rounding
+    if name.endswith("sgd"):
+        options["momentum"] = o.momentum
+    return getattr(lowbit_optax, name)(o.learning_rate, **options)
+
+
+LABELS = {
+    "sgd": "float32",
+    "adamw": "float32",
+    "nearest_sgd": "nearest",
+    "nearest_adamw": "nearest",
+    "master_copy_sgd": "master copy",
+    "master_copy_adamw": "master copy",
+    "sr_sgd": "stochastic",
+    "sr_adamw": "stochastic",
+    "kahan_sgd": "Kahan",
+    "kahan_adamw": "Kahan",
+    "extra_bits_sgd": "extra bits",
+    "extra_bits_adamw": "extra bits",
+    "lowbit_sgd": "8-bit moments",
+    "lowbit_adamw": "8-bit moments",
+    "lowbit4_adamw": "4-bit first moments",
+    "lowbit44_adamw": "4-bit moments",
+    "lpmm_sgd": "LPMM",
+    "lpmm_adam": "LPMM",
 }
-# fmt: on
+"""By name, which is `<method>_<family>`, LPMM's Adam excepted; `sgd` and `adamw` alone
+are optax in float32."""
+
+BUILT_HERE = {
+    "sgd": _sgd,
+    "adamw": _adamw,
+    "nearest_sgd": lambda o: _nearest(_sgd(o)),
+    "nearest_adamw": lambda o: _nearest(_adamw(o)),
+    "master_copy_sgd": lambda o: _master_copy(_sgd(o)),
+    "master_copy_adamw": lambda o: _master_copy(_adamw(o)),
+    "lowbit4_adamw": lambda o: _with_moments(o, 4, 8),
+    "lowbit44_adamw": lambda o: _with_moments(o, 4, 4),
+}
+"""The others are the package's own."""
+
+OPTIONS = ("dtype", "bits", "rounding", "loss_scale")
+"""Of command lines: those that some optimizers do not take."""
 
 LOSS_SCALES = {
     "backoff": lowbit_optax.backoff_scale,
     "lognormal": lowbit_optax.log_normal_scale,
-}
-
-_ROUNDED = {
-    None: "",
-    "nearest": "",
-    "toward_zero": ", toward zero",
-    "stochastic": ", stochastic",
 }
 
 COMPARED = ("", "nearest_", "sr_", "kahan_", "extra_bits_", "lowbit_")
@@ -136,7 +132,8 @@ def build(name: str, options: Options) -> optax.GradientTransformation:
     A loss scale is outermost: sums are of unscaled gradients, and a microbatch that has
     overflowed is left out of them, the next one taking its place.
     """
-    tx = _accumulated(name, OPTIMIZERS[name].build(options), options)
+    make = BUILT_HERE.get(name, functools.partial(_alias, name))
+    tx = _accumulated(name, make(options), options)
     if options.loss_scale is None:
         return tx
     return lowbit_optax.with_loss_scale(tx, loss_scaling(options.loss_scale))
@@ -194,23 +191,38 @@ def is_lpmm(name: str) -> bool:
     return name.startswith("lpmm_")
 
 
+def options_of(name: str) -> set[str]:
+    """Those of `OPTIONS` that the optimizer `name` takes."""
+    if is_float32(name):
+        return {"loss_scale"}
+    if is_lpmm(name):
+        return {"bits", "rounding"}
+    has_extra = name.startswith("extra_bits")
+    return {"dtype", "loss_scale"} | ({"bits", "rounding"} if has_extra else set())
+
+
 def label(name: str, dtype: str | None, options: Options) -> str:
     """What tables and plots call the optimizer, such as `"Kahan bfloat16"`."""
-    text = OPTIMIZERS[name].label
+    text = LABELS[name]
     if is_lpmm(name):
         text = f"{text} {options.bits} bits"
-        text += ", nearest" if options.rounding == "nearest" else ""
     elif not is_float32(name):
         text = f"{text} {dtype}"
         if name.startswith("extra_bits"):
-            text += f"+{options.bits}{_ROUNDED[options.rounding]}"
+            text += f"+{options.bits}"
+    if options.rounding not in (None, default_rounding(name, options.rounding)):
+        text += ", " + options.rounding.replace("_", " ")
     if options.microbatches > 1:
         text = f"{text}, N = {options.microbatches}"
     if options.loss_scale is None:
         return text
-    named = options.loss_scale in LOSS_SCALES
-    scale = options.loss_scale if named else f"{options.loss_scale:g}"
-    return f"{text}, loss scale {scale}"
+    return f"{text}, loss scale {options.loss_scale}"
+
+
+def default_rounding(name: str, other: str | None = None) -> str | None:
+    """Of the weights of the optimizers that take a rounding; ``other`` of the rest."""
+    method = name.rpartition("_")[0]
+    return {"extra_bits": "nearest", "lpmm": "stochastic"}.get(method, other)
 
 
 def cosine_schedule(peak: float, steps: int) -> optax.Schedule:

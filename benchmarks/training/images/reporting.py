@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure  # without pyplot: draws with Agg, to files only
+
+from benchmarks import pictures, records
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; black is first,
 # for the float32 baseline.
@@ -44,57 +45,36 @@ def by_label(results: Sequence[Result]) -> dict[str, list[Result]]:
     return groups
 
 
-def spread(values: Sequence[float], form: str) -> str:
+def spread(values: Sequence[float], digits: int) -> str:
     """Mean, and the standard deviation over seeds where there are several."""
-    mean = statistics.fmean(values)
-    if len(values) == 1 or not math.isfinite(mean):
-        return f"{mean:{form}}"
-    return f"{mean:{form}} ± {statistics.stdev(values):{form}}"
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
+    return records.shown(records.spread(values), digits)
 
 
 def table(results: Sequence[Result]) -> str:
     """The results side by side, one line for each optimizer."""
-    rows = [("optimizer", "test accuracy %", "train loss", "bytes/param", "seconds")]
-    scaled = any("loss_scale" in run.metrics for run in results)
-    if scaled:
-        rows[0] += ("loss scale", "skipped")
+    heads = ["", "test accuracy, %", "training loss", "bytes per parameter", "seconds"]
+    scales = ("loss_scale", "skipped")
+    is_scaled = any("loss_scale" in run.metrics for run in results)
+    rows = []
     for label, runs in by_label(results).items():
-        rows.append(
-            (
-                label,
-                spread([100 * run.test_accuracy for run in runs], ".2f"),
-                spread([run.train_loss for run in runs], ".4f"),
-                f"{runs[0].bytes_per_parameter:.2f}",
-                spread([run.metrics["seconds"] for run in runs], ".1f"),
-                *(_loss_scale(runs) if scaled else ()),
-            )
-        )
-    lines = aligned(rows)
-    seeds = len({run.seed for run in results})
-    if seeds > 1:
-        lines.append(f"mean ± standard deviation over {seeds} seeds")
-    return "\n".join(lines)
-
-
-def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of a table: a header, a rule, and the first `left` columns to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return lines
-
-
-def _loss_scale(runs: Sequence[Result]) -> tuple[str, str]:
-    """The last scale and the number of skipped steps, one for each seed."""
-    each = [run.metrics for run in runs if "loss_scale" in run.metrics]
-    scales = ", ".join(f"{metrics['loss_scale']:g}" for metrics in each)
-    return scales, ", ".join(str(metrics["skipped"]) for metrics in each)
+        row = [
+            label,
+            spread([100 * run.test_accuracy for run in runs], 2),
+            spread([run.train_loss for run in runs], 4),
+            f"{runs[0].bytes_per_parameter:.2f}",
+            spread([run.metrics["seconds"] for run in runs], 1),
+        ]
+        if is_scaled:
+            of = lambda name, runs=runs: [
+                f"{run.metrics.get(name, '')}" for run in runs
+            ]
+            row += [", ".join(of(name)) for name in scales]
+        rows.append(row)
+    if is_scaled:
+        heads += ["loss scale", "skipped steps"]
+    return records.table(heads, rows)
 
 
 def _finite(value: Any) -> Any:
@@ -108,25 +88,11 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def write_json(path: pathlib.Path, settings: dict, results: Sequence[Result]) -> None:
-    """Writes the settings and, for each run, its results and curves."""
-    runs = [
-        run._asdict()
-        | {"test_accuracy": run.test_accuracy, "train_loss": run.train_loss}
-        for run in results
-    ]
-    write_document(path, {"settings": settings, "runs": runs})
-
-
-def write_document(path: pathlib.Path, document: dict) -> None:
-    """Writes JSON, numbers that are not finite as null; all of it or nothing."""
-    text = json.dumps(_finite(document), indent=1)
-    unfinished = path.with_suffix(".unfinished")
-    try:
-        unfinished.write_text(text + "\n", encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+def write(path: pathlib.Path, **document: Any) -> None:
+    """Writes JSON, with the command and with numbers that are not finite as null."""
+    document = {"command": records.command(), **document}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_finite(document), indent=1) + "\n", encoding="utf-8")
 
 
 def _smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -138,20 +104,16 @@ def _smooth(values: np.ndarray, window: int) -> np.ndarray:
 def _draw(axes, x, curves: Sequence[np.ndarray], **style) -> None:
     """Draws the mean of the seeds' curves, and their range as a band."""
     axes.plot(x, np.mean(curves, 0), markersize=3, **style)
-    if len(curves) > 1:
-        low, high = np.min(curves, 0), np.max(curves, 0)
-        axes.fill_between(x, low, high, color=style["color"], alpha=0.1, linewidth=0)
+    low, high = np.min(curves, 0), np.max(curves, 0)
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.1, linewidth=0)
 
 
-def plot(path: pathlib.Path, title: str, results: Sequence[Result]) -> None:
+@pictures.panels(4, (1, 1))
+def plot(results: Sequence[Result], loss_axes, test_axes) -> None:
     """Draws training loss and test accuracy over the epochs, all runs together."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    loss_axes, test_axes = figure.subplots(1, 2)
-    groups = by_label(results)
-    for i, (label, runs) in enumerate(groups.items()):
-        style = {"label": label, "color": COLOURS[i % len(COLOURS)]}
-        if i == 0 and len(groups) > 1:  # on top and dashed: what it hides shows through
-            style |= {"linestyle": "--", "zorder": 3}
+    colours = zip(by_label(results).items(), COLOURS, strict=False)
+    for (label, runs), colour in colours:
+        style = {"label": label, "color": colour}
         steps_per_epoch = runs[0].steps_per_epoch
         losses = np.array([run.metrics["loss"] for run in runs])
         window = max(1, min(steps_per_epoch, losses.shape[1] // 20))
@@ -162,18 +124,6 @@ def plot(path: pathlib.Path, title: str, results: Sequence[Result]) -> None:
         x = np.array([step for step, _ in runs[0].metrics["test"]]) / steps_per_epoch
         accuracies = [[100 * a for _, a in run.metrics["test"]] for run in runs]
         _draw(test_axes, x, accuracies, marker="o", **style)
-    over = f", mean over {window} steps" if window > 1 else ""
-    loss_axes.set(xlabel="epoch", ylabel=f"training loss{over}")
-    test_axes.set(xlabel="epoch", ylabel="test accuracy (%)")
-    for axes in (loss_axes, test_axes):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    seeds = len(runs)
-    figure.suptitle(
-        title + (f" (mean and range of {seeds} seeds)" if seeds > 1 else "")
-    )
-    handles, labels = loss_axes.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=len(labels), frameon=False
-    )
-    figure.savefig(path, dpi=110)
+    loss_axes.set(xlabel="epoch", ylabel="training loss, a running mean")
+    test_axes.set(xlabel="epoch", ylabel="test accuracy, %")
+    test_axes.legend()

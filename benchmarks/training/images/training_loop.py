@@ -1,10 +1,7 @@
-"""The training step and the loop around it, with evaluation and resume.
+"""The training step and the loop around it, with evaluation.
 
-Everything random in step `t` is a function of the seed and `t` alone (the epoch's
-order on the host, crops and flips in the step), so a run that was stopped and resumed
-gives the same bits as one that was not. On a GPU that also takes
-`XLA_FLAGS=--xla_gpu_deterministic_ops=true`, since some convolution gradients there
-add in an order that changes.
+Everything random in step `t` is a function of the seed and `t` alone: the epoch's order
+on the host, crops and flips in the step.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ import optax
 from tqdm import tqdm
 
 from benchmarks.training.images.augmentation import crop_and_flip, normalise
-from benchmarks.training.images.checkpoints import CheckpointError, Checkpoints
 from benchmarks.training.images.cifar_data import Dataset, Split, epoch_order
 from lowbit_optax import (
     LossScaleState,
@@ -103,6 +99,22 @@ def loss_scale(state: TrainState) -> LossScaleState | None:
     return found if isinstance(found, LossScaleState) else None
 
 
+def make_loss_fn(model: nn.Module) -> Callable:
+    """`(params, batch_stats, images, labels) -> (loss, (logits, batch_stats))`."""
+
+    def loss_fn(params, batch_stats, images, labels):
+        logits, updates = model.apply(
+            {"params": params, "batch_stats": batch_stats},
+            images,
+            train=True,
+            mutable=["batch_stats"],
+        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean(), (logits, updates["batch_stats"])
+
+    return loss_fn
+
+
 def make_train_step(
     model: nn.Module, flip: bool
 ) -> Callable[..., tuple[TrainState, tuple[jax.Array, jax.Array]]]:
@@ -111,20 +123,14 @@ def make_train_step(
     `images` are uint8 and `key` is the run's: the step folds its number into it. The
     state is donated, so the new one is written over the old one's memory.
     """
+    loss_of = make_loss_fn(model)
 
     def train_step(state, key, images, labels):
         images = crop_and_flip(jax.random.fold_in(key, state.step), images, flip)
         inputs = normalise(images, model.dtype)
 
         def loss_fn(weights):
-            logits, updates = model.apply(
-                {"params": weights, "batch_stats": state.batch_stats},
-                inputs,
-                train=True,
-                mutable=["batch_stats"],
-            )
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-            return losses.mean(), (logits, updates["batch_stats"])
+            return loss_of(weights, state.batch_stats, inputs, labels)
 
         weights = model_weights(state.params, model.dtype)
         scale = loss_scale(state)
@@ -180,17 +186,15 @@ def fit(
     dataset: Dataset,
     run: Run,
     description: str,
-    checkpoints: Checkpoints | None = None,
     train_step: Callable | None = None,
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Trains `state`, from the latest checkpoint on if there is one.
+    """Trains `state`.
 
     Args:
         model, state: as for :func:`make_train_step` and from :func:`init_state`.
         dataset: what to train and test on.
         run: how long, from which seed.
         description: stands before the progress bar.
-        checkpoints: where to save after every epoch.
         train_step: called like what :func:`make_train_step` makes, which is the
             default; given, it is compiled once for several runs.
 
@@ -204,30 +208,15 @@ def fit(
     per_epoch = run.steps_per_epoch(len(labels))
     stop = min(run.epochs * per_epoch, run.stop_after or math.inf)
     metrics: dict[str, Any] = {"loss": [], "accuracy": [], "test": [], "seconds": 0.0}
-    restored = checkpoints.restore(state) if checkpoints else None
-    if restored is not None:
-        state, metrics = restored
-        print(f"{description}: resumed after step {state.step}")
-        if state.step > stop:
-            raise CheckpointError(f"--steps {stop} is before the checkpoint's step")
-        # A stop within an epoch was measured too, where one run would not have been.
-        metrics["test"] = [
-            [step, accuracy]
-            for step, accuracy in metrics["test"]
-            if step % per_epoch == 0 or step == stop
-        ]
-
     train_step = train_step or make_train_step(model, dataset.flip)
     key = jax.random.fold_in(jax.random.key(run.seed), 1)  # key itself made the init
     pending: list[Any] = []
-    order = None
     clock = None
 
-    steps = range(int(state.step), stop)
-    with tqdm(steps, description, stop, initial=steps.start, unit="step") as progress:
+    with tqdm(range(stop), description, unit="step") as progress:
         for step in progress:
             epoch, batch = divmod(step, per_epoch)
-            if order is None or batch == 0:
+            if batch == 0:
                 order = epoch_order(len(labels), run.seed, epoch)
             rows = order[batch * run.batch_size : (batch + 1) * run.batch_size]
             state, results = train_step(state, key, images[rows], labels[rows])
@@ -242,8 +231,6 @@ def fit(
             if epoch_ends:
                 accuracy = evaluate(model, state, dataset.test, run.batch_size)
                 metrics["test"].append([step + 1, accuracy])
-                if checkpoints:
-                    checkpoints.save(step + 1, state, metrics)
                 clock = time.perf_counter()
     return state, metrics
 

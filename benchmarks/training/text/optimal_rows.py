@@ -1,9 +1,8 @@
 """Models of three sizes, and ways to train them, for ``compute_optimal``."""
 
-import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,60 +10,14 @@ import optax
 
 import lowbit_optax
 from benchmarks.pictures import COLORS, PARTS
+from benchmarks.training import format_rows
+from benchmarks.training.format_rows import Row
 from lowbit_optax import block_quantized, extra_bits, lpmm, stochastic_rounding
 from tools import is_installed
 from tools.models.gpt import GPT
 
 B1, B2, DECAY, CLIP = 0.9, 0.95, 0.1, 1.0
 """Of all rows, and of the peers in PyTorch: as language models are trained."""
-
-MUON = 5
-"""How many times AdamW's learning rate Muon's matrices take."""
-
-
-class Row(NamedTuple):
-    """An optimizer, how it keeps its weights, and its curve.
-
-    Attributes:
-      build: of a schedule, with the gradients' clipping.
-      dtype: of the weights; ``"mxfp8"`` for those of ``block_scale``, None for those of
-        ``quantize_params``.
-      base: the row in float32 that it is compared with.
-      color, style: of its curve.
-      has_master: whether the state takes the float32 start's low bits.
-      factor: of the start.
-    """
-
-    build: Callable[[optax.Schedule], optax.GradientTransformation]
-    dtype: Any = jnp.bfloat16
-    base: str = "float32"
-    color: str = "black"
-    style: str = "-"
-    has_master: bool = True
-    factor: float = 1.0
-
-    def start(self, tx, master):
-        """Parameters and state from float32 weights; norms stay float32."""
-        master = jax.tree.map(lambda x: x * self.factor, master)
-        if self.dtype is None:
-            params = lowbit_optax.quantize_params(master, bits=12)
-            return params, tx.init(params)
-        if self.dtype == "mxfp8":
-            scale = functools.partial(lowbit_optax.block_scale, axis=_summed_axis)
-            return lowbit_optax.from_master(tx, master, jax.eval_shape(scale, master))
-        is_norm = lambda path, leaf: "norm" in path
-        dtypes = lowbit_optax.param_dtypes(master, self.dtype, is_norm)
-        if self.has_master:
-            return lowbit_optax.from_master(tx, master, dtypes)
-        params = jax.tree.map(lambda x, dtype: x.astype(dtype), master, dtypes)
-        return params, tx.init(params)
-
-
-def _summed_axis(path: str) -> int | None:
-    """The axis that a product of the weight sums over; None for norms."""
-    if "norm" in path:
-        return None
-    return -1 if "embedding" in path or "positions" in path else -2
 
 
 def loss_and_grads(loss_fn: Callable, params, tokens):
@@ -88,19 +41,13 @@ def adamw(rate):
 
 
 def _muon(rate):
-    """Muon for the layers' matrices, AdamW for embeddings and norms."""
-    of_stack = optax.contrib.MuonDimensionNumbers(1, 2)
     return _clipped(
-        optax.contrib.muon(
-            lambda step: MUON * rate(step),
-            weight_decay=DECAY / MUON,
+        format_rows.muon(
+            rate,
+            weight_decay=DECAY / format_rows.MUON,
             adam_b1=B1,
             adam_b2=B2,
             adam_weight_decay=DECAY,
-            adam_learning_rate=rate,
-            muon_weight_dimension_numbers=lambda params: jax.tree.map(
-                lambda x: of_stack if x.ndim == 3 else None, params
-            ),
         )
     )
 
@@ -125,9 +72,7 @@ def _flash(rate):
 
 
 def _in(weights=None, moments=None, inner=adamw):
-    return lambda rate: lowbit_optax.lowbit(
-        inner(rate), weights=weights, moments=moments
-    )
+    return format_rows.of(inner, weights, moments).build
 
 
 _FOUR = {"mu": block_quantized(4), "nu": block_quantized(4)}
@@ -135,14 +80,14 @@ _EXACT = {"sum_rounding": "stochastic"}
 _INTO = stochastic_rounding(error_into="mu")
 
 ROWS = {
-    "float32": Row(adamw, jnp.float32, has_master=False),
+    "float32": format_rows.of_float32(adamw),
     # How far apart two runs come whose starts differ in the last bits of float32, or in
     # those of bfloat16.
-    "float32, start times 1 + 2^-20": Row(
-        adamw, jnp.float32, style=":", has_master=False, factor=1 + 2.0**-20
+    "float32, start times 1 + 2^-20": format_rows.of_float32(
+        adamw, style=":", factor=1 + 2.0**-20
     ),
-    "float32, start times 1 + 2^-9": Row(
-        adamw, jnp.float32, style="--", has_master=False, factor=1 + 2.0**-9
+    "float32, start times 1 + 2^-9": format_rows.of_float32(
+        adamw, style="--", factor=1 + 2.0**-9
     ),
     "bfloat16, nearest": Row(
         _in(lowbit_optax.nearest(), lowbit_optax.cast(jnp.bfloat16)),
@@ -167,9 +112,7 @@ ROWS = {
     "LPMM, 12 bits": Row(_lpmm, None, color=COLORS["LPMM"]),
     "float8, 8 extra bits": Row(_in(), jnp.float8_e4m3fn, color=PARTS[4]),
     "MXFP8, 8 extra bits": Row(_in(), "mxfp8", color=PARTS[4], style="--"),
-    "Muon, float32": Row(
-        _muon, jnp.float32, "Muon, float32", style="-.", has_master=False
-    ),
+    "Muon, float32": format_rows.of_float32(_muon, base="Muon, float32", style="-."),
     "Muon, lowbit": Row(
         _in(inner=_muon), base="Muon, float32", color=PARTS[2], style="-."
     ),
@@ -188,6 +131,7 @@ _FEW_ROWS = (
     *("lowbit", "lowbit, exact sums", *_CONTROLS, "error into mu"),
 )
 
+
 GPT2 = GPT(12, 768, 12, 1024, "full", jnp.bfloat16, 50257)
 
 
@@ -195,7 +139,7 @@ class Size(NamedTuple):
     """A model, for how many steps it is trained by default, and in which ways."""
 
     model: GPT
-    steps: int | None
+    steps: int
     rows: tuple[str, ...] = _MOST_ROWS
 
     @property
@@ -207,5 +151,5 @@ class Size(NamedTuple):
 SIZES = {
     "small": Size(GPT(4, 64, 4, 64), 4300),
     "large": Size(GPT(5, 128, 4, 64), 20100, _FEW_ROWS),
-    "full": Size(GPT2, None),  # as many as the minutes allow
+    "full": Size(GPT2, 20000),
 }

@@ -1,7 +1,7 @@
 """PyTorch's side of ``compute_optimal``, in a process of its own: torch_gpt.py JOB.npz.
 
 The same model, start, batches and schedule. It needs torch and torchao. A file for
-each run is written beside the job; a run that is interrupted goes on.
+each run is written beside the job.
 """
 
 import json
@@ -25,8 +25,6 @@ from benchmarks.peers.torch_peers import arrays, set_rate  # noqa: E402
 from benchmarks.training.text import stdlib_text  # noqa: E402
 
 BF16, F32 = torch.bfloat16, torch.float32
-SAVED = 10
-
 ROWS = {
     "torch AdamW, float32": (torch.optim.AdamW, {}, F32),
     "torchao AdamW8bit, stochastic": (
@@ -65,8 +63,8 @@ def _norm(x, scale):
     return F.layer_norm(x, x.shape[-1:], eps=1e-5) * scale
 
 
-def train(name: str, job, settings: dict, folder: pathlib.Path) -> dict:
-    """One run, from its latest checkpoint if there is one."""
+def train(name: str, job, settings: dict) -> dict:
+    """One run."""
     make, options, dtype = ROWS[name]
     torch.manual_seed(settings["seed"])
     params = {}
@@ -79,16 +77,9 @@ def train(name: str, job, settings: dict, folder: pathlib.Path) -> dict:
     optimizer = make(list(params.values()), lr=1e-3, eps=1e-8, **shared, **options)
     run = {"row": name, "seed": settings["seed"], "steps": settings["steps"]}
     run |= {"losses": [], "held_out": []}
-    saved = folder / f"{_slug(name)}_{settings['seed']}.pt"
-    if saved.exists():
-        run, values, state, random = torch.load(saved, weights_only=False)
-        for key, x in values.items():
-            params[key].data.copy_(x)
-        optimizer.load_state_dict(state)
-        torch.set_rng_state(random)
     points, steps = settings["points"], settings["steps"]
-    begun, many = len(run["losses"]), steps // points
-    bar = tqdm(range(begun, points), name, points, initial=begun, disable=None)
+    many = steps // points
+    bar = tqdm(range(points), name, disable=None)
     for point in bar:
         windows = stdlib_text.random_windows(
             job["train"],
@@ -109,10 +100,6 @@ def train(name: str, job, settings: dict, folder: pathlib.Path) -> dict:
         if point >= points - settings["tail"]:
             run["held_out"].append(_held_out(params, job, settings))
         bar.set_postfix(loss=f"{run['losses'][-1]:.3f}")
-        if (point + 1) % SAVED == 0:
-            values = {key: x.data for key, x in params.items()}
-            kept = run, values, optimizer.state_dict(), torch.get_rng_state()
-            torch.save(kept, saved)
     kept = list(params.values())
     for state in optimizer.state.values():
         kept += [each for x in state.values() for each in arrays(x)]
@@ -141,7 +128,7 @@ def main() -> None:
     for name in ROWS:
         done = path.parent / f"{_slug(name)}_{settings['seed']}.json"
         if name not in settings["complete"] and not done.exists():
-            done.write_text(json.dumps(train(name, job, settings, path.parent)))
+            done.write_text(json.dumps(train(name, job, settings)))
 
 
 if __name__ == "__main__":
