@@ -149,61 +149,6 @@ def pattern_above(x: jax.Array, base: jax.Array, most: jax.Array) -> jax.Array:
 
 
 @Operation
-def magnitude_key(pattern: jax.Array, above: jax.Array) -> jax.Array:
-    """int32 in the order of float32s, negative for those past a limit.
-
-    Args:
-      pattern: int32, of numbers that are not negative.
-      above: int32, how far the limit's pattern is below 2^31.
-    """
-    return pattern + above
-
-
-@Operation
-def magnitude_of_key(key: jax.Array, above: jax.Array) -> jax.Array:
-    """The float32 of a :func:`magnitude_key`; 0 for a negative one.
-
-    >>> one = jnp.int32(0x3F800000)
-    >>> magnitude_of_key(magnitude_key(one, jnp.int32(99)), jnp.int32(99))
-    Array(1., dtype=float32)
-    """
-    pattern = jnp.maximum(key - above, jnp.int32(0))
-    return lax.bitcast_convert_type(pattern, jnp.float32)
-
-
-@Operation
-def capped_pattern(pattern: jax.Array, most: jax.Array) -> jax.Array:
-    """The float32's pattern, at most another positive number's; both int32."""
-    return jnp.minimum(pattern, most)
-
-
-@Operation
-def is_last_field(
-    field: jax.Array, last: jax.Array, pattern: jax.Array, of_last: jax.Array
-) -> jax.Array:
-    """Whether a field is the last one, by patterns in the order of the fields.
-
-    Args:
-      field: uint32.
-      last: uint32, the last field.
-      pattern, of_last: int32, the field's and the last one's.
-    """
-    del field, last
-    return pattern >= of_last
-
-
-@Operation
-def unless_infinite(x: jax.Array, field: jax.Array, last: jax.Array) -> jax.Array:
-    """The field where float32 ``x`` is below infinity, elsewhere the last one.
-
-    >>> unless_infinite(jnp.float32(jnp.nan), jnp.uint32(3), jnp.uint32(255))
-    Array(255, dtype=uint32)
-    """
-    infinite = ordered_pattern(x) >= jnp.int32(_INFINITY)
-    return jnp.where(infinite, last, field)
-
-
-@Operation
 def reverse_bytes(words: jax.Array) -> jax.Array:
     """The bytes of uint32 words in the opposite order.
 

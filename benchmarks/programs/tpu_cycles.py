@@ -75,10 +75,7 @@ def row(name: str, target: str, folder: pathlib.Path) -> tuple[dict, dict]:
 
 
 def _turns(leaf: Leaf, tiling: Tiling) -> list[float]:
-    """How often each loop of a program runs: unpacking, updating, packing.
-
-    Blocks are all of ordinary numbers, so that the loop for others does not run.
-    """
+    """How often each loop of a program runs: unpacking, updating, packing."""
     unpacked, packed = (
         [
             tiling.block_rows / (SUBLANES * period(x.bits)[0])
@@ -87,8 +84,7 @@ def _turns(leaf: Leaf, tiling: Tiling) -> list[float]:
         ]
         for arrays in (leaf.operands, leaf.results)
     )
-    others = [0.0] if leaf.block_sizes else []
-    return [*unpacked, tiling.units / tiling.unroll, *others, *packed]
+    return [*unpacked, tiling.units / tiling.unroll, *packed]
 
 
 def main(argv: list[str] | None = None) -> None:

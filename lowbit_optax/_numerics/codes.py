@@ -44,8 +44,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import operations
-
 RANDOM_BITS = 12
 """How many leading bits of a random word every rounding reads; some read more."""
 
@@ -125,11 +123,11 @@ class Code:
         pattern = bits_of(x)
         if self.signed:
             pattern = pattern & jnp.int32(0x7FFFFFFF)
-        return operations.magnitude_key(pattern, jnp.int32(self._above))
+        return pattern + jnp.int32(self._above)
 
     def magnitude_of(self, key: jax.Array) -> jax.Array:
         """The magnitude of a :meth:`magnitude_key`, float32; 0 for a negative key."""
-        return operations.magnitude_of_key(key, jnp.int32(self._above))
+        return float_of(jnp.maximum(key - jnp.int32(self._above), jnp.int32(0)))
 
     def keys(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """The keys whose maxima over a block determine its scale, ``maxima`` of them.

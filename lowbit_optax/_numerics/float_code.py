@@ -66,7 +66,7 @@ class Float(Code):
             first = _rounded_up(first, step)
         # No field but infinity's stands for float32's infinity or more.
         last = pattern_of(math.inf) - (self.infinity_field << self._dropped)
-        first = operations.capped_pattern(first, jnp.int32(last >> step << step))
+        first = jnp.minimum(first, jnp.int32(last >> step << step))
         first = jnp.where(pattern == jnp.int32(0), jnp.int32(0), first)
         return float_layouts.from_bits(as_fields(first) >> jnp.uint32(16), jnp.bfloat16)
 
@@ -90,8 +90,7 @@ class Float(Code):
         above = fields << jnp.uint32(self._dropped)
         pattern = lax.bitcast_convert_type(above, jnp.int32) + base
         # For equality a compiler would compare the fields, which takes another shift.
-        last = jnp.uint32(self.infinity_field)
-        infinite = operations.is_last_field(fields, last, pattern, infinity)
+        infinite = pattern >= infinity
         return jnp.where(infinite, jnp.float32(jnp.inf), float_of(pattern))
 
 

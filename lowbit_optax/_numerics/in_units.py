@@ -201,7 +201,7 @@ class Segments(InUnits):
         pattern = bits_of(multiply_add(size, inverse, jnp.full_like(size, first)))
         limit = self.largest_value + 1 if self.signed else 2.0 ** (2**self.segments - 1)
         most = jnp.int32(pattern_of(first * limit))
-        pattern = operations.capped_pattern(pattern, most)
+        pattern = jnp.minimum(pattern, most)
         if not self.signed:
             # The exponent's bias is subtracted last: the pattern of a negative x is
             # negative, and subtracting from it first would wrap around.

@@ -126,8 +126,8 @@ class Nested(Code):
         fields = (above + offset) >> shift
         fields = jnp.minimum(fields, jnp.uint32(self.largest_field))
         fields = jnp.where(bits_of(x) == jnp.int32(0), jnp.uint32(0), fields)
-        last = jnp.uint32(self.infinity_field)
-        return operations.unless_infinite(x, fields, last)
+        infinite = operations.ordered_pattern(x) >= infinity
+        return jnp.where(infinite, jnp.uint32(self.infinity_field), fields)
 
     def decode_fields(self, fields, prepared, multiply_add=multiply_add):
         value = float_of(_positive(fields, prepared, 0))

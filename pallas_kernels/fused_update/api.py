@@ -294,44 +294,59 @@ def _kernel(
     which JAX has no partitioning.
     """
     is_for_tpu = implementation == "tpu"
+    reference = functools.partial(_reference, body)
 
     def call(scalars: Scalars, layer, first, leaves: Sequence[Leaf]):
-        launcher, when = _launcher(implementation, interpret), scalars.when
-
-        def run(shared, shards: Sequence[Shard]) -> list[jax.Array]:
-            table, rows, layer, first = shared
-            if first is not None:
-                shards = [shard.after(first[0]) for shard in shards]
-            call = Call(body, shards, table, rows, layer, when, room, interpret)
-            groups = launcher.groups(shards)
-            if len(groups) == 1:
-                return launcher.update(call)
-            written: list = [None] * len(shards)
-            for group in groups:
-                own = [shards[i] for i in group]
-                their = [lax.slice(rows, [i], [i + 1]) for i in group]
-                given = dataclasses.replace(
-                    call, shards=own, rows=lax.concatenate(their, 0)
-                )
-                new, count = launcher.update(given), len(own[0].leaf.results)
-                for n, i in enumerate(group):
-                    written[i] = new[n * count :][:count]
-            return [x for new in written for x in new]
-
         shared = scalars.table, scalars.rows, layer, first
+        run = functools.partial(
+            _over_groups,
+            _launcher(implementation, interpret),
+            lambda shards, table, rows, layer: Call(
+                body, shards, table, rows, layer, scalars.when, room, interpret
+            ),
+        )
         if interpret and is_for_tpu and not _INTERPRETS_SHARDS:
             return run(shared, [Shard(leaf, leaf.shape) for leaf in leaves])
         return sharded.over_shards(run, shared, leaves, can_partition=not is_for_tpu)
 
-    reference = functools.partial(_reference, body)
-
     def chosen(*args):
-        is_partitioned = sharded.is_partitioned(args[-1][0])
-        if is_for_tpu and not interpret and is_partitioned is None:
+        if interpret:
+            return call(*args)
+        is_perhaps_partitioned = sharded.is_partitioned(args[-1][0]) is None
+        if is_for_tpu and is_perhaps_partitioned:
             return for_one_device(call, reference)(*args)
-        return call(*args) if interpret else for_one_platform(call, reference)(*args)
+        return for_one_platform(call, reference)(*args)
 
     return transformable(chosen, reference)
+
+
+def _over_groups(
+    launcher: Launcher, call_of: Callable, shared, shards: Sequence[Shard]
+) -> list[jax.Array]:
+    """The results of one device's shards, by a kernel for each group of them.
+
+    Args:
+      launcher: it says which shards share a kernel.
+      call_of: a kernel's call, of its shards, the table, their rows, and the layer.
+      shared: the table, the rows of all shards, the layer, and the index of the leaf's
+        first element.
+      shards: of the leaves.
+    """
+    table, rows, layer, first = shared
+    if first is not None:
+        shards = [shard.after(first[0]) for shard in shards]
+    groups = launcher.groups(shards)
+    if len(groups) == 1:
+        return launcher.update(call_of(shards, table, rows, layer))
+    written: list = [None] * len(shards)
+    for group in groups:
+        own = [shards[i] for i in group]
+        their = lax.concatenate([lax.slice(rows, [i], [i + 1]) for i in group], 0)
+        new = launcher.update(call_of(own, table, their, layer))
+        count = len(own[0].leaf.results)
+        for n, i in enumerate(group):
+            written[i] = new[n * count :][:count]
+    return [x for new in written for x in new]
 
 
 # Before, interpreted kernels of many devices may wait for each other for ever.

@@ -284,9 +284,9 @@ def _barrier(values: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _not_hoisted(number: jax.Array, count: int) -> jax.Array:
-    """The number, less than the count, by way of an operation that XLA sorts by.
+    """The number, which is less than the count, from a sort of both.
 
-    XLA:CPU of JAX 0.12 compiles a loop into a single function, which runs in one
-    thread, unless there is something in it that such a function cannot call.
+    XLA:CPU of JAX 0.12 compiles a loop into one function, which runs in one thread, but
+    not a loop that contains a sort.
     """
     return lax.sort(jnp.stack([number, jnp.asarray(count, number.dtype)]))[0]

@@ -48,11 +48,6 @@ class Instructions:
             operations.pattern_with_one_nan: self.pattern_with_one_nan,
             operations.ordered_pattern: self.ordered_pattern,
             operations.pattern_above: None,
-            operations.magnitude_key: None,
-            operations.magnitude_of_key: None,
-            operations.capped_pattern: None,
-            operations.is_last_field: None,
-            operations.unless_infinite: None,
             operations.smaller: self.smaller,
             operations.power_of_five: self.power_of_five,
             **{

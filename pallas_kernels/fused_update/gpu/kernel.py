@@ -21,8 +21,10 @@ the leaf's strides from the index of the shard's first element.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+import typing
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,27 @@ from pallas_kernels.fused_update.spec import (
 _STEPS_OF_A_DOUBLING = 8
 
 
+class Shared(typing.NamedTuple):
+    """A kernel's first arguments, which all its leaves share, in their order.
+
+    Each is an array, a reference to it, or whether there is one. What is None is not
+    an argument: in place of a constant XLA would launch a kernel that writes it.
+
+    Args:
+      rows: each leaf's row of the table of scalars.
+      bases: the indices of the shards' first elements.
+      layer: of the stacks.
+      numbers: the table of the leaves' numbers, see :mod:`.numbers`.
+      table: of scalars.
+    """
+
+    rows: typing.Any
+    bases: typing.Any
+    layer: typing.Any
+    numbers: typing.Any
+    table: typing.Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """What a kernel is compiled for.
@@ -55,8 +78,7 @@ class Kernel:
       numbers: the table, if leaves differ in them.
       programs: how many it has.
       leaves: how many there are.
-      given: whether the kernel gets the table's rows, the shards' bases, the layer, and
-        the table of numbers.
+      given: which of the shared arguments it gets.
       table_width: scalars in a row of the table.
     """
 
@@ -66,7 +88,7 @@ class Kernel:
     numbers: Table | None
     programs: int
     leaves: int
-    given: tuple[bool, ...]
+    given: Shared
     table_width: int
     when: int | None
     interpret: bool
@@ -74,7 +96,7 @@ class Kernel:
     @property
     def first_array(self) -> int:
         """How many arguments are before the leaves' arrays."""
-        return 1 + sum(self.given)
+        return sum(self.given)
 
     @property
     def name(self) -> str:
@@ -92,6 +114,18 @@ class Kernel:
             if r.overwrites is not None
         }
 
+    def named(self, refs: Iterable) -> tuple[Shared, list[list], list[list]]:
+        """References to the shared arguments, and to each leaf's operands and results.
+
+        Args:
+          refs: to all arguments and all results, in their order.
+        """
+        refs, leaves = iter(refs), range(self.leaves)
+        take = lambda arrays: list(itertools.islice(refs, len(arrays)))
+        shared = Shared(*(next(refs) if given else None for given in self.given))
+        operands = [take(self.leaf.operands) for _ in leaves]
+        return shared, operands, [take(self.leaf.results) for _ in leaves]
+
 
 def prepare(
     size: Sharing, call: Call
@@ -102,11 +136,10 @@ def prepare(
     are flat; stacks are of flat layers.
     """
     shards, leaf = call.shards, call.shards[0].leaf
-    # What is not given is not replaced by a constant: XLA would launch a kernel of its
-    # own to write it.
     tilings = size.common_tilings(shards)
     numbers, words, programs = _table(tilings, call.room)
-    given = [call.rows, _bases(shards), call.layer, words]
+    table = call.table.reshape(-1)
+    shared = Shared(call.rows, _bases(shards), call.layer, words, table)
     kernel = Kernel(
         body=call.body,
         leaf=leaf.with_arrays([None] * len(leaf.operands)),
@@ -114,7 +147,7 @@ def prepare(
         numbers=numbers,
         programs=programs,
         leaves=len(shards),
-        given=tuple(x is not None for x in given),
+        given=Shared(*(x is not None for x in shared)),
         table_width=call.table.shape[-1],
         when=call.when,
         interpret=call.interpret,
@@ -125,7 +158,7 @@ def prepare(
         for shard in shards
         for i, x in enumerate(shard.leaf.arrays)
     ]
-    arguments = [*(x for x in given if x is not None), call.table.reshape(-1), *arrays]
+    arguments = [*(x for x in shared if x is not None), *arrays]
     written = tuple(
         jax.ShapeDtypeStruct(
             (shape[0], math.prod(shape[1:]))

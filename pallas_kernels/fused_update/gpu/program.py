@@ -67,37 +67,27 @@ def run_program(
       load, store, mark: see :class:`.operands.Memory`.
       guard: runs the update that it is given, or not.
     """
-    refs, leaf, exists = list(refs), np.int32(0), None
+    shared, operands, results = kernel.named(refs)
+    leaf, exists = np.int32(0), None
     if kernel.numbers is not None:
-        words = refs.pop(sum(kernel.given[:3]))
-        leaf, program, exists = kernel.numbers.find(words, program)
-        numbers = kernel.numbers.read(words, leaf, instructions)
+        leaf, program, exists = kernel.numbers.find(shared.numbers, program)
+        numbers = kernel.numbers.read(shared.numbers, leaf, instructions)
     else:
         numbers = constants(kernel.tiling.numbers(are_equal=True))
         if kernel.leaves > 1:
             # Beside the program's number a Python int is an int64 with 64-bit types on.
             programs = np.int32(kernel.tiling.programs)
             leaf, program = lax.div(program, programs), lax.rem(program, programs)
-    row, base = (
-        refs.pop(0)[leaf] if given else jnp.uint32(0) for given in kernel.given[:2]
-    )
-    layer = refs.pop(0)[np.int32(0)] if kernel.given[2] else jnp.int32(0)
+    row = jnp.uint32(0) if shared.rows is None else shared.rows[leaf]
+    base = jnp.uint32(0) if shared.bases is None else shared.bases[leaf]
+    layer = jnp.int32(0) if shared.layer is None else shared.layer[np.int32(0)]
     # Before any store, which might alias it.
-    table, first = refs.pop(0), row.astype(jnp.int32) * np.int32(kernel.table_width)
-    scalars = [table[first + np.int32(i)] for i in range(kernel.table_width)]
-    if kernel.given[2]:
+    first = row.astype(jnp.int32) * np.int32(kernel.table_width)
+    scalars = [shared.table[first + np.int32(i)] for i in range(kernel.table_width)]
+    if shared.layer is not None:
         layer_size = math.prod(kernel.leaf.shape) % 2**32
         base = base + layer.astype(jnp.uint32) * np.uint32(layer_size)
-    reads, writes = len(kernel.leaf.operands), len(kernel.leaf.results)
-    results = refs[kernel.leaves * reads :]
-    memory = Memory(
-        leaf,
-        [refs[n * reads :][:reads] for n in range(kernel.leaves)],
-        [results[n * writes :][:writes] for n in range(kernel.leaves)],
-        load,
-        store,
-        mark,
-    )
+    memory = Memory(leaf, operands, results, load, store, mark)
 
     def update():
         lanes = lanes_of(arrangement, program, base, numbers)

@@ -93,12 +93,14 @@ class Sharing(ProgramSize):
         return list(groups.values())
 
 
-def kind_of(tiling: Tiling) -> typing.Hashable:
+def kind_of(tiling: Tiling) -> tuple:
     """What tilings of leaves that share a kernel have in common."""
+    if tiling.is_small:
+        return ("small",)
     if tiling.is_flat:
-        return tiling.is_small or (tiling.width, tiling.is_below_2_30)
+        return "flat", tiling.width, tiling.is_below_2_30
     if not tiling.has_linear_index or not tiling.is_simple:
-        return tiling
+        return "alone", tiling
     flags = [tiling.layout.is_folded, tiling.is_whole, tiling.is_below_2_30]
     flags += [tiling.cuts_words(bits) for bits in tiling.packed]
     flags += [
@@ -109,9 +111,9 @@ def kind_of(tiling: Tiling) -> typing.Hashable:
     numbers = tiling.numbers(are_equal=False)
     kinds = tuple((name, x.multiple) for name, x in numbers.items())
     widths = tiling.width, tiling.word_width
-    return *widths, tiling.packed, tiling.block_sizes, *flags, kinds
+    return "tiled", *widths, tiling.packed, tiling.block_sizes, *flags, kinds
 
 
-def kind_of_leaf(leaf: Leaf) -> typing.Hashable:
+def kind_of_leaf(leaf: Leaf) -> tuple:
     """The same of a whole leaf, by programs of any size."""
     return kind_of(ProgramSize(1, 1, 1, 1).tiling(Shard(leaf, leaf.shape)))

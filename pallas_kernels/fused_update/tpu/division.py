@@ -18,15 +18,12 @@ reciprocal = getattr(pltpu, "reciprocal", None) or pl.reciprocal
 _MIN_INVERSE, _MAX_INVERSE = 2.0**-65, 2.0**64
 
 
-def quotient(
-    x: jax.Array, y: jax.Array, inverse: jax.Array, is_ordinary: bool = False
-) -> jax.Array:
+def quotient(x: jax.Array, y: jax.Array, inverse: jax.Array) -> jax.Array:
     """``x / y`` by one step of Newton's for ``1 / y``, as Mosaic has it for a v5e.
 
     Args:
       x, y: float32.
       inverse: of ``y``, approximately.
-      is_ordinary: whether the result may be NaN where ``y`` is zero or infinite.
 
     >>> numbers = jnp.float32([3, 0, jnp.inf]), jnp.float32([0.333, jnp.inf, 0])
     >>> quotient(jnp.float32(3), *numbers).round(3).tolist()
@@ -34,8 +31,6 @@ def quotient(
     """
     unity = y * inverse
     better = inverse + inverse * (jnp.float32(1) - unity)
-    if is_ordinary:
-        return x * better
     # NaN where one of the two is zero and the other infinite: there is nothing better.
     return x * jnp.where(unity == unity, better, inverse)
 

@@ -4,24 +4,17 @@ Groups and units are those of :mod:`.tiling`; :mod:`.blocks` loads and stores th
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.fused_update.tpu.blocks import Block, ScaleBlock
 from pallas_kernels.fused_update.tpu.functions import Functions, Known
-from pallas_kernels.fused_update.tpu.ordinary import (
-    Checks,
-    limit_of,
-    rules_for_ordinary,
-)
 from pallas_kernels.fused_update.tpu.tiling import LANES, REGISTER, SUBLANES, Tiling
-from pallas_kernels.fused_update.tpu.values import Key, Sum, whole
+from pallas_kernels.fused_update.tpu.values import Sum, whole
 from pallas_kernels.layout import FOLD
 
 
@@ -58,48 +51,21 @@ class BlockProgram:
                 statistics.add_known(self.scalars, known)
         for block in (*_scales(self.operands), *_plain(self.operands)):
             block.open(self.place[1])
-        if of_blocks is None:
-            self._units(known)
-        else:
-            # The operands are as they were: results have memory of their own.
-            pl.when(self._ordinary_units(known))(functools.partial(self._units, known))
+        self._units(known)
         for block in (*_plain(self.results), *_scales(self.results)):
             block.close(self.place[1])
 
     def _units(self, known: Known) -> None:
-        """Update the units, whatever numbers they have."""
-        unroll = self.tiling.unroll if self.functions.of_blocks is None else 1
+        """Update all units."""
+        unroll = self.tiling.unroll
 
         def units(first, _):
             for offset in range(unroll):
-                self._unit(first, offset, dict(known), self.rules)
+                self._unit(first, offset, dict(known))
             return first + jnp.int32(unroll), None
 
         # A fori_loop counts in int64 with 64-bit types on.
         lax.scan(units, jnp.int32(0), length=self.tiling.units // unroll)
-
-    def _ordinary_units(self, known: Known) -> jax.Array:
-        """Update units of ordinary numbers; whether there are others."""
-        unroll = self.tiling.unroll
-
-        def units(carry, _):
-            first, total, bits = carry
-            for offset in range(unroll):
-                checks = Checks()
-                rules = rules_for_ordinary(self.rules, checks)
-                self._unit(first, offset, dict(known), rules, checks)
-                found = checks.found(self._exists(first + jnp.int32(offset), 0))
-                total, bits = total + found[0], bits | found[1]
-            return (first + jnp.int32(unroll), total, bits), None
-
-        none = (jnp.zeros(REGISTER, dtype) for dtype in (jnp.float32, jnp.uint32))
-        start = (jnp.int32(0), *none)
-        length = self.tiling.units // unroll
-        (_, total, bits), _ = lax.scan(units, start, length=length)
-        ordinary = (total - total == jnp.float32(0)) & (bits == jnp.uint32(0))
-        column = _iota(1) + self.place[1] * jnp.int32(LANES)
-        ordinary = ordinary | (column >= jnp.int32(self.tiling.columns))
-        return jnp.min(ordinary.astype(jnp.float32)) == jnp.float32(0)
 
     def keep(self) -> None:
         """Write what is overwritten as it is."""
@@ -107,22 +73,13 @@ class BlockProgram:
             if block.array.overwrites is not None:
                 block.ref[...] = self.operands[block.array.overwrites].ref[...]
 
-    def _unit(
-        self,
-        first: jax.Array,
-        offset: int,
-        known: Known,
-        rules: Mapping,
-        checks: Checks | None = None,
-    ) -> None:
+    def _unit(self, first: jax.Array, offset: int, known: Known) -> None:
         """Update one unit.
 
         Args:
           first: int32 scalar, the number of the loop body's first unit in the block.
           offset: of the unit from this one.
           known: what the body's functions compute of scalars.
-          rules: by which they are evaluated.
-          checks: what the rules check; None if they need nothing checked.
         """
         group, unit = range(self.tiling.group), first + jnp.int32(offset)
         columns = [block.load(unit) for block in _plain(self.operands)]
@@ -131,20 +88,17 @@ class BlockProgram:
         index = [self._index(first, offset, row) for row in group]
         arguments = [(rows[row], self.scalars, index[row]) for row in group]
         run, new = self.functions.run, []
+        options = {"known": known, "rules": self.rules}
         count = self.tiling.stacked_blocks
         height = self.tiling.group // count
         for block in range(count):
             rows = slice(block * height, (block + 1) * height)
-            place, each = (unit, block), (arguments[rows], exist[rows])
             of_blocks = []
             if self.functions.of_blocks is not None:
                 of_blocks = self._update_scales(
-                    place, *each, checks, known=known, rules=rules
+                    (unit, block), arguments[rows], exist[rows], **options
                 )
-            for argument, here in zip(*each, strict=True):
-                if checks is not None:
-                    checks.at(here)
-                new.append(run(*argument, *of_blocks, known=known, rules=rules))
+            new += [run(*x, *of_blocks, **options) for x in arguments[rows]]
         for block, values in zip(
             _plain(self.results), zip(*new, strict=True), strict=True
         ):
@@ -208,7 +162,6 @@ class BlockProgram:
         place: tuple[jax.Array, int],
         arguments: Sequence[tuple],
         exist: Sequence,
-        checks: Checks | None,
         **options,
     ) -> list:
         """Take maxima over blocks and write what is per block.
@@ -217,7 +170,6 @@ class BlockProgram:
           place: number of the unit, and of the block in its groups.
           arguments: values, scalars and indices of each row of the block.
           exist: which elements there are in each row.
-          checks: what the rules check.
           **options: of :meth:`.functions.Function.__call__`.
 
         Returns:
@@ -228,39 +180,17 @@ class BlockProgram:
         values = [block.load_elements(*place) for block in _scales(self.operands)]
         given, maxima, stored = [functions.before(values, **options)], [], []
         for statistics, of_maxima in functions.rounds:
-            rows = []
-            for each, here in zip(arguments, exist, strict=True):
-                if checks is not None:
-                    checks.at(here)
-                rows.append(statistics(*each, *given, **options))
+            rows = [statistics(*x, *given, **options) for x in arguments]
             sizes = functions.block_sizes[len(maxima) :]
-            maxima += self._maxima(rows, exist, sizes, checks)
+            maxima += [
+                self._maximum(list(map(whole, values)), exist, size)
+                for size, values in zip(sizes, zip(*rows, strict=True), strict=False)
+            ]
             stored, after = of_maxima(maxima, values, self.scalars, **options)
             given[1:] = [after]
         for block, value in zip(_scales(self.results), stored, strict=True):
             block.store_elements(*place, value)
         return given
-
-    def _maxima(
-        self,
-        rows: Sequence,
-        exist: Sequence,
-        sizes: Sequence[int],
-        checks: Checks | None,
-    ) -> list:
-        """The maxima over blocks of the values of each row of the groups."""
-        maxima = []
-        for size, values in zip(sizes, zip(*rows, strict=True), strict=False):
-            key = values[0]
-            if isinstance(key, Key):
-                assert checks is not None
-                number = self._maximum([x.number for x in values], exist, size)
-                checks.at(None)
-                checks.below(number, limit_of(key))
-                maxima.append(dataclasses.replace(key, number=number))
-            else:
-                maxima.append(self._maximum(list(map(whole, values)), exist, size))
-        return maxima
 
     def _maximum(
         self, rows: Sequence[jax.Array], exist: Sequence, size: int

@@ -29,7 +29,6 @@ from pallas_kernels.fused_update.tpu.values import (
     Narrow,
     ReversedBytes,
     Sum,
-    Unlike,
     XorShifted,
     whole,
 )
@@ -131,7 +130,7 @@ def _by_number(rule: Callable) -> Callable:
 
     @functools.wraps(rule)
     def of_equation(eqn, x, y):
-        number = number_of(y)
+        number = _number_of(y)
         if number is None or not _is_array(eqn, jnp.uint32):
             return NotImplemented
         return rule(x, number)
@@ -141,7 +140,7 @@ def _by_number(rule: Callable) -> Callable:
 
 @_by_number
 def _shift_left(x, places):
-    if isinstance(x, XorShifted | Unlike):
+    if isinstance(x, XorShifted):
         x = x.array
     if isinstance(x, Field) and x.place + places < 32:
         return dataclasses.replace(x, place=x.place + places)
@@ -185,7 +184,7 @@ def _xor(eqn, x, y):
 
 
 def _shift_right_signed(eqn, x, places):
-    places = number_of(places)
+    places = _number_of(places)
     extended = None
     if isinstance(x, Field) and x.is_signed and places is not None:
         extended = x.sign_extended(places)
@@ -200,7 +199,7 @@ def _add(eqn, x, y):
 
 def _sub(eqn, x, y):
     """The difference of two constants, by which a shift may be one."""
-    x, y = number_of(x), number_of(y)
+    x, y = _number_of(x), _number_of(y)
     if x is None or y is None or eqn.outvars[0].aval.dtype != jnp.uint32:
         return NotImplemented
     return np.uint32((x - y) % 2**32)
@@ -289,7 +288,7 @@ OPERATIONS = {
 """Functions for :data:`.operations.OPERATIONS`, by names of their calls."""
 
 
-def number_of(x) -> int | None:
+def _number_of(x) -> int | None:
     """The int of an input that is a constant of rank 0; None for any other input."""
     if isinstance(x, np.generic | int) and not isinstance(x, bool):
         return int(x)
@@ -325,19 +324,6 @@ RULES: Mapping = {
 }
 """Functions of an equation and its inputs, by primitives, or of the inputs, by names of
 operations; they may return NotImplemented."""
-
-
-def applied(rules: Mapping, eqn, *inputs):
-    """The result of an equation of one primitive.
-
-    Args:
-      rules: see :data:`RULES`.
-      eqn: the equation.
-      *inputs: its inputs, arrays or what :func:`.values.whole` makes an array of.
-    """
-    rule = rules.get(eqn.primitive)
-    result = NotImplemented if rule is None else rule(eqn, *inputs)
-    return by_itself(eqn, *inputs) if result is NotImplemented else result
 
 
 def by_itself(eqn, *inputs) -> jax.Array:

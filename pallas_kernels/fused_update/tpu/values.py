@@ -157,49 +157,7 @@ class Sum:
         return total + jnp.uint32(self.constant) if self.constant else total
 
 
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """int32, a float32's pattern and a constant, of which the float32 has the order."""
-
-    number: jax.Array
-    above: int
-
-    def value(self) -> jax.Array:
-        """As an array."""
-        pattern = lax.bitcast_convert_type(self.number, jnp.int32)
-        return pattern + jnp.int32(self.above)
-
-
-@dataclasses.dataclass(frozen=True)
-class Unlike:
-    """An array that nowhere has a certain number."""
-
-    array: jax.Array
-    number: int
-
-    def value(self) -> jax.Array:
-        """As an array."""
-        return self.array
-
-
-@dataclasses.dataclass(frozen=True)
-class Constant:
-    """The same truth value for every element, for checks that fold away.
-
-    Attributes:
-      number: the value.
-      shape: of the array that it stands for.
-    """
-
-    number: bool
-    shape: tuple[int, ...]
-
-    def value(self) -> jax.Array:
-        """As an array."""
-        return jnp.full(self.shape, self.number)
-
-
-Lazy = Field | XorShifted | ReversedBytes | Sum | Key | Unlike | Constant
+Lazy = Field | XorShifted | ReversedBytes | Sum
 """What has no array yet; see :func:`whole`."""
 
 

@@ -272,6 +272,28 @@ def test_gradients_of_every_dtype_have_the_same_bits(dtype, only_kernels):
     assert all(only_kernels)
 
 
+@pytest.mark.standard_promotion  # optax's
+def test_numbers_past_the_limits_of_codes_have_the_bits_of_xla(only_kernels):
+    gradients = np.random.default_rng(0).integers(-12, 3, RAGGED)
+    gradients = np.float32(2.0) ** gradients
+    places = (5, 6), (70, 130), (100, 3), (120, 50), (132, 129)
+    numbers = np.nan, -np.inf, 2.0**51, 2.0**62, 2.0**127
+    for place, number in zip(places, numbers, strict=True):
+        gradients[place] = number
+    kernel = normal(RAGGED).at[1, 2].set(jnp.inf).at[77, 100].set(jnp.nan)
+    run = functools.partial(
+        trained,
+        params={"kernel": kernel},
+        series=[{"kernel": jnp.asarray(gradients)}],
+        inner=optax.adamw(2.0**-9, b1=0.5, b2=0.75, eps=2.0**-20, weight_decay=2.0**-7),
+        weights=extra_bits(8),
+        moments=block_quantized(8),
+        min_size=0,
+    )
+    assert_same_bits(run("tpu"), run("xla"))
+    assert only_kernels == [True]
+
+
 def test_a_shard_of_few_columns_before_heads_has_the_bits_of_the_whole():
     body, shape = Maxima((32,)), (256, 8, 8)
     arrays = body.arrays(shape)
