@@ -149,41 +149,6 @@ def pattern_above(x: jax.Array, base: jax.Array, most: jax.Array) -> jax.Array:
 
 
 @Operation
-def reverse_bytes(words: jax.Array) -> jax.Array:
-    """The bytes of uint32 words in the opposite order.
-
-    >>> hex(reverse_bytes(jnp.uint32(0x12345678)))
-    '0x78563412'
-    """
-    low = jnp.uint32(0x00FF00FF)
-    words = (words & low) << jnp.uint32(8) | words >> jnp.uint32(8) & low
-    return words << jnp.uint32(16) | words >> jnp.uint32(16)
-
-
-@Operation
-def third_byte_first(words: jax.Array) -> jax.Array:
-    """uint32 words whose leading byte and the third from it have changed places.
-
-    >>> hex(third_byte_first(jnp.uint32(0x12345678)))
-    '0x56341278'
-    """
-    first = words >> jnp.uint32(16) & jnp.uint32(0x0000FF00)
-    third = words << jnp.uint32(16) & jnp.uint32(0xFF000000)
-    return first | third | words & jnp.uint32(0x00FF00FF)
-
-
-@Operation
-def last_byte_first(words: jax.Array) -> jax.Array:
-    """uint32 words whose leading byte and the last have changed places.
-
-    >>> hex(last_byte_first(jnp.uint32(0x12345678)))
-    '0x78345612'
-    """
-    outer = words << jnp.uint32(24) | words >> jnp.uint32(24)
-    return outer | words & jnp.uint32(0x00FFFF00)
-
-
-@Operation
 def smaller(x: jax.Array, y: jax.Array) -> jax.Array:
     """The smaller of two float32 numbers that are not negative; neither is a NaN.
 

@@ -58,23 +58,11 @@ stream                  used for              of
 ``precision`` and SplitArrays have keys of their own: their seeds or steps count calls,
 and their leaves are the tensors of a program, or the number 0.
 
-There are two deliberate exceptions. Nested codes take :mod:`.even_words`. Moments 0 and
-1 take the bits that the weight leaves of its words, if it reads at most the leading 24.
-With the bytes of a word numbered from the leading one, in the order in which each reads
-them, these are
-
-======================  ========  ==========  ==========
-bits that it reads      weight    moment 0    moment 1
-======================  ========  ==========  ==========
-at most 8               0         1, 2, 3     3, 2, 1, 0
-9 to 24                 0, 1, 2   2, 1, 0, 3  3, 1, 2, 0
-======================  ========  ==========  ==========
-
-So the leading 8 bits of each are its own; on its second byte a rounding depends with
-probability 2^-8, and on its third with 2^-16. It saves a word per moment, which would
-be most of the cost of rounding it. See :func:`moment_draws`. A sum that is rounded
-stochastically (:mod:`lowbit_optax._numerics.sums`) takes the last 16 bits of the words
-of at most 8 bits; the moments depend on these bits least.
+There are three deliberate exceptions. Nested codes take :mod:`.even_words`. A sum that
+is rounded stochastically (:mod:`lowbit_optax._numerics.sums`) takes the last 16 bits of
+the words of a weight that reads at most the leading 16. And where only the leading 8
+bits of its words are read for the weight, moment 0 takes the next 12 and moment 1 the
+last 12, which saves words of their own.
 """
 
 import dataclasses
@@ -90,7 +78,6 @@ from jax.core import Tracer
 
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.even_words import even_words
-from pallas_kernels import operations
 
 COUNTERS = 2**32
 """The most elements that can have a counter of their own."""
@@ -101,8 +88,6 @@ FORWARD_STREAM, BACKWARD_STREAM = 0, 1
 _MOMENT_STREAM = 2
 _FIRST_WHOLE_WORD = 64  # counted from the first stream of the moments
 _ACCUMULATOR_STREAM = 1 << 16
-_SHARED_MOMENTS = 2
-_BYTE = 8
 
 _START = 0x243F6A88, 0x85A308D3
 _STATIC = {"static": True}
@@ -195,17 +180,14 @@ class Draws:
     Args:
       random: the leaf's random bits.
       first: the first of their streams.
-      of_weight: a stream of the weight's, and how many leading bits of its words it
-        reads at most, up to 24; moments 0 and 1 use the others. None if they have words
-        of their own.
+      spare: the stream of whose words the leaf's weight reads only the leading 8 bits;
+        None if there is none.
       phase: of :meth:`even`, from :func:`.phase_at`.
     """
 
     random: RandomBits
     first: int = dataclasses.field(default=_MOMENT_STREAM, metadata=_STATIC)
-    of_weight: tuple[int, int] | None = dataclasses.field(
-        default=None, metadata=_STATIC
-    )
+    spare: int | None = dataclasses.field(default=None, metadata=_STATIC)
     phase: jax.Array | None = None
 
     def words(self, shape: tuple[int, ...], number: int) -> jax.Array:
@@ -226,14 +208,12 @@ class Draws:
 
         The bits below them are random too, or make the middle of what they could be.
         """
-        if self.of_weight is None or number >= _SHARED_MOMENTS:
+        if self.spare is None or number > 1:
             return self.halves(shape, number) << jnp.uint32(16) | jnp.uint32(1 << 15)
-        stream, read = self.of_weight
-        words = self.random.words(shape, stream)
-        if read > _BYTE:
-            own_first = operations.third_byte_first, operations.last_byte_first
-            return own_first[number](words)
-        return operations.reverse_bytes(words) if number else words << jnp.uint32(_BYTE)
+        words = self.random.words(shape, self.spare)
+        if number == 0:
+            return words << jnp.uint32(8)
+        return words << jnp.uint32(20) | jnp.uint32(1 << 19)
 
     def even(self, shape: tuple[int, ...], number: int) -> jax.Array:
         """Of :mod:`.even_words`, a uint32 per element; :meth:`twelve` without phase."""
@@ -264,12 +244,10 @@ class DrawsToNearest(Draws):
 
 
 def moment_draws(
-    random: RandomBits,
-    of_weight: tuple[int, int] | None = None,
-    phase: jax.Array | None = None,
+    random: RandomBits, spare: int | None = None, phase: jax.Array | None = None
 ) -> Draws:
-    """The random numbers of a leaf's moments; ``of_weight`` is its weight format's."""
-    return Draws(random, of_weight=of_weight, phase=phase)
+    """The random numbers of a leaf's moments; see :class:`Draws`."""
+    return Draws(random, spare=spare, phase=phase)
 
 
 def accumulator_draws(random: RandomBits) -> Draws:

@@ -107,9 +107,9 @@ class StoredLeaf:
         return is_float and (is_few_bits(self.param) or is_few_bits(self.grad))
 
     @property
-    def words_read(self) -> tuple[int, int] | None:
-        """What its weight format reads of a stream; None without a format."""
-        return self.format and self.format.words_read(self.param.dtype)
+    def spare_stream(self) -> int | None:
+        """What its weight format has to spare for moments; None without a format."""
+        return self.format and self.format.spare_stream(self.param.dtype)
 
     def landed(
         self, update, random: RandomBits, landing: Landing, ahead=None

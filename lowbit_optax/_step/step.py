@@ -206,6 +206,6 @@ def draws_of_moments(
 ) -> dict[str, Draws]:
     """By the paths of leaves, the random numbers for their moments."""
     return {
-        leaf.name: moment_draws(bits, leaf.words_read, phase)
+        leaf.name: moment_draws(bits, leaf.spare_stream, phase)
         for leaf, bits in zip(leaves, random, strict=True)
     }

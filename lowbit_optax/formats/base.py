@@ -129,11 +129,11 @@ class WeightFormat:
         """
         return self
 
-    def words_read(self, dtype: jnp.dtype) -> tuple[int, int] | None:
-        """A stream, and how many leading bits of its words are read at most.
+    def spare_stream(self, dtype: jnp.dtype) -> int | None:
+        """The stream of whose words the leading 8 bits alone are read; None if none is.
 
         The leaf's moments may use the other bits, see
-        :class:`lowbit_optax._numerics.random_bits.Draws`; None if they may not.
+        :class:`lowbit_optax._numerics.random_bits.Draws`.
         """
         return None
 

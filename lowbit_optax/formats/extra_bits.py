@@ -79,13 +79,11 @@ class ExtraBits(WeightFormat):
             )
         return self.bits
 
-    def words_read(self, dtype):
+    def spare_stream(self, dtype):
         layout = float_layouts.layout_of(dtype)
-        if not layout.same_exponent:
-            return None  # their subnormals drop more bits
-        bits = layout.max_extra_bits - self._bits
-        # With more, a sum's bits would be those on which the moments depend most.
-        return (RESIDUAL_STREAM, bits) if self.stores_sum or bits <= 8 else None
+        # The subnormal numbers of other dtypes drop more bits.
+        is_short = layout.same_exponent and layout.max_extra_bits - self._bits <= 8
+        return RESIDUAL_STREAM if is_short and self.stores_sum else None
 
     def check(self, dtype):
         limit = float_layouts.layout_of(dtype).max_extra_bits

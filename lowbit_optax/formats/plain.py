@@ -142,13 +142,6 @@ class StochasticRounding(WeightFormat):
     def check(self, dtype):
         return why_not(self.significand, dtype)
 
-    def words_read(self, dtype):
-        is_bfloat16 = float_layouts.layout_of(dtype).same_exponent
-        is_plain = is_bfloat16 and self.significand is None
-        # A sum reads the bits that rounding leaves.
-        leaves_bits = is_plain and self.sum_rounding == "nearest"
-        return (PARAM_STREAM, 16) if leaves_bits else None
-
     def sum_stream(self, dtype):
         if self.sum_rounding == "nearest":
             return None

@@ -12,8 +12,6 @@ import typing
 import jax
 
 from lowbit_optax._numerics.landing import REPLACE, Landing
-from lowbit_optax._numerics.linear_code import RANDOM_BITS
-from lowbit_optax._numerics.random_bits import PARAM_STREAM
 from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.formats.base import Rounding, WeightFormat, check_rounding
 from lowbit_optax.formats.plain import Nearest
@@ -31,10 +29,6 @@ class QuantizedWeights(WeightFormat):
     def fields_of(self, param: tensors.QuantizedTensor) -> QuantizedFields:
         """The elementwise functions with which a kernel updates a leaf."""
         return QuantizedFields(param.bits, param.block_size, self.rounding)
-
-    def words_read(self, dtype):
-        is_random = self.rounding == "stochastic"
-        return (PARAM_STREAM, RANDOM_BITS) if is_random else None
 
     def for_leaf(self, shape, dtype, min_size):
         # For arrays among the quantised leaves, which are small and mostly float32.

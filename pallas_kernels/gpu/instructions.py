@@ -22,13 +22,6 @@ Rules = Mapping[Operation | core.Primitive, Callable | None]
 None stands for what an operation is defined to be.
 """
 
-PERMUTATIONS: Mapping[Operation | core.Primitive, Sequence[int]] = {
-    operations.reverse_bytes: (3, 2, 1, 0),
-    operations.third_byte_first: (0, 3, 2, 1),
-    operations.last_byte_first: (3, 1, 2, 0),
-}
-"""Operations that take bytes of a word: which ones, from the lowest."""
-
 
 class Instructions:
     """What a launcher's kernels compute by instructions of their own choice.
@@ -50,10 +43,6 @@ class Instructions:
             operations.pattern_above: None,
             operations.smaller: self.smaller,
             operations.power_of_five: self.power_of_five,
-            **{
-                operation: functools.partial(self.permuted, order)
-                for operation, order in PERMUTATIONS.items()
-            },
             **(rules or {}),
         }
 
@@ -86,18 +75,6 @@ class Instructions:
         """uint32 with the upper half of the product of two uint32, in 64 bits."""
         product = self.assemble("mul.hi.u32 $0, $1, $2;", [x, y], jnp.int32)
         return lax.bitcast_convert_type(product, jnp.uint32)
-
-    def signed_byte(self, word: jax.Array, number: int, place: int) -> jax.Array:
-        """int32 with a byte of a word at this place, its sign above it and 0 below.
-
-        Args:
-          word: uint32.
-          number: of the byte, from the lowest.
-          place: where it is to be, 0 to 3.
-        """
-        # Of 8 bytes, the word's and four that are 0. Those with 8 more are their signs.
-        chosen = [4] * place + [number] + [8 + number] * (3 - place)
-        return self._permute(word, chosen, jnp.int32)
 
     def to_float32(self, x: jax.Array) -> jax.Array:
         """bfloat16 as float32: a shift; Triton's conversion permutes bytes too."""
@@ -167,33 +144,6 @@ class Instructions:
         The one NaN that the GPU's arithmetic gives, 0x7FFFFFFF, is above infinity.
         """
         return lax.bitcast_convert_type(x, jnp.int32)
-
-    def permuted(
-        self, order: Sequence[int], word: jax.Array, shift: int = 0
-    ) -> jax.Array:
-        """One of :data:`PERMUTATIONS`, and a shift down by bytes, in one ``prmt``."""
-        return self._permute(word, [*order[shift:], *[4] * shift], jnp.uint32)
-
-    def placed_byte(self, word: jax.Array, number: int, place: int) -> jax.Array:
-        """uint32 with a byte of a word at this place, and 0 elsewhere."""
-        chosen = [4] * place + [number] + [4] * (3 - place)
-        return self._permute(word, chosen, jnp.uint32)
-
-    def byte_below(self, word: jax.Array, number: int, above: int) -> jax.Array:
-        """uint32 ``above``, a multiple of 256, with a byte of a word as its lowest."""
-        return self._permute(word, [number, 5, 6, 7], jnp.uint32, above)
-
-    def _permute(
-        self, word: jax.Array, chosen: Sequence[int], dtype, other: int = 0
-    ) -> jax.Array:
-        """Bytes, from the lowest; 0 to 3 are the word's, and 4 to 7 the other's.
-
-        8 more stand for eight times the byte's sign.
-        """
-        selector = sum(choice << 4 * i for i, choice in enumerate(chosen))
-        instruction = f"prmt.b32 $0, $1, {other}, {selector};"
-        permuted = self.assemble(instruction, [word], jnp.int32)
-        return lax.bitcast_convert_type(permuted, dtype)
 
     def smaller(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """See :func:`.operations.smaller`; Hopper takes the least of three integers."""
@@ -269,21 +219,6 @@ class Instructions:
         letter = "f" if dtype == jnp.float32 else "r"
         constraints = ",".join(["=" + letter, *[letter] * len(args)])
         return self.elementwise(instructions, constraints, args, dtype)
-
-    def put_bytes(
-        self, words: Sequence[jax.Array], numbers: Sequence[int]
-    ) -> jax.Array:
-        """uint32 of four bytes, the lowest first: one of each word, by its number."""
-        a, b, c, d = numbers
-        word = self.assemble(
-            "{ .reg .b32 low, high;"
-            f" prmt.b32 low, $1, $2, {a + 16 * (4 + b)};"
-            f" prmt.b32 high, $3, $4, {c + 16 * (4 + d)};"
-            " prmt.b32 $0, low, high, 0x5410; }",
-            words,
-            jnp.int32,
-        )
-        return lax.bitcast_convert_type(word, jnp.uint32)
 
 
 def by_branches(

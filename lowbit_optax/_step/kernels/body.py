@@ -222,7 +222,7 @@ class LeafBody:
         """
         prepared = self._by_number(after or ())
         phase = self.phase and scalar_value(self.phase, scalars[KEYS:])
-        draws = moment_draws(random, self.weight.words_read, phase)
+        draws = moment_draws(random, self.weight.spare_stream, phase)
         stored = []
         for n, rows in enumerate(self.moments, 1):
             moment = _quotient(rows, new, n), prepared.get(n)

@@ -24,13 +24,13 @@ class WeightRows:
         QuantizedTensor.
       quantized: the functions of its fields, if the leaf is a QuantizedTensor.
       has_residual: whether a residual follows the parameter among the operands.
-      words_read: as of :class:`.StoredLeaf`.
+      spare_stream: as of :class:`.StoredLeaf`.
     """
 
     format: WeightFormat | None
     quantized: QuantizedFields | None
     has_residual: bool
-    words_read: tuple[int, int] | None
+    spare_stream: int | None
 
     maxima: typing.ClassVar[int] = 1
     relative_to: typing.ClassVar[None] = None
@@ -40,9 +40,9 @@ class WeightRows:
         """The weight of this leaf."""
         if isinstance(leaf.format, QuantizedWeights):
             fields = leaf.format.fields_of(leaf.param)
-            return cls(None, fields, False, leaf.words_read)
+            return cls(None, fields, False, leaf.spare_stream)
         format_ = leaf.format and leaf.format.on_fields()
-        return cls(format_, None, leaf.residual is not None, leaf.words_read)
+        return cls(format_, None, leaf.residual is not None, leaf.spare_stream)
 
     @property
     def passes_through(self) -> bool:

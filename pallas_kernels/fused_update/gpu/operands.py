@@ -18,7 +18,6 @@ from pallas_kernels.bitfields import get_field, join_fields, put_fields
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.gpu.lanes import TiledLanes
 from pallas_kernels.fused_update.gpu.numbers import Scalar
-from pallas_kernels.fused_update.gpu.peephole import Byte, put_bytes
 from pallas_kernels.gpu.instructions import Instructions, by_branches
 from pallas_kernels.layout import is_unrolled, period
 
@@ -143,8 +142,7 @@ class Packed:
       layer: of the stack; None if it is not a stack.
       lanes: of the program.
       bits: width of a field.
-      instructions: of the launcher, by which fields of 8 bits are given as
-        :class:`Byte`; None if XLA runs the operations.
+      instructions: of the launcher; None if XLA runs the operations.
     """
 
     number: int
@@ -152,11 +150,6 @@ class Packed:
     lanes: TiledLanes
     bits: int
     instructions: Instructions | None
-
-    @property
-    def by_bytes(self) -> bool:
-        """Whether fields are given as :class:`Byte`."""
-        return self.bits == 8 and self.instructions is not None
 
     @property
     def _chunk_bits(self) -> int:
@@ -200,10 +193,8 @@ class Packed:
         below = [x >> shift for x in words]
         return [x | y for x, y in zip(below, above, strict=False)] + below[-1:]
 
-    def field(self, words: Sequence[jax.Array], row: int) -> jax.Array | Byte:
+    def field(self, words: Sequence[jax.Array], row: int) -> jax.Array:
         """The fields of a row of the chunk that these words are :meth:`aligned` to."""
-        if self.by_bytes:
-            return Byte(words[row // 4], row % 4)
         return get_field(words, row, self.bits)
 
     def first_carry(self) -> jax.Array | None:
@@ -219,10 +210,7 @@ class Packed:
         """The words that a chunk fills, and the word that it leaves open."""
         if carry is not None:
             return self._full_words(chunk, fields, carry)
-        if self.by_bytes:
-            words = put_bytes(fields, typing.cast(Instructions, self.instructions))
-        else:
-            words = put_fields(fields, self.bits)
+        words = put_fields(fields, self.bits)
         words = self._without_padding(chunk, words)
         accesses = self._accesses(chunk * np.int32(len(words)), len(words))
         return list(zip(accesses, words, strict=True)), None

@@ -35,7 +35,6 @@ from pallas_kernels.fused_update.gpu.operands import (
     Stores,
 )
 from pallas_kernels.fused_update.gpu.peephole import (
-    Byte,
     with_instructions,
     with_peephole_rules,
 )
@@ -134,14 +133,7 @@ class _Program:
         ]
         self._per_row = [x for x in self._writes if not isinstance(x, _PerBlock)]
         self._packed = [x for x in self._per_row if isinstance(x, Packed)]
-        bytes_ = [
-            i
-            for i, x in enumerate(self._per_row)
-            if isinstance(x, Packed) and x.by_bytes
-        ]
-        self._run = with_instructions(
-            self._body, "__call__", instructions, tuple(bytes_)
-        )
+        self._run = with_instructions(self._body, "__call__", instructions)
         # Rows that are read and written one by one take fewer registers.
         self._reads_at_once = bool(self._leaf.block_sizes) or memory.has_branches
 
@@ -237,7 +229,7 @@ class _Program:
         values = self._memory.load(list(wanted.values()))
         return dict(zip(wanted, values, strict=True))
 
-    def _values(self, row: Row, loaded) -> list[jax.Array | Byte]:
+    def _values(self, row: Row, loaded) -> list[jax.Array]:
         """The elements of a row, per operand that is not per block."""
         return [
             x.field(loaded[number, 0], row.number)

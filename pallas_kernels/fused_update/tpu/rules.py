@@ -27,7 +27,6 @@ from pallas_kernels.fused_update.tpu.values import (
     Field,
     Lazy,
     Narrow,
-    ReversedBytes,
     Sum,
     XorShifted,
     whole,
@@ -151,8 +150,6 @@ def _shift_left(x, places):
 
 @_by_number
 def _shift_right(x, places):
-    if isinstance(x, ReversedBytes) and places == 8:
-        return x.leading()
     if isinstance(x, XorShifted) and places + x.shift >= 32:
         return Field(x.word, places, 32 - places)
     if not isinstance(x, Field):
@@ -274,15 +271,7 @@ def _pattern_above(x, base, most) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32) - base
 
 
-def _reverse_bytes(x) -> ReversedBytes:
-    words = whole(x)
-    is_shifted = isinstance(x, XorShifted) and x.shift == 16
-    upper = (x.word if is_shifted else words) >> jnp.uint32(16)
-    return ReversedBytes(words, upper)
-
-
 OPERATIONS = {
-    operations.PREFIX + "reverse_bytes": _reverse_bytes,
     operations.PREFIX + "pattern_above": _pattern_above,
 }
 """Functions for :data:`.operations.OPERATIONS`, by names of their calls."""

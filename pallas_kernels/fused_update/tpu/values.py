@@ -122,24 +122,6 @@ class XorShifted:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReversedBytes:
-    """A uint32 word whose bytes are in the opposite order; and its upper half."""
-
-    word: jax.Array
-    upper: jax.Array
-
-    def value(self) -> jax.Array:
-        """As an array."""
-        last = self.word >> jnp.uint32(24)
-        return self.leading() << jnp.uint32(8) | last
-
-    def leading(self) -> jax.Array:
-        """The value shifted right by a byte: two bytes change places, one stays."""
-        swapped = self.word << jnp.uint32(16) | self.upper
-        return swapped & jnp.uint32(0x00FF00FF) | self.word & jnp.uint32(0xFF00)
-
-
-@dataclasses.dataclass(frozen=True)
 class Sum:
     """A sum of uint32: an array that does not change in a loop, scalars, a constant.
 
@@ -157,7 +139,7 @@ class Sum:
         return total + jnp.uint32(self.constant) if self.constant else total
 
 
-Lazy = Field | XorShifted | ReversedBytes | Sum
+Lazy = Field | XorShifted | Sum
 """What has no array yet; see :func:`whole`."""
 
 

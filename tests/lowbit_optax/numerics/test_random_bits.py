@@ -125,38 +125,25 @@ def test_halves_are_the_halves_of_the_words():
         np.testing.assert_array_equal(high, whole >> 16)
 
 
-# By how many bits a weight reads, the bytes that it and moments 0 and 1 read, numbered
-# from the leading one. The leading 8 bits of each are nobody else's.
-BYTES = {
-    8: ([0], [1, 2, 3], [3, 2, 1, 0]),
-    16: ([0, 1], [2, 1, 0, 3], [3, 1, 2, 0]),
-    24: ([0, 1, 2], [2, 1, 0, 3], [3, 1, 2, 0]),
-}
-
-
-@pytest.mark.parametrize("read", BYTES)
 @pytest.mark.parametrize("stream", [PARAM_STREAM, RESIDUAL_STREAM])
-def test_moments_take_what_the_weight_leaves_of_its_words(stream, read):
+def test_two_moments_take_what_the_weight_leaves_of_its_words(stream):
     (random,) = random_bits(jnp.uint32(5), jnp.uint32(6), [7])
     words = np.asarray(random.words((100,), stream))
-    of_words = words.astype(">u4").view(np.uint8).reshape(100, 4)
-    of_weight, *of_moments = BYTES[read]
-    assert len(of_weight) * 8 == read
-    draws = moment_draws(random, (stream, read))
-    for number, numbers in enumerate(of_moments):
-        given = np.asarray(draws.twelve((100,), number)).astype(">u4").view(np.uint8)
-        given = given.reshape(100, 4)[:, : len(numbers)]
-        np.testing.assert_array_equal(given, of_words[:, numbers])
+    draws, own = moment_draws(random, stream), moment_draws(random)
+    first, second = (np.asarray(draws.twelve((100,), n)) for n in (0, 1))
+    np.testing.assert_array_equal(first >> 20, words >> 12 & 0xFFF)
+    np.testing.assert_array_equal(second >> 20, words & 0xFFF)
+    np.testing.assert_array_equal(second & 0xFFFFF, 1 << 19)
+    np.testing.assert_array_equal(draws.twelve((100,), 2), own.twelve((100,), 2))
 
 
 def test_other_moments_have_words_of_their_own():
     (random,) = random_bits(jnp.uint32(5), jnp.uint32(6), [7])
-    leading = lambda words: np.asarray(words) >> 20
-    shared, own = moment_draws(random, (PARAM_STREAM, 8)), moment_draws(random)
+    draws = moment_draws(random)
     for number in (0, 1, 2):
-        half = np.asarray(own.halves((100,), number))
-        np.testing.assert_array_equal(leading(own.twelve((100,), number)), half >> 4)
-    np.testing.assert_array_equal(shared.twelve((100,), 2), own.twelve((100,), 2))
+        half = np.asarray(draws.halves((100,), number))
+        leading = np.asarray(draws.twelve((100,), number)) >> 20
+        np.testing.assert_array_equal(leading, half >> 4)
 
 
 def test_no_two_uses_of_a_leaf_have_a_stream_in_common():

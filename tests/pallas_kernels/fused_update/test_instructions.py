@@ -9,15 +9,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 
 from pallas_kernels import operations
-from pallas_kernels.fused_update.gpu.peephole import Byte
 from pallas_kernels.fused_update.gpu.peephole import (
     with_peephole_rules as by_instructions,
 )
 from pallas_kernels.fused_update.gpu.triton import INSTRUCTIONS as instructions
-from pallas_kernels.gpu.instructions import PERMUTATIONS
 
 U32 = np.uint32
 
@@ -137,57 +134,6 @@ def test_a_master_stays_only_if_it_rounds_to_the_parameter():
     assert len(x) < kept < 3 * len(x)
 
 
-@pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("drop", [0, 8, 16])
-def test_the_sign_of_a_byte_is_extended(number, drop):
-    def extend(field):
-        signed = (field << jnp.uint32(24)).astype(jnp.int32)
-        return signed >> jnp.int32(24 - drop)
-
-    words = masters()
-    short = lambda word: with_peephole_rules(extend)(Byte(word, number))
-    (got,) = execute(assembly(short, np.uint32), words)
-    want = extend(jnp.asarray(words >> U32(8 * number) & U32(255)))
-    np.testing.assert_array_equal(got, np.asarray(want).view(U32))
-
-
-@pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("shift", [4, 8, 15, 20, 23])
-def test_a_byte_is_moved_to_its_place_at_once(number, shift):
-    short = lambda word: with_peephole_rules(lambda x: x << shift)(Byte(word, number))
-    words = masters()
-    (moved,) = execute(assembly(short, np.uint32), words)
-    moved = moved << U32(shift % 8)
-    want = (words >> U32(8 * number) & U32(255)) << U32(shift)
-    np.testing.assert_array_equal(moved, want)
-
-
-@pytest.mark.parametrize(("operation", "order"), PERMUTATIONS.items())
-@pytest.mark.parametrize("shift", [0, 8, 16, 24])
-def test_bytes_are_permuted_and_shifted_at_once(operation, order, shift):
-    def function(x):
-        permuted = operation(x)
-        return permuted >> shift if shift else permuted
-
-    words = masters()
-    *_, asm = assemblies(with_peephole_rules(function), np.uint32)
-    (got,) = execute(asm, words)
-    permuted = words.view(np.uint8).reshape(-1, 4)[:, order].copy().view(U32)[:, 0]
-    np.testing.assert_array_equal(got, permuted >> U32(shift))
-    np.testing.assert_array_equal(function(jnp.asarray(words)), got)
-
-
-def test_a_byte_gets_three_bytes_of_a_constant_above_it_at_once():
-    for number in range(4):
-        short = lambda word, number=number: with_peephole_rules(
-            lambda x: x | jnp.uint32(0x4B008000)
-        )(Byte(word, number))
-        words = masters()
-        (got,) = execute(assembly(short, np.uint32), words)
-        byte = words >> U32(8 * number) & U32(255)
-        np.testing.assert_array_equal(got, byte | U32(0x4B008000))
-
-
 def test_powers_of_five_come_from_tables():
     n = np.arange(128, 136, dtype=U32)
     want = [0, *(5.0**i for i in range(7))]
@@ -204,11 +150,6 @@ def test_the_smaller_of_two_numbers_is_that_of_their_patterns():
         np.testing.assert_array_equal(smaller(jnp.asarray(x), jnp.asarray(y)), want)
 
 
-def test_one_mask_serves_the_bytes_of_a_word():
-    masked = with_peephole_rules(lambda x: x & 0x7F)(Byte(jnp.uint32([0xFF80A17F]), 1))
-    np.testing.assert_array_equal(masked, [0x21])
-
-
 def test_nans_have_one_pattern():
     x = masters()
     nan = np.isnan(x.view(np.float32))
@@ -221,13 +162,6 @@ def test_nans_have_one_pattern():
         if instruction:  # arithmetic on a GPU gives this NaN and no other
             known = jnp.asarray(np.where(nan, U32(0x7FFFFFFF), x).view(np.float32))
             np.testing.assert_array_equal(instruction(known), got)
-
-
-def test_a_field_that_is_used_otherwise_is_taken_from_its_word():
-    field = with_peephole_rules(lambda x: x + jnp.uint32(1))(
-        Byte(jnp.uint32([0x1234]), 1)
-    )
-    np.testing.assert_array_equal(field, [0x13])
 
 
 def test_a_nan_stays_one_after_rounding_its_pattern():
@@ -260,7 +194,7 @@ def test_every_operation_has_a_rule_or_is_said_to_have_none():
 
 
 def test_a_call_of_an_operation_is_recognised():
-    (eqn,) = jax.make_jaxpr(operations.reverse_bytes)(jnp.uint32(1)).eqns
-    assert operations.operation_of(eqn) is operations.reverse_bytes
+    (eqn,) = jax.make_jaxpr(operations.ordered_pattern)(jnp.float32(1)).eqns
+    assert operations.operation_of(eqn) is operations.ordered_pattern
     (other,) = jax.make_jaxpr(jax.jit(lambda x: x))(jnp.uint32(1)).eqns
     assert operations.operation_of(other) is other.primitive

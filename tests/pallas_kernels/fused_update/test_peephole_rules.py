@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.fused_update.gpu.peephole import Byte
 from pallas_kernels.fused_update.gpu.peephole import (
     with_peephole_rules as by_instructions,
 )
@@ -19,8 +18,8 @@ X = jnp.linspace(0.5, 2, 8)
 WORDS = jnp.uint32([0x12345678, 0xFEDCBA98])
 
 
-def with_peephole_rules(function, bytes_=()):
-    return by_instructions(function, INSTRUCTIONS, bytes_)
+def with_peephole_rules(function):
+    return by_instructions(function, INSTRUCTIONS)
 
 
 def operations(function, *args):
@@ -113,9 +112,3 @@ def test_other_fields_are_the_lowest_byte(field):
     (byte,) = with_peephole_rules(lambda x: [field(x)], [0])(WORDS)
     assert byte.number == 0
     np.testing.assert_array_equal(np.asarray(byte.word) & 0xFF, field(WORDS))
-
-
-def test_only_the_results_asked_for_are_bytes():
-    byte, field = with_peephole_rules(lambda x: [x >> 24, x >> 24], [0])(WORDS)
-    assert isinstance(byte, Byte)
-    np.testing.assert_array_equal(field, WORDS >> 24)

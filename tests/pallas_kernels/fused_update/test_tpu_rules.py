@@ -80,19 +80,10 @@ OF_WORDS = {
     "byte": lambda x: (x >> U32(24)).astype(jnp.uint8),
     "half": lambda x: x.astype(jnp.int32).astype(jnp.uint16),
     "a difference of constants": lambda x: x >> (U32(32) - U32(7)),
-    "reversed": operations.reverse_bytes,
-    "reversed >> 8": lambda x: operations.reverse_bytes(x) >> U32(8),
-    "reversed >> 12": lambda x: operations.reverse_bytes(x) >> U32(12),
     "xor with itself shifted": lambda x: x ^ x >> U32(16),
     "xor with itself shifted >> 16": lambda x: (x ^ x >> U32(16)) >> U32(16),
     "xor with itself shifted >> 15": lambda x: (x ^ x >> U32(16)) >> U32(15),
     "xor with itself shifted << 8": lambda x: (x ^ x >> U32(16)) << U32(8),
-    "xor with itself shifted, reversed": lambda x: operations.reverse_bytes(
-        x ^ x >> U32(16)
-    ),
-    "xor with itself shifted by 8, reversed": lambda x: operations.reverse_bytes(
-        x ^ x >> U32(8)
-    ),
     "a scalar among arrays": lambda x: jnp.where(x > U32(3), x, U32(3)),
     "a maximum": lambda x: jnp.maximum(x, x[::-1]),
     "a minimum with a scalar": lambda x: jnp.minimum(x, U32(2**31)),
