@@ -353,13 +353,7 @@ def lanes_of(
     readable = None
     if tiling.cuts_columns:
         exists = in_piece < numbers["columns"]
-        inside = _both(inside, exists, arrangement)
-        if tiling.program.stacked > 1:
-            # There is a mask for each column, and a masked load takes an instruction
-            # more.
-            in_piece = jnp.minimum(in_piece, numbers["columns"] - np.int32(1))
-        else:
-            readable = inside
+        readable = inside = _both(inside, exists, arrangement)
     column = in_piece
     if piece is not None:
         column = spread(piece * numbers["columns"]) + in_piece

@@ -22,20 +22,12 @@ _LEAST_LEAVES = 3
 
 @dataclasses.dataclass(frozen=True)
 class Sharing(ProgramSize):
-    """How large a launcher's programs are, and which leaves share its kernels.
-
-    Args:
-      stacked_if_narrow: tiles of a lane, where no two neighbours are aligned.
-    """
-
-    stacked_if_narrow: int = 1
+    """How large a launcher's programs are, and which leaves share its kernels."""
 
     def common_tilings(self, shards: Sequence[Shard]) -> list[Tiling]:
         """The tilings of leaves that share a kernel, alike in all but their numbers."""
         tilings = [self.tiling(shard) for shard in shards]
-        if len(shards) == 1:
-            return [self._stacked(tilings[0])]
-        if not tilings[0].is_small:
+        if len(shards) == 1 or not tilings[0].is_small:
             return tilings
         small = dataclasses.replace(
             self,
@@ -44,20 +36,6 @@ class Sharing(ProgramSize):
             aligned=min(tiling.width for tiling in tilings),
         )
         return [dataclasses.replace(tiling, program=small) for tiling in tilings]
-
-    def _stacked(self, tiling: Tiling) -> Tiling:
-        """The tiling of a leaf that has a kernel of its own.
-
-        Where no two neighbours are aligned, a thread has a column of some tiles, and
-        finds each of them. It finds those below one another at once.
-        """
-        is_narrow = not tiling.is_flat and tiling.width == tiling.word_width == 1
-        count = self.stacked_if_narrow
-        if not (is_narrow and tiling.is_simple and tiling.tiles == 1) or count == 1:
-            return tiling
-        size = dataclasses.replace(self, lanes=self.lanes // count, stacked=count)
-        stacked = dataclasses.replace(tiling, program=size)
-        return stacked if stacked.cuts_rows == tiling.cuts_rows else tiling
 
     def max_leaves(self, leaves: Sequence[Leaf]) -> int:
         """How many of these leaves a kernel should update at most."""

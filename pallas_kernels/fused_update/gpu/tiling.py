@@ -36,7 +36,6 @@ class ProgramSize:
       cost_of_two: how many times as long a load or a store takes to compile where
         blocks are of two sizes.
       aligned: how many elements of a flat leaf are aligned at most.
-      stacked: tiles of a lane, one below the other, where fields repeat within each.
     """
 
     flat_width: int
@@ -45,7 +44,6 @@ class ProgramSize:
     lanes: int
     cost_of_two: int = 1
     aligned: int = TILE_COLUMNS
-    stacked: int = 1
 
     def tiling(self, shard: Shard) -> "Tiling":
         """The tiling of a leaf's part."""
@@ -200,8 +198,7 @@ class Tiling:
         """Rows of a lane."""
         if self.is_flat:
             return self.program.flat_rows
-        tiles = TILE_ROWS * self.program.stacked
-        return math.lcm(tiles, *(period(bits)[0] for bits in self.packed))
+        return math.lcm(TILE_ROWS, *(period(bits)[0] for bits in self.packed))
 
     @property
     def chunk_rows(self) -> int:
@@ -242,13 +239,11 @@ class Tiling:
     @functools.cached_property
     def is_one_matrix(self) -> bool:
         """Whether its matrices, one below the other, are one for words and blocks."""
-        if (self.cuts_rows and self.program.stacked == 1) or not self.is_simple:
+        if self.cuts_rows or not self.is_simple:
             # A remainder has bounds, by which masks and loops take fewer registers.
             return False
         if self.lead == 1:
             return True
-        if self.cuts_rows:
-            return False
         rows = self.steps * self.step_rows
         ends = [
             *(self.word_rows(bits) * WORD == rows * bits for bits in self.packed),

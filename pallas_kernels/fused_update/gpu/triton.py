@@ -30,8 +30,6 @@ _SIZE = Sharing(
     # They are loaded by branches of their own: LPMM's Adam takes 3 seconds to compile
     # for one leaf, 6 for 3 and 14 for 6.
     cost_of_two=2,
-    # A thread then has two elements of a row, which it rounds to bfloat16 at once.
-    stacked_if_narrow=2,
 )
 _FLAT_WARPS, _WARPS = 4, 2
 
