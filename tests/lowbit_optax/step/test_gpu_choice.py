@@ -126,3 +126,16 @@ def test_amds_gpus_have_no_capability(monkeypatch):
     at_hand(monkeypatch, ("AMD Instinct MI300X", "gfx942"))
     assert platforms.target_gpu() is None
     assert KERNEL in traced()  # in the branch that is for CUDA
+
+
+def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch):
+    monkeypatch.setattr(platforms, "has_mosaic", lambda: False)
+    with pytest.raises(NotImplementedError, match=r"'mosaic' needs JAX 0\.11"):
+        lowbit_optax.kahan_adamw(1e-3, implementation="mosaic")
+
+
+def test_kernels_for_gpus_are_those_that_are_named_or_tritons():
+    assert platforms.launcher_name(None) == platforms.launcher_name("pallas")
+    assert platforms.launcher_name(None) == "triton"
+    assert platforms.launcher_name("mosaic") == "mosaic"
+    assert platforms.launcher_name("triton") == "triton"

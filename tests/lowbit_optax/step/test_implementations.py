@@ -14,7 +14,6 @@ import optax
 import pytest
 from exact_steps import (
     MOMENTUM,
-    QUICK,
     apply_any,
     both,
     dyadic_series,
@@ -40,9 +39,7 @@ from lowbit_optax import (
     lowbit,
     stochastic_rounding,
 )
-from lowbit_optax._step.blanks import is_blank
 from lowbit_optax.formats.block_quantized import QuantizedMoment
-from pallas_kernels import platforms
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -137,18 +134,6 @@ def test_blocks_without_a_finite_value_have_the_same_bits(value):
     assert [(int(i), int(j)) for i, j in np.argwhere(scales == 0)] == [(1, 1)]
 
 
-@pytest.mark.slow_to_compile
-def test_small_leaves_beside_quantized_ones_have_the_same_bits():
-    params = model()
-    series = dyadic_series(params, 2, bits=8)
-    options = dict(weights=kahan(), moments=block_quantized(8))
-    by_kernels, by_xla = both(params, series, **options)
-    assert_same_bits(by_kernels, by_xla)
-    trace = by_kernels[1].inner_state[0].trace
-    assert trace.codes["bias"].dtype == jnp.float32
-    assert is_blank(trace.scales["bias"])
-
-
 MIXED = {
     "kernel": normal((64, 72)),
     "small": normal((3, 5)),
@@ -166,30 +151,17 @@ MIXED = {
 
 @pytest.mark.slow_to_compile
 @pytest.mark.parametrize(
-    ("weights", "advance"),
-    [(extra_bits(8), lowbit_optax.step), (kahan(), apply_any)],
+    ("weights", "moments", "advance"),
+    [
+        (extra_bits(8), BFLOAT16_MOMENTS, lowbit_optax.step),
+        (kahan(), block_quantized(8), apply_any),
+    ],
     ids=["bits_step", "kahan_update"],
 )
-def test_trees_of_many_kinds_of_leaves_have_the_same_bits(weights, advance):
-    options = dict(weights=weights, moments=BFLOAT16_MOMENTS, min_size=0)
-    series = dyadic_series(MIXED, 3)
+def test_trees_of_many_kinds_of_leaves_have_the_same_bits(weights, moments, advance):
+    options = dict(weights=weights, moments=moments, min_size=64)
+    series = dyadic_series(MIXED, 3, bits=8)
     assert_same_bits(*both(MIXED, series, advance=advance, **options))
-
-
-def test_leaves_of_integers_pass_through_beside_kernels():
-    params = model() | {"steps": jnp.arange(5)}
-    inner = optax.masked(MOMENTUM, {name: name != "steps" for name in params})
-    (series,) = dyadic_series(model(), 1)
-    series = [series | {"steps": jnp.zeros(5, int)}]
-    with pytest.raises(ValueError, match=r"params\['steps'\]: it is a leaf of int32"):
-        trained("pallas", params, series, inner=inner)
-    tx = lowbit(inner, weights=extra_bits(16), moments="float32")
-    assert_same_bits(
-        jax.jit(functools.partial(lowbit_optax.step, tx))(
-            params, tx.init(params), series[0]
-        ),
-        trained("xla", params, series, inner=inner),
-    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e5m2])
@@ -202,12 +174,8 @@ def test_gradients_of_any_float_dtype_have_the_same_bits(dtype):
 # Transformations that round: the masters agree but for a few units.
 
 CLOSE = {
-    "adamw": optax.adamw(0.01, weight_decay=0.1),
     "schedule": optax.adamw(optax.cosine_decay_schedule(0.02, 9)),
-    "lion": optax.lion(0.003),
     "lamb": optax.lamb(0.01),
-    "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01)),
-    "injected": optax.inject_hyperparams(optax.adamw)(0.01),
     "accumulated": optax.MultiSteps(optax.adamw(0.01), 2),
     "schedule_free": optax.contrib.schedule_free_adamw(0.01),
 }
@@ -226,25 +194,8 @@ def test_five_steps_of_transformations_that_round_agree_closely(inner):
         np.testing.assert_allclose(own, others, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["extra_bits_8", "kahan", "stochastic_rounding"])
-def test_adamw_in_few_bits_differs_in_few_roundings(name):
-    params = model()
-    got, want = both(
-        params,
-        gradient_series(params, 5),
-        inner=optax.adamw(0.01),
-        weights=ALL_FORMATS[name],
-        moments=BFLOAT16_MOMENTS,
-    )
-    assert spec_of(got) == spec_of(want)
-    for own, other in zip(*map(jax.tree.leaves, (got[0], want[0])), strict=True):
-        own, other = np.asarray(own, np.float32), np.asarray(other, np.float32)
-        assert np.mean(own != other) < 0.01
-        np.testing.assert_allclose(own, other, rtol=2**-6, atol=0.01)
-
-
 def test_without_a_kernel_the_error_names_the_leaf_and_the_reason():
-    params = model()
+    params = {"kernel": model()["kernel"]}
     series = dyadic_series(params, 1)
     for inner in (MUON, optax.adafactor(0.01, min_dim_size_to_factor=8)):
         with pytest.raises(
@@ -339,58 +290,7 @@ def test_a_traced_step_leaves_the_choice_to_the_platform():
     )
 
 
-@pytest.mark.parametrize("advance", ADVANCES.values(), ids=ADVANCES)
-@pytest.mark.parametrize("inner", [optax.adamw(0.01), MUON], ids=["adamw", "muon"])
-def test_none_on_a_cpu_is_xla_in_every_bit(inner, advance):
-    params = model()
-    series = gradient_series(params, 3)
-    options = dict(
-        inner=inner, weights=extra_bits(8), moments=BFLOAT16_MOMENTS, advance=advance
-    )
-    left, xla = (trained(name, params, series, **options) for name in (None, "xla"))
-    assert_same_bits(left, xla)
-    tx = lowbit(inner, weights=extra_bits(8), moments=BFLOAT16_MOMENTS)
-    eager = advance(tx, params, tx.init(params), series[0])
-    assert spec_of(eager) == spec_of(left)
-
-
 # Around a step.
-
-
-def test_donated_buffers_are_all_reused():
-    tx = weights_only(MOMENTUM, extra_bits(8), implementation="pallas", min_size=0)
-    params = jax.tree.map(jnp.copy, model())
-    (grads,) = dyadic_series(params, 1)
-    state = tx.init(params)
-    given = jax.tree.leaves((state, params))
-    run = jax.jit(
-        functools.partial(lowbit_optax.step, tx),
-        donate_argnums=(0, 1),
-        compiler_options=QUICK,
-    )
-    got = run(params, state, grads)  # a donation that cannot be used warns: an error
-    assert all(leaf.is_deleted() for leaf in given)
-    (series,) = dyadic_series(model(), 1)
-    want = trained("xla", model(), [series], weights=extra_bits(8), min_size=0)
-    assert_same_bits(got, want)
-
-
-@pytest.mark.slow_to_compile
-def test_steps_may_be_scanned():
-    params = model()
-    series = dyadic_series(params, 5)
-    tx = weights_only(MOMENTUM, extra_bits(8), implementation="pallas")
-
-    def body(carry, grads):
-        params, state = carry
-        return lowbit_optax.step(tx, params, state, grads), None
-
-    stacked = jax.tree.map(lambda *each: jnp.stack(each), *series)
-    scan = jax.jit(
-        lambda carry: jax.lax.scan(body, carry, stacked)[0], compiler_options=QUICK
-    )
-    got = scan((params, tx.init(params)))
-    assert_same_bits(got, trained("xla", params, series, weights=extra_bits(8)))
 
 
 def test_members_of_an_ensemble_are_each_alone():
@@ -405,16 +305,3 @@ def test_members_of_an_ensemble_are_each_alone():
         own = jax.tree.map(lambda p, i=i: p[i], pair)
         want = trained("xla", own, [grads], weights=extra_bits(8))
         assert_same_bits(jax.tree.map(lambda x, i=i: x[i], got), want)
-
-
-def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch):
-    monkeypatch.setattr(platforms, "has_mosaic", lambda: False)
-    with pytest.raises(NotImplementedError, match=r"'mosaic' needs JAX 0\.11"):
-        lowbit_optax.kahan_adamw(1e-3, implementation="mosaic")
-
-
-def test_kernels_for_gpus_are_those_that_are_named_or_tritons():
-    assert platforms.launcher_name(None) == platforms.launcher_name("pallas")
-    assert platforms.launcher_name(None) == "triton"
-    assert platforms.launcher_name("mosaic") == "mosaic"
-    assert platforms.launcher_name("triton") == "triton"
