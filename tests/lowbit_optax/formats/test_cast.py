@@ -1,8 +1,5 @@
 """Moments in narrow floats: nearest rounding stalls them, stochastic does not."""
 
-import functools
-
-import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -153,44 +150,3 @@ def test_two_moments_and_two_steps_are_rounded_by_independent_draws(dtype):
 
 
 # In training.
-
-
-@functools.cache
-def trained(moments, steps=3):
-    """Adam's and momentum's state with moments in these formats."""
-    tx = lowbit_optax.lowbit(
-        optax.chain(optax.scale_by_adam(), optax.trace(0.9)),
-        weights=lowbit_optax.kahan(),
-        moments=dict(moments) if isinstance(moments, tuple) else moments,
-    )
-    params = {"w": jnp.ones((16, 4), jnp.bfloat16), "b": jnp.ones(4)}
-    grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.3), params)
-
-    @jax.jit
-    def run(params):
-        state = tx.init(params)
-        for _ in range(steps):
-            params, state = lowbit_optax.step(tx, params, state, grads)
-        return state.inner_state
-
-    with jax.numpy_dtype_promotion("standard"):
-        return run(params)
-
-
-def test_each_moment_is_kept_in_the_format_that_its_name_was_given():
-    adam, trace = trained((("mu", cast(jnp.float16)), ("trace", cast(jnp.bfloat16))))
-    assert {x.dtype for x in jax.tree.leaves(adam.mu)} == {np.dtype(np.float16)}
-    assert {x.dtype for x in jax.tree.leaves(adam.nu)} == {np.dtype(np.float32)}
-    assert {x.dtype for x in jax.tree.leaves(trace.trace)} == {np.dtype(jnp.bfloat16)}
-    assert adam.count.dtype == jnp.int32
-
-
-def test_moments_follow_the_float32_ones():
-    _, trace = trained(cast(jnp.bfloat16))
-    _, wide = trained("float32")
-    # Three roundings of at most 2^-7 each.
-    chex.assert_trees_all_close(
-        jax.tree.map(lambda x: x.astype(jnp.float32), trace.trace),
-        wide.trace,
-        rtol=3 * 2.0**-7,
-    )

@@ -251,10 +251,6 @@ def pruned(params):
     return jax.tree.map(prune, params)
 
 
-def projected(params):
-    return jax.tree.map(lambda w: jnp.clip(w, -0.5, 0.5), params)
-
-
 def untouched(params):
     return params
 
@@ -289,35 +285,6 @@ def test_a_pruned_weight_starts_from_zero(name, advance):
     for w in after.values():
         is_pruned = np.arange(w.size).reshape(w.shape) % 3 == 0
         np.testing.assert_array_equal(np.asarray(w)[is_pruned], -(2.0**-7))
-
-
-@each_way
-@each_format
-def test_a_projection_at_every_step(name, advance):
-    tx = sgd(FORMATS[name])
-    params = projected(start())
-    params, state = train(tx, advance, params, tx.init(params), projected, 20)
-    masters = lowbit_optax.master_weights(params, state)
-    for leaf in SHAPES:
-        w, master = np.asarray(params[leaf]), np.asarray(masters[leaf])
-        assert np.all(np.abs(w.astype(np.float32)) <= 0.5)
-        assert np.all(spacings_away(master, w) <= 2)
-
-
-@each_way
-@each_format
-def test_other_weights_swapped_in_are_trained_on(name, advance):
-    tx = sgd(FORMATS[name])
-    params = start()
-    params, state = train(tx, advance, params, tx.init(params), untouched, 10)
-    swapped = start(seed=5)
-    grads = jax.tree.map(lambda w: jnp.full(w.shape, 2.0, jnp.float32), swapped)
-    after, state = jax.jit(advance, static_argnums=0)(tx, swapped, state, grads)
-    for leaf in SHAPES:
-        old, new = (np.asarray(x[leaf], np.float32) for x in (swapped, after))
-        # What was swapped in less the update, rounded, and a spacing of the master's.
-        moved = new - (old - 2.0**-6)
-        assert np.all(np.abs(moved) <= 2.5 * 2.0**-7 * (np.abs(old) + 2.0**-6))
 
 
 @each_format

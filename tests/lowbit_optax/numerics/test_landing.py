@@ -106,14 +106,6 @@ def test_the_new_value_is_where_it_lands_unless_it_nearly_cancels(dtype):
     assert compared > new.size * len(olds) / 8
 
 
-def test_equal_values_need_no_update_even_infinite_ones():
-    for value in (np.inf, -np.inf, 1.0, 0.0):
-        x = jnp.full((3,), value, jnp.bfloat16)
-        landed, update = ADD.land(x, x)
-        np.testing.assert_array_equal(update, 0)
-        assert_same(landed, x)
-
-
 # The formats. 4096 elements, so that extra bits are packed at the default min_size.
 
 SIZE = 4096
@@ -216,27 +208,17 @@ as_float64 = functools.partial(cast, dtype=np.float64)
 
 
 @pytest.mark.parametrize(("format_", "dtype"), CASES)
-def test_optax_applies_the_parameter_that_the_format_kept_the_residual_for(
-    format_, dtype
-):
+def test_optax_lands_where_the_format_takes_the_master(format_, dtype):
     out = result(format_, dtype)
     assert_same(out["applied"], out["landed"])
     outside = optax_apply(jnp.asarray(out["old"]), jnp.asarray(out["difference"]))
     assert_same(outside, out["landed"])
+    _assert_arrived(out, format_, dtype)
+    _assert_no_nan_is_added(out, format_)
 
 
-@each_half
-def test_some_of_the_updates_cannot_land_where_the_master_goes(dtype):
-    # Otherwise these pairs would test nothing; and it is the exception.
-    out = result(lowbit_optax.master_copy(), dtype)
-    missed = patterns_of(out["landed"]) != patterns_of(out["intended"])
-    missed &= ~is_nan(out["intended"])
-    assert 0.001 < missed.mean() < 0.05
-
-
-@pytest.mark.parametrize(("format_", "dtype"), CASES)
-def test_after_landing_the_master_is_where_the_update_took_it(format_, dtype):
-    out = result(format_, dtype)
+def _assert_arrived(out, format_, dtype):
+    """After landing the master is where the update took it."""
     wide = {
         name: as_float64(out[name])
         for name in ("old", "update", "master", "joined", "landed")
@@ -284,19 +266,6 @@ def test_after_landing_the_master_is_where_the_update_took_it(format_, dtype):
 
 
 WITH_BITS = [case for case in CASES if getattr(case.values[0], "bits", 0)]
-
-
-@pytest.mark.parametrize(("format_", "dtype"), WITH_BITS)
-def test_the_kept_bits_are_those_of_the_applied_parameter(format_, dtype):
-    out = result(format_, dtype)
-
-    @jax.jit
-    def residual(master, update, param, seed):
-        (random,) = random_bits(seed, jnp.uint32(1), [0])
-        return format_.residual(master + update, param, random)
-
-    again = residual(out["master"], out["update"], out["applied"], jnp.uint32(0))
-    np.testing.assert_array_equal(again, out["kept"])
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -352,11 +321,8 @@ def test_a_master_copy_is_the_float32_sum_in_every_bit(dtype):
     )
 
 
-@pytest.mark.parametrize(("format_", "dtype"), CASES)
-def test_infinite_and_nan_parameters_leave_no_nan_in_a_number_masters_residual(
-    format_, dtype
-):
-    out = result(format_, dtype)
+def _assert_no_nan_is_added(out, format_):
+    """Infinite and NaN parameters leave no NaN in the residual of a number."""
     landed = as_float64(out["landed"])
     joined = as_float64(out["joined"])
     number = np.isfinite(landed)

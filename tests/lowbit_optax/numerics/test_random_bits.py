@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from jax import lax
 
-from lowbit_optax._numerics import random_bits as library
 from lowbit_optax._numerics.even_words import phase_at
 from lowbit_optax._numerics.random_bits import (
     PARAM_STREAM,
@@ -108,13 +107,6 @@ def test_words_run_row_major_over_the_elements_of_any_shape():
         np.testing.assert_array_equal(words(shape, seed=1), flat.reshape(shape))
 
 
-def test_a_scalar_has_the_first_word_and_an_empty_array_none():
-    assert words((), seed=3) == words((5,), seed=3)[0]
-    assert words(()).shape == ()
-    for shape in ((0,), (3, 0), (0, 2, 5)):
-        assert words(shape).shape == shape
-
-
 def test_halves_are_the_halves_of_the_words():
     (random,) = random_bits(jnp.uint32(5), jnp.uint32(6), [7])
     draws = moment_draws(random)
@@ -159,14 +151,6 @@ def test_no_two_uses_of_a_leaf_have_a_stream_in_common():
             assert np.mean(one == other) < 0.1
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_words_under_vmap_over_seeds_are_each_seeds_words(jit):
-    draw = lambda seed: random_bits(seed, jnp.uint32(0), [0])[0].words((7,))
-    mapped = jax.vmap(jax.jit(draw) if jit else draw)(jnp.arange(3, dtype=jnp.uint32))
-    each = [words((7,), seed=seed) for seed in range(3)]
-    np.testing.assert_array_equal(mapped, each)
-
-
 # An explicit index.
 
 
@@ -187,33 +171,6 @@ def test_an_explicit_row_major_index_gives_the_words_of_none(shape):
         np.testing.assert_array_equal(
             given, moment_draws(own).halves(shape, stream + 1)
         )
-
-
-@pytest.mark.parametrize(
-    "index",
-    [jnp.zeros((4, 2), jnp.uint32), jnp.uint32(0), jnp.zeros((2, 4), jnp.int32)],
-    ids=["transposed", "scalar", "signed"],
-)
-def test_an_index_of_another_shape_or_dtype_is_refused(index):
-    with pytest.raises(
-        ValueError, match=r"words of shape \[2, 4\] need uint32\[2, 4\]"
-    ):
-        indexed(index).words((2, 4))
-
-
-def test_with_an_index_the_words_are_elementwise_uint32_operations():
-    # What a kernel can hold: nothing is made but scalars and results of the index.
-    def draw(index, key, second):
-        return library.RandomBits(key, second, index).words((8, 128), 1)
-
-    scalar = jax.ShapeDtypeStruct((), jnp.uint32)
-    index = jax.ShapeDtypeStruct((8, 128), jnp.uint32)
-    program = jax.make_jaxpr(draw)(index, scalar, scalar)
-    assert not program.consts
-    used = {equation.primitive.name for equation in program.eqns}
-    assert used <= {"add", "mul", "xor", "shift_right_logical"}
-    kinds = {v.aval.dtype for e in program.eqns for v in (*e.invars, *e.outvars)}
-    assert kinds == {jnp.dtype(jnp.uint32)}
 
 
 # Arrays with more elements than a 32-bit index counts. XLA makes only the elements
@@ -281,7 +238,7 @@ def test_words_of_a_huge_array_are_the_documented_hash(shape):
     assert [int(x) for x in drawn(jnp.uint32(1))] == expected
 
 
-@pytest.mark.parametrize("layers", [3, 2**20], ids=["small", "huge"])
+@pytest.mark.parametrize("layers", [3, 2**16, 2**20], ids=["small", "2^32", "huge"])
 def test_a_layer_has_the_words_of_its_place_in_the_stack(layers):
     shape, layer = (2**10, 2**6), layers - 2
 
@@ -294,12 +251,6 @@ def test_a_layer_has_the_words_of_its_place_in_the_stack(layers):
 
     of_stack, alone = both(jnp.uint32(1))
     np.testing.assert_array_equal(of_stack, alone)
-
-
-def test_a_layer_of_more_elements_than_counters_is_refused():
-    (random,) = random_bits(jnp.uint32(0), jnp.uint32(0), [0])
-    with pytest.raises(ValueError, match=r"shape \[65537, 65536\]; accepted .* 2\^32"):
-        random.at_layer(jnp.int32(0), 2, (2**16 + 1, 2**16))
 
 
 # Statistics.
@@ -333,19 +284,6 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_each_of_the_32_bits_is_fair(state):
-    means = signs(words((2**20,), **state)).mean(axis=0)
-    assert np.abs(means).max() <= 5 / np.sqrt(2**20)
-
-
-@pytest.mark.parametrize("state", STATES)
-def test_the_bits_of_a_word_are_uncorrelated(state):
-    x = words(**state)
-    correlation = np.asarray(correlations(x, x)) - np.eye(32)
-    assert np.abs(correlation).max() <= 5 / np.sqrt(x.size)
-
-
 def chi_square(values, cells):
     """Pearson's statistic less its mean, in standard errors."""
     counts = np.bincount(values, minlength=cells)
@@ -363,21 +301,21 @@ EVEN = 8
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_bytes_and_halves_are_uniform_by_chi_square(state):
-    x = words((2**20,), **state)
+def test_bits_are_fair_uncorrelated_and_uniform(state):
+    x = words((2**20 + 1,), **state)
+    assert np.abs(signs(x).mean(axis=0)).max() <= 5 / np.sqrt(x.size)
+    correlation = np.asarray(correlations(x[:N], x[:N])) - np.eye(32)
+    assert np.abs(correlation).max() <= 5 / np.sqrt(N)
     for byte in range(4):
         assert abs(chi_square((x >> (8 * byte)) & 0xFF, 256)) <= EVEN
     # The leading 16 bits round bfloat16; moments take either half. Only from above:
     # the hash is a bijection of the counter, which may be more even than chance.
     assert chi_square(x >> 16, 2**16) <= EVEN
     assert chi_square(x & 0xFFFF, 2**16) <= EVEN
-
-
-@pytest.mark.parametrize("state", STATES)
-def test_leading_bytes_of_neighbours_and_of_steps_are_jointly_uniform(state):
-    x = words((2**20 + 1,), **state) >> 24
-    assert abs(chi_square(x[:-1] * 256 + x[1:], 2**16)) <= EVEN
+    # And the leading bytes of neighbours, and of steps.
     later = words((2**20 + 1,), **{**state, "step": state["step"] + 1}) >> 24
+    x = x >> 24
+    assert abs(chi_square(x[:-1] * 256 + x[1:], 2**16)) <= EVEN
     assert abs(chi_square(x * 256 + later, 2**16)) <= EVEN
 
 

@@ -1,4 +1,4 @@
-"""A master that is truncated to k extra bits, as in the paper's base scheme.
+"""Masters of k extra bits, rounded or cut off as in the paper's base scheme.
 
 The expected numbers are computed in numpy's float64, with divisions by powers of two:
 nothing here reads the bit patterns that the package computes with.
@@ -45,8 +45,11 @@ def masters(dtype):
         return np.concatenate([leading, between.astype(np.float32)])
 
 
-def expected(x, dtype, extra, rounding, words):
-    """``(param, master)`` in float64: the magnitude is cut off at k extra bits."""
+def expected(x, dtype, extra, rounding, words, cut=np.floor):
+    """``(param, master)`` in float64: the magnitude is cut off at k extra bits.
+
+    ``cut`` rounds it, in units of the last of these bits, to an integer.
+    """
     info = ml_dtypes.finfo(dtype)
     with np.errstate(invalid="ignore"):  # numpy minds signalling NaNs
         size = np.abs(x.astype(np.float64))
@@ -59,7 +62,7 @@ def expected(x, dtype, extra, rounding, words):
     if dtype == jnp.float8_e4m3fn:
         past, beyond = 480.0, np.nan
     with np.errstate(invalid="ignore"):
-        kept = np.floor(size / unit) * unit
+        kept = cut(size / unit) * unit
         down = np.floor(kept / spacing) * spacing
         rest = (kept - down) / unit  # an integer in [0, 2^k)
     half = 2.0 ** (extra - 1)
@@ -80,7 +83,7 @@ def expected(x, dtype, extra, rounding, words):
             kept = np.where(tie, kept - unit, kept)
     param = down + up * spacing
     param = np.where(param >= past, beyond, param)
-    is_past = (size >= past) | np.isnan(size)
+    is_past = (kept >= past) | np.isnan(size)
     param = np.where(is_past, np.where(np.isnan(size), np.nan, beyond), param)
     kept = np.where(is_past, np.where(np.isnan(size), np.nan, beyond), kept)
     sign = np.where(np.signbit(x), -1.0, 1.0)
@@ -89,18 +92,30 @@ def expected(x, dtype, extra, rounding, words):
 
 @each_dtype
 @each_rounding
-def test_every_number_of_bits_cuts_the_master_off(dtype, rounding):
+@pytest.mark.parametrize("residual", ["toward_zero", "nearest", "stochastic"])
+def test_every_number_of_bits_rounds_the_master_once(dtype, rounding, residual):
     x = masters(dtype)
     (random,) = random_bits(jnp.uint32(3), jnp.uint32(5), [0])
-    words = random.words(x.shape, PARAM_STREAM)
+    words = np.asarray(random.words(x.shape, PARAM_STREAM))
+    cut = np.rint if residual == "nearest" else np.floor
     most = float_layouts.layout_of(dtype).max_extra_bits
     for extra in range(most + 1):
-        format_ = truncated(extra, rounding=rounding).on_fields()
+        format_ = lowbit_optax.extra_bits(
+            extra, rounding=rounding, residual_rounding=residual
+        ).on_fields()
         param, fields = format_.split(jnp.asarray(x), jnp.dtype(dtype), random)
-        want, kept = expected(x, dtype, extra, rounding, np.asarray(words))
+        joined = format_.join(param, fields)
+        want, kept = expected(x, dtype, extra, rounding, words, cut)
+        if residual == "stochastic":
+            # Down or up, wherever the parameter is not drawn past the end of the range.
+            _, up = expected(x, dtype, extra, rounding, words, np.ceil)
+            ends = np.sort(np.stack([kept, up]).astype(np.float32), axis=0)
+            number = np.isfinite(ends).all(0)
+            got = np.asarray(joined)[number]
+            assert np.all((got == ends[0, number]) | (got == ends[1, number]))
+            continue
         with np.errstate(all="ignore"):
             assert_same(param, want.astype(dtype))
-        joined = format_.join(param, fields)
         # All NaNs count as equal: with 16 bits some of them have no pair.
         assert_same(joined, kept.astype(np.float32))
         if fields is None:
@@ -117,17 +132,8 @@ def test_every_number_of_bits_cuts_the_master_off(dtype, rounding):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("extra", [0, 8])
 def test_the_base_scheme_stores_the_leading_bits_of_every_float32(extra):
-    assert_base_scheme(np.arange(2**8, dtype=np.uint32) << 24, 2**24, extra)
-
-
-@pytest.mark.parametrize("extra", [0, 1, 8, 15, 16])
-def test_the_base_scheme_stores_the_leading_bits_of_a_float32(extra):
-    starts = np.random.default_rng(extra).integers(0, 2**32, 64, np.uint32)
-    assert_base_scheme(starts, 2**12, extra)
-
-
-def assert_base_scheme(starts, chunk, extra):
     """Section 3.1: parameter and residual are the first 16 + k bits, and no others."""
+    starts, chunk = np.arange(2**8, dtype=np.uint32) << 24, 2**24
     format_ = truncated(extra, rounding="toward_zero").on_fields()
     (random,) = random_bits(jnp.uint32(0), jnp.uint32(0), [0])
 

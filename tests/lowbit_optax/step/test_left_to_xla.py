@@ -85,12 +85,6 @@ def test_leaves_that_xla_updates_in_one_pass_are_not_said(alias):
     _is_silent(alias(1e-3), _mesh("tpu", AxisType.Auto))
 
 
-def test_gpus_need_not_be_told():
-    tx = lowbit_optax.lowbit_adamw(1e-3)
-    found = _is_silent(tx, _mesh("gpu", AxisType.Auto))
-    assert found["['layers']"] == "a kernel"
-
-
 def test_an_update_that_is_not_float32_is_said_on_gpus_too():
     narrow = lambda updates, _: jax.tree.map(lambda g: g.astype("bfloat16"), updates)
     tx = lowbit_optax.lowbit(optax.stateless(narrow))

@@ -72,13 +72,6 @@ def test_float32_parameters_are_said_once_with_the_lines_that_narrow_them(make):
     make(kahan_adamw(1e-3))
 
 
-@pytest.mark.parametrize("weights", ["extra_bits", "master_copy", "nearest"])
-def test_every_weight_format_says_so(weights):
-    tx = lowbit(optax.sgd(0.1), weights=getattr(lowbit_optax, weights)())
-    with pytest.warns(UserWarning, match=FIX):
-        tx.init(_params())
-
-
 def test_of_quantized_weights_it_names_quantize_params():
     with pytest.warns(UserWarning, match="quantize_params"):
         lowbit_optax.lpmm_adam(1e-3).init(_params())

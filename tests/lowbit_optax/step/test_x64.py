@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
-from kernels import QUICK, TABLE, Mixture, assert_equal, index_of
+from kernels import QUICK
 from optimizers import assert_same_bits, initial
 
 import lowbit_optax
@@ -164,18 +164,6 @@ def test_release_is_the_same():
         return step(params, old(initial(tx, params)), normal(2, 8, 32))
 
     assert_same_bits(*without_and_with(run))
-
-
-@pytest.mark.slow_to_compile
-@pytest.mark.parametrize("widths", [(), (5,), (8, 12)])
-def test_interpreted_kernels_are_the_model(widths):
-    shape = (70, 33)
-    mixture = Mixture(widths)
-    scalars = [int(x) for x in TABLE[2]]
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        arrays, held = mixture.arrays(shape)
-        got = mixture.jitted(shape, "pallas")(arrays, dict(scalars=jnp.array(TABLE[2])))
-    assert_equal(got, mixture.want(held, scalars, index_of(shape)))
 
 
 def test_adams_bias_correction_is_optaxs():

@@ -29,53 +29,6 @@ def test_plain_lowbit_is_the_recommended_preset():
         assert memory_report(tx, shapes).bytes_per_param == pytest.approx(5.125, 1e-4)
 
 
-FLOAT32_FIELDS = {
-    "amsgrad": (lambda: optax.amsgrad(1e-3), {"nu_max"}),
-    "adagrad": (lambda: optax.adagrad(1e-3), {"sum_of_squares"}),
-    "adan": (lambda: optax.adan(1e-3), {"g"}),
-    "centered rmsprop": (lambda: optax.rmsprop(1e-3, centered=True), {"mu", "nu"}),
-    "dog": (lambda: optax.contrib.dog(1.0), {"init_params"}),
-    "dowg": (lambda: optax.contrib.dowg(1.0), {"init_params"}),
-    "prodigy": (lambda: optax.contrib.prodigy(1.0), {"params0", "grad_sum"}),
-    "schedule_free": (lambda: optax.contrib.schedule_free_sgd(1e-2), {"z"}),
-    "custom": (lambda: custom_momentum(), {"mu"}),
-}
-
-
-def custom_momentum():
-    """A user's transformation, whose state has a field of a known name."""
-
-    def init(params):
-        return {"mu": jax.tree.map(jnp.zeros_like, params)}
-
-    def update(updates, state, params=None):
-        mu = jax.tree.map(lambda m, g: m + g, state["mu"], updates)
-        return jax.tree.map(lambda m: -1e-3 * m, mu), {"mu": mu}
-
-    return optax.GradientTransformation(init, update)
-
-
-@pytest.mark.parametrize("moments", [None, lowbit_optax.block_quantized(8)])
-@pytest.mark.parametrize("name", FLOAT32_FIELDS)
-def test_what_is_not_known_to_be_a_running_average_stays_float32(name, moments):
-    inner, fields = FLOAT32_FIELDS[name]
-    tx = lowbit(inner(), weights=lowbit_optax.extra_bits(), moments=moments)
-    report = memory_report(tx, parameters())
-    kept = next(leaf for leaf in report.leaves if leaf.name == "['w']").float32_moments
-    assert fields <= set(kept)
-    for field in fields:
-        assert field in str(report)
-
-
-def test_a_mapping_by_field_forces_a_format():
-    eight = lowbit_optax.block_quantized(8)
-    tx = lowbit(optax.adagrad(1e-3), moments={"sum_of_squares": eight})
-    report = memory_report(tx, parameters())
-    assert report.leaves[1].float32_moments == ()
-    tx = lowbit(optax.adam(1e-3), moments={"mu": "float32", "nu": eight})
-    assert memory_report(tx, parameters()).leaves[1].float32_moments == ("mu",)
-
-
 def loss_of(params):
     return jnp.mean((params["w"].astype(jnp.float32) - 0.5) ** 2)
 
@@ -106,15 +59,6 @@ def test_optimizers_that_keep_weights_reach_float32s_loss(inner, bits):
     want = trained(inner(), jax.tree.map(lambda x: x.astype(jnp.float32), start))
     got = trained(lowbit(inner(), weights=lowbit_optax.extra_bits(bits)), start)
     assert got <= 1.1 * want + 1e-5
-
-
-def test_a_moment_dtype_beside_a_format_is_an_error():
-    tx = lowbit(optax.adamw(1e-3, mu_dtype=jnp.bfloat16))
-    with pytest.raises(ValueError, match=r"'mu'.*bfloat16.*mu_dtype"):
-        tx.init(parameters())
-    quantized_nu = {"nu": lowbit_optax.block_quantized(8)}
-    tx = lowbit(optax.adamw(1e-3, mu_dtype=jnp.bfloat16), moments=quantized_nu)
-    assert tx.init(parameters()).inner_state[0].mu["w"].dtype == jnp.bfloat16
 
 
 # The direct step.
