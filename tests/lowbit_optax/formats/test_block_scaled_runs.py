@@ -57,11 +57,6 @@ def test_weights_pass_through_other_formats_and_come_back():
         assert_same_bits((back[0], back[1].residual), (params, state.residual))
 
 
-def test_what_keeps_its_format_is_handed_on_as_it_is():
-    params, state = stepped(begun())
-    assert_same_bits(converted((params, state), TX, TX), (params, state))
-
-
 def test_quantised_weights_of_other_kinds_turn_into_each_other():
     tx = lowbit_optax.lpmm_sgd(0.1, 0.9)
     twelve = jax.eval_shape(

@@ -93,25 +93,6 @@ def test_no_residual_moves_a_bfloat16_parameter(bits, rounding):
     check_joined(bits, rounding, np.arange(2**width, dtype=np.uint32))
 
 
-@each_rounding
-@pytest.mark.parametrize("bits", [8, 12, 16])
-def test_no_residual_at_an_edge_moves_a_bfloat16_parameter(bits, rounding):
-    top = 1 << splitting.stored_bits(bits, rounding)
-    edges = [0, 1, 2, top // 2 - 1, top // 2, top // 2 + 1, top - 2, top - 1]
-    random = np.random.default_rng(0).integers(0, top, 8)
-    check_joined(bits, rounding, np.array([*edges, *random], np.uint32))
-
-
-@pytest.mark.parametrize("bits", [1, 8, 16])
-def test_a_bfloat16_zero_joins_to_a_zero_or_to_what_rounds_to_it(bits):
-    residual = jnp.uint32(1 << (bits - 1))  # the most negative one
-    for zero in (0.0, -0.0):
-        param = jnp.asarray(zero, jnp.bfloat16)
-        master = ExtraBits(bits, packed=False).join(param, residual)
-        assert float(master) == 0
-        assert np.signbit(master) == np.signbit(zero)
-
-
 @each_dtype
 def test_a_stored_master_stays_only_if_it_rounds_to_the_parameter(dtype):
     param = every(dtype)

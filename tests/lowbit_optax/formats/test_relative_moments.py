@@ -19,7 +19,6 @@ from sklearn.datasets import load_digits
 
 import lowbit_optax
 from lowbit_optax import block_quantized
-from lowbit_optax._numerics.relative import product
 from lowbit_optax.formats.block_quantized import QuantizedMoment, RelativeMoment
 
 pytestmark = pytest.mark.standard_promotion
@@ -30,7 +29,6 @@ EIGHT = block_quantized(8)
 FOUR = (("mu", block_quantized(4)), ("nu", EIGHT))
 LOW = "low"
 EIGHT_RELATIVE = (("mu", block_quantized(8, relative_to="nu")), ("nu", EIGHT))
-ABSOLUTE = (("mu", block_quantized(4, relative_to=None)), ("nu", EIGHT))
 ROW = np.broadcast_to((np.arange(SHAPE[0]) % 32 == 5)[:, None], SHAPE)
 COLUMN = np.broadcast_to(np.arange(SHAPE[1]) % 32 == 5, SHAPE)
 NOWHERE = np.zeros(SHAPE, bool)
@@ -220,45 +218,6 @@ def test_a_moment_that_is_not_there_is_refused(field):
     moments = {"mu": block_quantized(4, relative_to=field), "nu": EIGHT}
     with pytest.raises(ValueError, match=rf"'mu'.* relative to '{field}'.*\['nu'\]"):
         adam_state(moments)
-
-
-def test_a_relative_moment_and_another_are_not_taken_for_each_other():
-    params = jnp.zeros(SHAPE)
-    absolute, relative = transformation(ABSOLUTE), transformation(FOUR)
-    for tx, other in ((absolute, relative), (relative, absolute)):
-        with pytest.raises(ValueError, match=r"'mu'.* made by a transformation with"):
-            tx.update(params, other.init(params), params)
-
-
-NUS = {
-    "float32": "float32",
-    "bfloat16": lowbit_optax.cast(jnp.bfloat16),
-    "8 bits": EIGHT,
-    "8 bits in blocks of 256": block_quantized(8, block_size=256),
-    "4 bits": block_quantized(4),
-}
-
-
-@pytest.mark.parametrize("nu", NUS.values(), ids=NUS)
-def test_the_second_moment_may_have_any_format(nu):
-    moments = {"mu": block_quantized(4), "nu": nu}
-    tx = transformation(moments, optax.adam(RATE, b1=0.75))
-    params = jnp.zeros(SHAPE)
-    # Of unlike sizes in one block, so that a moment without its root would be lost.
-    # Codes of few bits take a nu that is small in its block for a larger one, and then
-    # mu is larger by the same factor.
-    decades = {4: 0.5, 8: 2}.get(getattr(nu, "bits", None), 3)
-    sizes = 10.0 ** np.random.default_rng(0).uniform(-decades, decades, SHAPE[1])
-    grads = jnp.broadcast_to(jnp.asarray(sizes, jnp.float32), SHAPE)
-    state = jax.jit(lambda: tx.update(grads, tx.init(params), params)[1])()
-    adam = state.inner_state[0]
-    second = adam.nu
-    if nu != "float32":
-        second = nu.for_field("nu", True).decode(adam.nu, SHAPE)
-    first = block_quantized(4).for_field("mu", False, "nu")
-    mu = np.asarray(product(first.decode(adam.mu, SHAPE), second))
-    # Of 64 values that are off by half a step of a seventh at most.
-    np.testing.assert_allclose(mu.mean(0), sizes / 4, rtol=0.1)
 
 
 @pytest.mark.slow_to_compile

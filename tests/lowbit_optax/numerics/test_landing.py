@@ -300,27 +300,6 @@ def test_no_other_bits_of_the_applied_parameter_come_nearer_to_the_master(
     np.testing.assert_array_equal(np.abs(joined[missed] - meant[missed]), nearest)
 
 
-@each_half
-def test_a_master_copy_is_the_float32_sum_in_every_bit(dtype):
-    out = result(lowbit_optax.master_copy(), dtype)
-    with np.errstate(all="ignore"):
-        total = out["master"] + out["update"]
-    parts = np.abs([out["master"], out["update"], total])
-    normal = np.all((parts == 0) | (parts >= FLUSHED), axis=0)
-    assert normal.mean() > 0.6
-    # Where the update could not land on the rounded sum, the parameter wins.
-    rounded = cast(total, out["landed"].dtype)
-    lands = as_float64(out["landed"]) == as_float64(rounded)
-    assert lands[normal].mean() > 0.9
-    np.testing.assert_array_equal(
-        patterns_of(out["joined"])[normal & lands], patterns_of(total)[normal & lands]
-    )
-    missed = normal & ~lands & np.isfinite(as_float64(out["landed"]))
-    np.testing.assert_array_equal(
-        as_float64(out["joined"])[missed], as_float64(out["landed"])[missed]
-    )
-
-
 def _assert_no_nan_is_added(out, format_):
     """Infinite and NaN parameters leave no NaN in the residual of a number."""
     landed = as_float64(out["landed"])

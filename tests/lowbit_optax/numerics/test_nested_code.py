@@ -88,18 +88,6 @@ def test_the_coarsest_step_is_an_octave_and_smaller_values_are_raised(octaves):
         np.testing.assert_array_equal(values, block)
 
 
-def test_one_number_too_many_takes_the_next_step():
-    """62 and 63 numbers from end to end, at steps of 1/16."""
-    rows = np.ones_like(BLOCKS)
-    for row, number in zip(rows, (62, 63), strict=False):
-        pattern = np.float32(1).view(np.int32) + ((number - 1) << 19)
-        row[0] = np.int32(pattern).view(np.float32)
-    ready = prepared(SIX, rows)
-    assert (np.ravel(ready[1])[:2] - 19).tolist() == [0, 1]
-    _, values = stored(SIX, ready, rows, jnp.uint32(ENDS[1]))
-    assert np.all(np.asarray(values)[:, 0] >= rows[:, 0])
-
-
 def test_a_coarser_grid_is_part_of_a_finer_one():
     ready = prepared(SIX, BLOCKS)
     values = np.asarray(all_values(SIX, ready))
@@ -176,19 +164,6 @@ def test_adamw_takes_four_and_three_eighths_bytes():
         lowbit_optax.lowbit_adamw(1e-3, moments="low"),
     ):
         assert round(lowbit_optax.memory_report(tx, params).bytes_per_param, 3) == 4.375
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"bits": 6, "code": "linear"}, "bits is 6 and code 'linear'; accepted"),
-        ({"bits": 4, "code": "nested"}, "'nested' and bits is 4, not 6 or 8"),
-        ({"bits": 6, "scale": "bfloat16"}, "scale is 'bfloat16', but code 'nested'"),
-    ],
-)
-def test_what_the_grid_is_not_for_is_refused(options, match):
-    with pytest.raises(ValueError, match=match):
-        block_quantized(**options)
 
 
 def test_six_bits_of_a_first_moment_are_refused():

@@ -107,16 +107,6 @@ def test_words_run_row_major_over_the_elements_of_any_shape():
         np.testing.assert_array_equal(words(shape, seed=1), flat.reshape(shape))
 
 
-def test_halves_are_the_halves_of_the_words():
-    (random,) = random_bits(jnp.uint32(5), jnp.uint32(6), [7])
-    draws = moment_draws(random)
-    for word in (0, 1, 2):
-        whole = np.asarray(random.words((100,), 2 + word))
-        low, high = (draws.halves((100,), 2 * word + i) for i in (0, 1))
-        np.testing.assert_array_equal(low, whole & 0xFFFF)
-        np.testing.assert_array_equal(high, whole >> 16)
-
-
 @pytest.mark.parametrize("stream", [PARAM_STREAM, RESIDUAL_STREAM])
 def test_two_moments_take_what_the_weight_leaves_of_its_words(stream):
     (random,) = random_bits(jnp.uint32(5), jnp.uint32(6), [7])
@@ -335,12 +325,6 @@ def test_rounding_decisions_at_a_row_stride_are_uncorrelated(stride):
         assert abs(covariance) <= 5 * up.std() * down.std() / np.sqrt(first.size)
 
 
-@pytest.mark.parametrize("distance", [1, 2, 3, 32, 512, 2**16])
-def test_words_at_a_distance_are_uncorrelated(distance):
-    x = words((N + distance,), seed=4)
-    assert_uncorrelated(x[:-distance], x[distance:])
-
-
 PAIRS = {
     "next step": (dict(step=0), dict(step=1)),
     "next step, late": (dict(step=99_999), dict(step=100_000)),
@@ -440,16 +424,6 @@ def test_a_changed_bit_changes_each_output_bit_half_the_time(what):
     base = drawn(0)
     for bit in range(32):
         assert flips(base, drawn(1 << bit)).max() <= 5 * 0.5 / np.sqrt(n)
-
-
-def test_no_two_of_many_states_share_their_words():
-    # The first word of a million elements of 64 states: equal words are as rare as
-    # among random numbers. Pairs: states choose 2, elementwise; each equal with 2^-32.
-    drawn = [words((2**16,), seed=s, step=t) for s in range(8) for t in range(8)]
-    drawn = np.sort(np.stack(drawn), axis=0)
-    equal = int(np.sum(drawn[1:] == drawn[:-1]))
-    expected = 64 * 63 / 2 * 2**16 / 2**32  # 0.03
-    assert equal <= expected + 5 * np.sqrt(expected)
 
 
 def test_even_words_fill_their_range_over_steps_and_over_elements():

@@ -16,11 +16,9 @@ from optimizers import (
     BFLOAT16_MOMENTS,
     VARIANTS,
     adamw,
-    apply,
     assert_same_bits,
     each,
     gradient_series,
-    jitted,
     model_params,
     random_grads,
     train,
@@ -174,21 +172,6 @@ def test_a_checkpoint_of_other_weights_is_an_error_before_it_is_used(
         _trace_a_step(resumed, *store(tmp_path, held, like))
 
 
-def test_orbax_converts_moments_to_the_dtype_it_is_asked_for(tmp_path):
-    params = {"kernel": model_params()["kernel"]}
-    series = gradient_series(params, 5)
-    saved, resumed = _adamw(kahan()), _adamw(kahan(), BFLOAT16_MOMENTS)
-    held = train(saved, params, saved.init(params), series)
-    got, state = orbax(tmp_path, held, (params, resumed.init(params)))
-    assert state.inner_state[0].mu["kernel"].dtype == jnp.bfloat16
-    np.testing.assert_allclose(
-        state.inner_state[0].nu["kernel"].astype(jnp.float32),
-        held[1].inner_state[0].nu["kernel"],
-        rtol=2.0**-8,
-    )
-    jitted(resumed, apply)(got, state, series[0])
-
-
 OTHER_FORMATS = {
     "codes": (
         _adamw(kahan(), block_quantized(8, code="linear")),
@@ -230,14 +213,6 @@ def test_the_formats_that_a_checkpoint_stores_are_checked_by_name(
     check_storage_formats(stored, saved, params)
     with pytest.raises(ValueError, match=message):
         check_storage_formats(stored, resumed, params)
-
-
-def test_a_checkpoint_of_another_layout_is_refused():
-    params = {"kernel": model_params()["kernel"]}
-    tx = _adamw(extra_bits(8))
-    stored = storage_formats(tx, params) | {"layout": "1"}
-    with pytest.raises(ValueError, match="layout is 1 there and 2 here"):
-        check_storage_formats(stored, tx, params)
 
 
 def test_how_later_steps_round_is_no_other_format():

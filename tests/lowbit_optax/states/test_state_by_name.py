@@ -17,21 +17,3 @@ def test_arrays_of_the_state_are_found_by_name(name):
     with pytest.raises(KeyError, match="multiple"):
         optax.tree.get(state, "count")
     assert optax.tree.get(state.inner_state, "count").shape == ()
-
-
-@pytest.mark.parametrize("name", ALIASES)
-def test_map_params_takes_trees_like_the_parameters(name):
-    """As in optax's `test_adam` of its state utilities, and for leaves of two kinds."""
-    params = {"w": jnp.ones((4, 32), jnp.bfloat16), "b": jnp.ones(8)}
-    tx = alias(name)(**ALIASES[name])
-    state = jax.eval_shape(tx.init, params)
-    specs = {"w": "rows", "b": "whole"}
-    named = optax.tree.map_params(
-        tx,
-        lambda x, spec: spec,
-        state,
-        specs,
-    )
-    found = {x for x in jax.tree.leaves(named) if isinstance(x, str)}
-    assert found == {"rows", "whole"}
-    assert jax.tree.structure(named) == jax.tree.structure(state)

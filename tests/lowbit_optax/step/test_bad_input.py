@@ -126,78 +126,6 @@ def test_a_leaf_that_the_format_cannot_hold(dtype, bits, most):
     assert held.init(params)
 
 
-sgd = functools.partial(lowbit, optax.sgd(0.1))
-split = functools.partial(lowbit_optax.split_array, jnp.ones(4))
-# What the error says of each value, what takes the value, and the values.
-REFUSED = {
-    ValueError: [
-        ("bits is {}; bfloat16 takes 0 to 16", extra_bits, [-1, 22, 32]),
-        ("{}.*nearest.*toward_zero", lambda x: extra_bits(8, rounding=x), ["up"]),
-        (
-            "residual_rounding is {}.*'nearest', 'stochastic', 'toward_zero'",
-            lambda x: extra_bits(8, residual_rounding=x),
-            ["up", None, 0],
-        ),
-        ("rounding is {}.*'nearest'", lambda x: kahan(rounding=x), ["toward_zero"]),
-        ("l_rounding is {}.*'near", lambda x: kahan(residual_rounding=x), ["up"]),
-        ("arithmetic is {}.*'param'", lambda x: kahan(arithmetic=x), ["bfloat16"]),
-        ("dtype is float32, not one of bfloat16.*leave", cast, [jnp.float32]),
-        ("dtype is int8, not one of bfloat16", cast, [jnp.int8]),
-        (
-            "rounding is {}, not 'nearest'",
-            lambda x: cast("float16", rounding=x),
-            ["up"],
-        ),
-        ("dtype is float32", lambda x: split(x, kahan()), [jnp.float32]),
-        ("takes 0 to 13 .*not 16", lambda x: split(x, extra_bits(16)), ["float16"]),
-        (
-            "{}, not None, 'xla', 'pallas', 'triton', 'mosaic' or 'tpu'",
-            lambda x: sgd(implementation=x),
-            ["gpu", "cuda", 1],
-        ),
-        ("seed is {}", lambda x: sgd(seed=x), [-1, -4096, 2**32, 2**40]),
-        ("min_size is {}", lambda x: sgd(min_size=x), [-1, -4096]),
-    ],
-    TypeError: [
-        ("bits is .*static int", extra_bits, [8.0, "8", jnp.int32(8), True]),
-        ("seed is .*static int", lambda x: sgd(seed=x), [1.5, "1", jnp.int32(1)]),
-        ("min_size is .*static", lambda x: sgd(min_size=x), [1.5, "1", jnp.int32(1)]),
-        (
-            "weights is .*not a weight format",
-            lambda x: sgd(weights=x),
-            ["kahan", 8, kahan, cast(jnp.bfloat16)],
-        ),
-        (
-            "moments has .*not a moment format",
-            lambda x: sgd(moments=x),
-            ["bfloat16", 8, kahan(), {"mu": "bfloat16"}],
-        ),
-        ("dtype is .*accepted are fl", cast, [None, "bfloat17", jnp.zeros_like]),
-        ("dtype is .*accepted are fl", lambda x: split(x, kahan()), [None, "int7"]),
-        (
-            r"complex64\[3\]; accepted are real",
-            lambda x: lowbit_optax.split_array(x, jnp.bfloat16, kahan()),
-            [jnp.ones(3, jnp.complex64)],
-        ),
-        ("complex64", lambda x: split("bfloat16", kahan()) + x, [jnp.complex64(1j)]),
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "function", "value"),
-    [
-        (error, message, function, value)
-        for error, cases in REFUSED.items()
-        for message, function, values in cases
-        for value in values
-    ],
-)
-def test_arguments_that_are_refused(error, message, function, value):
-    with pytest.raises(error, match=message.format(repr(value))):
-        function(value)
-
-
 def test_moments_that_name_a_field_which_does_not_exist():
     for format_ in (cast("float16"), "float32"):
         moments = {"nu": cast("bfloat16"), "trace": format_}
@@ -264,12 +192,6 @@ def test_states_that_were_made_by_something_else(state, tx, match, advance):
         _fail(tx, advance, _grads(), state=state)
 
 
-@ADVANCES
-def test_parameters_that_became_float32(advance):
-    with pytest.raises(ValueError, match=r"\['bias'\] is float32.* was it cast"):
-        _fail(KAHAN, advance, _grads(), WIDE)
-
-
 @pytest.mark.parametrize("bad", ["text", object(), 1.0], ids=["str", "object", "float"])
 def test_leaves_that_are_no_arrays(bad):
     with pytest.raises((TypeError, ValueError), match=r"params\['w'\]"):
@@ -284,51 +206,6 @@ def test_errors_leave_arguments_alone():
     with pytest.raises(ValueError, match=BIAS):
         donating(params, state, grads)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))
-
-
-def _takes_a_dtype():
-    """Functions of a dtype, each on the smallest arguments that it takes."""
-    weights = {"w": jnp.ones((64, 64))}
-    quantized = lowbit_optax.quantize_params(weights, bits=8)
-    tx = lowbit_optax.lpmm_sgd(0.1)
-    loss_fn = lambda params: jnp.sum(lowbit_optax.dequantize(params["w"]))
-    return {
-        "param_dtypes": lambda dtype: lowbit_optax.param_dtypes(weights, dtype),
-        "plan": lambda dtype: lowbit_optax.plan(weights, 1e9, dtype=dtype),
-        "memory_report": lambda dtype: lowbit_optax.memory_report(
-            tx, quantized, dtype=dtype
-        ),
-        "step_memory": lambda dtype: lowbit_optax.step_memory(
-            tx, quantized, loss_fn, dtype=dtype
-        ),
-        "dequantize": lambda dtype: lowbit_optax.dequantize(quantized, dtype),
-        "one weight's dequantize": lambda dtype: quantized["w"].dequantize(dtype),
-        "value_and_grad": lambda dtype: lowbit_optax.lpmm.value_and_grad(
-            loss_fn, dtype
-        ),
-        "release": lambda dtype: lowbit_optax.release.value_and_update(
-            loss_fn, tx, dtype=dtype
-        ),
-    }
-
-
-@pytest.mark.parametrize("function", _takes_a_dtype())
-@pytest.mark.parametrize(
-    ("bad", "given"),
-    [
-        (jnp.int8, "int8"),
-        (bool, "bool"),
-        (jnp.complex64, "complex64"),
-        (None, "None"),
-        ("bfloat17", "'bfloat17'"),
-        (jnp.zeros_like, "<function"),
-        ({"w": jnp.bfloat16}, r"\{'w'"),
-    ],
-    ids=["int8", "bool", "complex64", "None", "a name", "a function", "a tree"],
-)
-def test_dtypes_that_are_no_floats(function, bad, given):
-    with pytest.raises(TypeError, match=f"dtype is {given}.*; accepted are floating"):
-        _takes_a_dtype()[function](bad)
 
 
 def test_floats_that_no_format_holds():

@@ -8,7 +8,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from optimizers import ALIASES, assert_same_bits, each, gradient_series, train
 
-import lowbit_optax
 from lowbit_optax import (
     convert,
     extra_bits_adamw,
@@ -41,12 +40,6 @@ def _params(kernel=BF16):
         "scale": jnp.ones(64),
         "bias": jnp.ones(8, kernel),
     }
-
-
-def _blanks(state):
-    """The blanks of a state by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {jax.tree_util.keystr(p): x for p, x in leaves if x.dtype in BLANKS}
 
 
 def _is_none(x):
@@ -137,25 +130,6 @@ def test_a_state_with_holes_goes_on_and_is_converted(optimizer):
     got, got_state = train(tx, params, old, series)
     assert_same_bits((got, got_state), (want, _without_blanks(want_state)))
     assert_same_bits(convert(got, got_state, tx, tx), (want, want_state))
-
-
-@each(ADAMW)
-def test_blanks_are_handed_on(optimizer):
-    tx, params = optimizer(1e-2), _params()
-    state = tx.init(params)
-    marked = jax.tree.map(lambda x: jnp.ones_like(x) if x.dtype in BLANKS else x, state)
-    assert _blanks(marked)
-    for advance in (lowbit_optax.step, None):
-        after = train(
-            tx, params, marked, gradient_series(params, 1), *filter(None, [advance])
-        )[1]
-        assert_same_bits(_blanks(after), _blanks(marked))
-
-
-@pytest.mark.parametrize("name", ["lowbit", "kahan", "extra_bits"])
-def test_what_is_held_costs_no_byte(name):
-    params = {"w": jax.ShapeDtypeStruct((64, 64), BF16)}
-    assert not _blanks(jax.eval_shape(ADAMW[name](1e-3).init, params))
 
 
 @pytest.mark.parametrize("shards", [2, 3, 4, 6, 8, 12, 16, 32, 64])

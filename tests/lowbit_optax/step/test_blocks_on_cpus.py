@@ -140,21 +140,6 @@ def test_where_there_are_several_devices_nothing_is_cut_into_blocks():
         assert "stablehlo.while" not in program(tx, params)
 
 
-@pytest.mark.parametrize("weights", [extra_bits(8), kahan()], ids=["words", "plain"])
-def test_explicit_axes_of_one_device_have_the_bits_of_the_whole_leaf(weights):
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
-    params = {"w": normal((64, 48)), "b": normal((48,), seed=1)}
-    series = dyadic_series(params, 2, bits=8)
-    with jax.set_mesh(mesh):
-        rows = jax.NamedSharding(mesh, jax.P("x"))
-        params, series = jax.device_put((params, series), rows)
-        got, want = (
-            trained(name, params, series, weights=weights, min_size=0)
-            for name in (None, "xla")
-        )
-    assert_same_bits(got, want)
-
-
 def test_small_leaves_are_not_cut_into_blocks(real_blocks):
     # A shape that no other test traces with small blocks.
     params = {"w": jax.ShapeDtypeStruct((130, 40), jnp.bfloat16)}

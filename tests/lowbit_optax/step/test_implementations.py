@@ -37,14 +37,22 @@ from lowbit_optax import (
     extra_bits,
     kahan,
     lowbit,
+    nearest,
     stochastic_rounding,
 )
 from lowbit_optax.formats.block_quantized import QuantizedMoment
+from lowbit_optax.precision import FloatFormat
 
 pytestmark = pytest.mark.standard_promotion
 
 MUON = optax.contrib.muon(0.01)
 ADVANCES = {"step": lowbit_optax.step, "update": apply}
+
+
+def penalty(params):
+    """Weight decay, and a pull to zero."""
+    leaves = [jnp.sum(2.0**-13 * x * x + 2.0**-12 * abs(x)) for x in params.values()]
+    return sum(leaves)
 
 
 def model(dtype=jnp.bfloat16):
@@ -60,9 +68,25 @@ def test_every_weight_format_has_the_same_bits(weights, advance):
     assert_same_bits(*both(params, series, weights=weights, advance=advance))
 
 
-# An odd width takes longer to compile: its period is 32 rows.
-WIDTHS = {f"{n}_bits": ("bfloat16", {"weights": extra_bits(n)}) for n in (5, 12)}
-DTYPES = {
+TWELVE_BITS = FloatFormat(8, 3)
+FEWER_BITS = {
+    "nearest": nearest(float_format=TWELVE_BITS),
+    "stochastic": stochastic_rounding(float_format=TWELVE_BITS),
+    "kahan": kahan(float_format=TWELVE_BITS),
+    "kahan_stochastic": kahan(rounding="stochastic", float_format=TWELVE_BITS),
+    "kahan_param": kahan(arithmetic="param", float_format=TWELVE_BITS),
+}
+SUMS = {
+    "4_bits": extra_bits(4, sum_rounding="stochastic"),
+    "12_bits": extra_bits(12, sum_rounding="stochastic"),
+    "all_bits": extra_bits(sum_rounding="stochastic"),
+    "stochastic": stochastic_rounding(sum_rounding="stochastic"),
+}
+INTO_TRACE = {"weights": stochastic_rounding(error_into="trace")}
+# By row the dtype of the parameters, options, and the kernels.
+OTHERS = {
+    # An odd width takes longer to compile: its period is 32 rows.
+    **{f"{n}_bits": ("bfloat16", {"weights": extra_bits(n)}) for n in (5, 12)},
     "float16_bits": ("float16", {"weights": extra_bits(12)}),
     "float16_kahan": ("float16", {"weights": kahan()}),
     "e4m3fn_bits": ("float8_e4m3fn", {"weights": extra_bits(8)}),
@@ -70,24 +94,47 @@ DTYPES = {
         "float8_e5m2", {"weights": extra_bits(16, rounding="toward_zero")}
     ),
     "e5m2_stochastic": ("float8_e5m2", {"weights": stochastic_rounding()}),
+    **{
+        f"{name}_moments": ("bfloat16", {"weights": kahan(), "moments": moments})
+        for name, moments in {
+            "bfloat16": BFLOAT16_MOMENTS,
+            "bfloat16_nearest": cast(jnp.bfloat16, rounding="nearest"),
+            "float16": cast(jnp.float16),
+            "float8": cast(jnp.float8_e5m2),
+            "by_field": {"trace": BFLOAT16_MOMENTS},
+        }.items()
+    },
+    **{f"12_bit_{k}": ("bfloat16", {"weights": x}) for k, x in FEWER_BITS.items()},
+    **{
+        f"sums_{name}": (
+            "bfloat16", {"weights": x, "inner": optax.sgd(2.0**-26, momentum=0.5)}
+        )
+        for name, x in SUMS.items()
+    },
+    "error_into_8_bits": ("bfloat16", INTO_TRACE | {"moments": block_quantized(8)}),
+    "error_into_8_bits_tpu": (
+        "float8_e4m3fn", INTO_TRACE | {"moments": block_quantized(8)}, "tpu"
+    ),
+    "error_into_bfloat16": (
+        "float8_e4m3fn", INTO_TRACE | {"moments": BFLOAT16_MOMENTS}
+    ),
+    "error_into_bfloat16_tpu": (
+        "bfloat16", INTO_TRACE | {"moments": BFLOAT16_MOMENTS}, "tpu"
+    ),
+    "a_penalty": (
+        "bfloat16", {"inner": optax.chain(lowbit_optax.regularize(penalty), MOMENTUM)}
+    ),
 }  # fmt: skip
-MOMENTS = {
-    f"{name}_moments": ("bfloat16", {"weights": kahan(), "moments": moments})
-    for name, moments in {
-        "bfloat16": BFLOAT16_MOMENTS,
-        "bfloat16_nearest": cast(jnp.bfloat16, rounding="nearest"),
-        "float16": cast(jnp.float16),
-        "float8": cast(jnp.float8_e5m2),
-        "by_field": {"trace": BFLOAT16_MOMENTS},
-    }.items()
-}
-OTHERS = WIDTHS | DTYPES | MOMENTS
 
 
-@pytest.mark.parametrize(("dtype", "options"), OTHERS.values(), ids=OTHERS)
-def test_widths_dtypes_and_moment_formats_have_the_same_bits(dtype, options):
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_formats_and_dtypes_have_the_same_bits(name):
+    dtype, options, *by = OTHERS[name]
     params = model(dtype)
-    assert_same_bits(*both(params, dyadic_series(params, 2), **options))
+    if by:  # which has a kernel for larger leaves only
+        params = {"kernel": normal((64, 256), dtype)}
+    series = dyadic_series(params, 2, bits=11)
+    assert_same_bits(*both(params, series, *by, **options))
 
 
 QUANTIZED = {

@@ -63,11 +63,6 @@ def _is_silent(tx, mesh, params=LARGE):
         return lowbit_optax.explain(tx, params)
 
 
-def test_the_warning_can_be_turned_off():
-    tx = lowbit_optax.lowbit_adamw(1e-3, warns=False)
-    _is_silent(tx, _mesh("tpu", AxisType.Auto))
-
-
 def test_what_is_told_or_explicit_has_a_kernel_and_says_nothing():
     told = lambda _: {"layers": P("a"), "bias": P()}
     tx = lowbit_optax.lowbit_adamw(1e-3, param_shardings=told)

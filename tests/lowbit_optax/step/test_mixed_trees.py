@@ -115,23 +115,6 @@ def test_integer_leaves_are_left_to_the_inner_transformation():
         assert_same_bits(master_weights(moved, state)["steps"], params["steps"])
 
 
-def test_boolean_and_key_leaves_may_be_masked_out_and_stay_what_they_are():
-    params = {
-        "w": jnp.ones(32, jnp.bfloat16),
-        "flag": jnp.array([True, False]),
-        "key": jax.random.key(0),
-    }
-    keep = {"w": True, "flag": False, "key": False}
-    tx = optax.masked(lowbit(optax.sgd(0.5), weights=kahan(), moments="float32"), keep)
-    grads = {"w": jnp.ones(32), "flag": None, "key": None}
-    updates, _ = tx.update(grads, tx.init(params), params)
-    np.testing.assert_array_equal(updates["w"], -0.5)
-    masters = master_weights(params, tx.init(params))
-    assert masters["key"] is params["key"]
-    assert masters["flag"] is params["flag"]
-    assert masters["w"].dtype == jnp.float32
-
-
 def test_float0_gradients_of_integer_leaves_are_handed_on():
     # What jax.grad(..., allow_int=True) gives.
     params = {"w": jnp.ones(32, jnp.bfloat16), "steps": jnp.arange(4)}
@@ -186,16 +169,6 @@ def test_leaves_under_min_size_keep_float32_masters():
     masters = master_weights(got, state)
     assert_same_bits(masters["small"], want["small"])
     assert not np.array_equal(masters["large"], want["large"])
-
-
-def test_min_size_is_4096_elements_unless_told_otherwise():
-    params = {
-        "under": jnp.ones((64, 63), jnp.bfloat16),
-        "at": jnp.ones((64, 64), jnp.bfloat16),
-    }
-    words = lowbit_optax.extra_bits_adamw(1e-3, bits=8).init(params).residual.tree
-    assert words["under"].dtype == jnp.float32
-    assert words["at"].dtype == jnp.uint32
 
 
 def test_moments_of_float32_leaves_are_stored_in_the_format_too():

@@ -264,27 +264,3 @@ def test_training_inside_a_loss_has_the_derivatives_of_optax(training, name):
     of_first_order = norm(by_optax(training, True)[1] - by_params) / norm(by_params)
     np.testing.assert_allclose(got[0], by_rate, rtol=0.02)
     assert error < min(0.02, of_first_order / 3)
-
-
-def test_training_inside_a_loss_is_mapped_over_tasks():
-    of = lowbit_of("extra_bits_8", implementation="pallas")
-    loss = adapted(lambda rate: of(adamw(rate)), lowbit_optax.step, 1)
-    tasks = jnp.stack([START, 2 * START]).astype(jnp.bfloat16)
-    by_params = jax.jit(jax.grad(loss, 1))
-    mapped = jax.jit(jax.vmap(jax.grad(loss, 1), (None, 0)))(0.05, tasks)
-    for got, params in zip(mapped, tasks, strict=True):
-        np.testing.assert_allclose(
-            wide(got), wide(by_params(0.05, params)), rtol=2**-6, atol=2**-8
-        )
-
-
-def test_a_step_behind_clipping_has_the_derivatives_of_optax():
-    clip = lambda tx: optax.chain(optax.clip_by_global_norm(0.5), tx)
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), MASTERS)
-    own = after_a_step(lambda inner: clip(lowbit_of("kahan")(inner)), lowbit_optax.step)
-    got = jax.jit(jax.grad(own, (0, 1, 2)))(RATE, params, GRADS)
-    want = jax.jit(jax.grad(after_a_step(clip, optax_step), (0, 1, 2)))(
-        RATE, wide(params), GRADS
-    )
-    for a, b in zip(jax.tree.leaves(wide(got)), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)

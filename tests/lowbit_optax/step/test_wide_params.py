@@ -114,6 +114,14 @@ def test_nothing_is_said_of_what_narrows_or_only_asks(start):
     start(lowbit(optax.adamw(1e-3)), _params())
 
 
+def test_who_wants_only_moments_in_fewer_bits_can_say_so():
+    lowbit(optax.adamw(1e-3), warns=False).init(_params())
+    kahan_adamw(1e-3, warns=False).init(_params())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=SAID)
+        kahan_adamw(1e-3).init(_params())
+
+
 def test_nothing_is_said_of_what_stays_float32_beside_narrow_matrices():
     # Layers of biases and norms, which a partition hands over without the matrices.
     params = {
@@ -125,11 +133,3 @@ def test_nothing_is_said_of_what_stays_float32_beside_narrow_matrices():
     kahan_adamw(1e-3).init({"few": jnp.ones((8, 8))})
     halves = {"a": jnp.ones((64, 64)), "b": jnp.ones((64, 65), jnp.bfloat16)}
     kahan_adamw(1e-3).init(halves)
-
-
-def test_who_wants_only_moments_in_fewer_bits_can_say_so():
-    lowbit(optax.adamw(1e-3), warns=False).init(_params())
-    kahan_adamw(1e-3, warns=False).init(_params())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=SAID)
-        kahan_adamw(1e-3).init(_params())

@@ -51,13 +51,6 @@ TRANSFORMATIONS = {
         }.items()
     },
 }
-# Small and large leaves; widths of even and of odd offsets; groups; skipped steps.
-WITH_KERNELS = [
-    "kahan_adamw",
-    "extra_bits_sgd",
-    "lowbit_adamw",
-    "with_loss_scale backoff",
-]
 
 # The others are jitted, which compiles each twice.
 EAGER = ["sr_sgd", "lowbit_sgd", "lpmm_sgd"]
@@ -123,22 +116,6 @@ def test_eager_steps_are_the_same(name):
     eager = lambda function: function
     run = two_steps(name)
     assert_same_bits(*without_and_with(lambda: run(*problem(name, eager))))
-
-
-@pytest.mark.skipif(
-    getattr(jax.config, "jax_custom_jvp3", False),
-    reason="it reads jaxprs, which jax_custom_jvp3 puts into objects",
-)
-@pytest.mark.parametrize("name", WITH_KERNELS)
-def test_nothing_in_a_kernel_has_64_bits(name):
-    with jax.enable_x64(True):
-        traced = jax.make_jaxpr(two_steps(name))(*problem(name))
-    kernels = [e for e in equations(traced.jaxpr) if e.primitive.name == "pallas_call"]
-    assert kernels
-    for kernel in kernels:
-        for inner in equations(kernel.params["jaxpr"]):
-            atoms = (*inner.invars, *inner.outvars)
-            assert not [x for x in atoms if "64" in str(getattr(x.aval, "dtype", ""))]
 
 
 def equations(jaxpr):

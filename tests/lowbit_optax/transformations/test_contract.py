@@ -29,38 +29,6 @@ def test_plain_lowbit_is_the_recommended_preset():
         assert memory_report(tx, shapes).bytes_per_param == pytest.approx(5.125, 1e-4)
 
 
-def loss_of(params):
-    return jnp.mean((params["w"].astype(jnp.float32) - 0.5) ** 2)
-
-
-@pytest.mark.parametrize(
-    ("inner", "bits"),
-    [
-        (lambda: optax.contrib.prodigy(1.0), None),
-        (lambda: optax.contrib.dog(1.0), None),
-        (lambda: optax.contrib.dowg(1.0), None),
-        (lambda: optax.contrib.schedule_free_sgd(1.0), 8),
-    ],
-    ids=["prodigy", "dog", "dowg", "schedule_free"],
-)
-def test_optimizers_that_keep_weights_reach_float32s_loss(inner, bits):
-    def trained(tx, params, steps=60):
-        @jax.jit
-        def run(params, state):
-            def one(carry, _):
-                grads = jax.grad(loss_of)(carry[0])
-                return lowbit_optax.step(tx, *carry, grads), None
-
-            return jax.lax.scan(one, (params, state), length=steps)[0]
-
-        return float(loss_of(run(params, tx.init(params))[0]))
-
-    start = {"w": parameters()["w"]}
-    want = trained(inner(), jax.tree.map(lambda x: x.astype(jnp.float32), start))
-    got = trained(lowbit(inner(), weights=lowbit_optax.extra_bits(bits)), start)
-    assert got <= 1.1 * want + 1e-5
-
-
 # The direct step.
 
 DIRECT = {
@@ -127,31 +95,7 @@ def test_a_direct_step_arrives_where_no_float32_difference_lands(name):
     assert (added["w"].astype(jnp.float32) != -odd).all()
 
 
-def keeping_updates():
-    """A user's transformation that hands updates on and keeps them as they are."""
-
-    def update(updates, state, params=None):
-        return updates, updates
-
-    return optax.GradientTransformation(lambda params: params, update)
-
-
-@pytest.mark.parametrize("after", [lambda: optax.trace(0.0), keeping_updates])
-def test_a_wrapper_that_keeps_updates_is_given_updates(after):
-    kept = optax.chain(lowbit_optax.kahan_sgd(0.5), after())
-    params = parameters()
-    _, state = lowbit_optax.step(kept, params, kept.init(params), params)
-    updates, want = kept.update(params, kept.init(params), params)
-    assert_same_bits(state, want)
-    assert updates["w"].dtype == jnp.float32
-
-
 # Refusals.
-
-
-def test_an_alias_that_was_not_called_is_told_so():
-    with pytest.raises(TypeError, match=r"call it first.*optax\.adamw\(1e-3\)"):
-        lowbit(optax.adamw)
 
 
 @pytest.mark.parametrize(
