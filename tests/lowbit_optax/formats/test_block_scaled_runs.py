@@ -9,8 +9,7 @@ import optax
 import pytest
 from flax import serialization
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from optimizers import assert_same_bits, normal, train
-from stores import STORES
+from optimizers import assert_same_bits, normal
 
 import lowbit_optax
 from lowbit_optax import block_scale, convert, lowbit, lpmm, release
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.standard_promotion
 TX = lowbit(optax.sgd(0.1, 0.9))
 MASTER = {"w": normal(0, (64, 96)) / 8, "b": normal(1, (96,))}
 LIKE = jax.eval_shape(block_scale, MASTER)
-GRADS = {"w": normal(2, (64, 96)), "b": normal(3, (96,))}
 
 
 @functools.cache
@@ -34,10 +32,6 @@ def converted(run, from_tx, to_tx, dtypes=None):
     """``convert``, jitted: else each of its operations is compiled by itself."""
     by = dict(from_tx=from_tx, to_tx=to_tx, dtypes=dtypes)
     return jax.jit(functools.partial(convert, **by))(*run)
-
-
-def stepped(run):
-    return train(TX, *run, [GRADS], lowbit_optax.step)
 
 
 # Other formats.
@@ -72,13 +66,6 @@ def test_quantised_weights_of_other_kinds_turn_into_each_other():
 # Checkpoints.
 
 
-@STORES
-def test_a_run_goes_on_from_a_checkpoint(tmp_path, store):
-    halfway = stepped(begun())
-    restored = store(tmp_path, halfway, jax.tree.map(jnp.zeros_like, halfway))
-    assert_same_bits(stepped(restored), stepped(halfway))
-
-
 def test_a_checkpoint_of_blocks_along_another_axis_is_refused():
     other = block_scale(MASTER, axis=-1)
     with pytest.raises(ValueError, match=r"scales_e8m0 .* \[2, 96\], not \[64, 3\]"):
@@ -93,25 +80,6 @@ def test_a_checkpoint_of_blocks_along_another_axis_is_refused():
 
 
 # Meshes and scans.
-
-
-@pytest.mark.parametrize(
-    ("kind", "spec"),
-    [(AxisType.Auto, jax.P("x")), (AxisType.Explicit, jax.P("x"))],
-)
-def test_on_a_mesh_it_steps_as_on_one_device(kind, spec):
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
-    params, state = begun()
-    want = stepped((params, state))
-    place = {"w": jax.NamedSharding(mesh, spec), "b": jax.NamedSharding(mesh, jax.P())}
-    with jax.set_mesh(mesh):
-        placed = {name: jax.device_put(params[name], place[name]) for name in params}
-        state = jax.device_put(state, lowbit_optax.state_shardings(TX, LIKE, place))
-        step = jax.jit(functools.partial(lowbit_optax.step, TX))
-        got = step(placed, state, jax.device_put(GRADS, place))
-    assert_same_bits(jax.device_get(got), jax.device_get(want))
-    scales = got[0]["w"].scales_e8m0
-    assert place["w"].is_equivalent_to(scales.sharding, scales.ndim)
 
 
 def test_the_sizes_that_divide_are_said():

@@ -71,43 +71,6 @@ def encode(format_, x, *, number=0, seed=0, step=0):
     return run(jnp.asarray(x), jnp.uint32(seed), jnp.uint32(step))
 
 
-def moments(dtype):
-    """Normal and subnormal numbers at known fractions between two values of a dtype."""
-    info = ml_dtypes.finfo(dtype)
-    epsilon, tiny = float(info.eps), float(info.smallest_subnormal)
-    rows = [(1.0, epsilon, s) for s in (0.01, 0.3, 0.5)]
-    if dtype != jnp.bfloat16:  # its subnormals are float32's
-        rows += [(0.0, tiny, 0.25), (3 * tiny, tiny, 0.6)]
-    rows += [(2048 * float(info.smallest_normal), 2048 * float(info.smallest_normal)
-              * epsilon, 0.7)]  # fmt: skip
-    return rows
-
-
-@patterns.each_dtype
-def test_stochastic_encoding_is_unbiased_to_five_standard_errors(dtype):
-    n = 2**17
-    for low, step, share in moments(dtype):
-        value = np.float32(low + share * step)
-        share = (float(value) - low) / step
-        stored = encode(cast(dtype), np.full(n, value))
-        assert stored.dtype == dtype
-        kept, counts = np.unique(
-            np.asarray(stored).astype(np.float64), return_counts=True
-        )
-        np.testing.assert_array_equal(kept, [low, low + step])
-        error = 5 * np.sqrt(share * (1 - share) / n)
-        assert abs(counts[1] / n - share) <= error
-
-
-@patterns.each_dtype
-def test_nearest_encoding_is_the_cast(dtype):
-    x = np.random.default_rng(0).normal(size=SIZE).astype(np.float32)
-    stored = encode(cast(dtype, rounding="nearest"), x)
-    expected = x.astype(dtype)
-    width = f"u{expected.itemsize}"
-    np.testing.assert_array_equal(np.asarray(stored).view(width), expected.view(width))
-
-
 @patterns.each_dtype
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_a_stored_value_decodes_to_itself_and_is_stored_unchanged_again(

@@ -102,6 +102,19 @@ def test_a_report_names_what_stays_float32():
     assert "g" in str(report)
 
 
+ASKED_FOR = {
+    "nu_max": optax.amsgrad(1e-3),
+    "sum_of_squares": optax.adagrad(1e-3),
+    "nu": optax.rmsprop(1e-3, centered=True),
+}
+
+
+@pytest.mark.parametrize("field", ASKED_FOR)
+def test_second_moments_that_are_asked_for_have_no_sign(field):
+    found = stored(ASKED_FOR[field], {field: lowbit_optax.block_quantized(8)})
+    assert found[field] == "8-bit unsigned 'float'"
+
+
 def custom_momentum():
     """A user's transformation, whose state has a field of a known name."""
 

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from optimizers import ALL_FORMATS
 from patterns import each_dtype, every
 
 import lowbit_optax
@@ -24,18 +25,10 @@ from lowbit_optax.formats.plain import MasterCopyFormat
 FLUSHED = float(np.finfo(np.float32).smallest_normal)
 
 
-FORMATS = {
-    "nearest": lowbit_optax.nearest(),
-    "stochastic rounding": lowbit_optax.stochastic_rounding(),
-    "master copy": lowbit_optax.master_copy(),
-    "kahan": lowbit_optax.kahan(),
-    "kahan, stochastic": lowbit_optax.kahan(rounding="stochastic"),
-    "kahan, all in the parameter's dtype": lowbit_optax.kahan(arithmetic="param"),
-    "1 extra bit": lowbit_optax.extra_bits(1),
-    "8 extra bits": lowbit_optax.extra_bits(8),
-    "8 extra bits, toward zero": lowbit_optax.extra_bits(8, rounding="toward_zero"),
-    "8 extra bits, stochastic": lowbit_optax.extra_bits(8, rounding="stochastic"),
-    "13 extra bits": lowbit_optax.extra_bits(13),
+FORMATS = ALL_FORMATS | {
+    "kahan_16_bit_unit": lowbit_optax.kahan(arithmetic="param"),
+    "extra_bits_1": lowbit_optax.extra_bits(1),
+    "extra_bits_8_stochastic": lowbit_optax.extra_bits(8, rounding="stochastic"),
 }
 each_format = pytest.mark.parametrize("name", FORMATS)
 

@@ -53,48 +53,6 @@ def test_with_float32_sums_it_is_multi_steps(every):
     assert int(state.mini_step) == 7 % every
 
 
-def test_the_low_bit_sum_is_unbiased():
-    grads = grads_of(4)
-    exact = np.asarray(grads).astype(np.float64).sum(axis=0)
-
-    @jax.jit
-    def total(seed):
-        tx = accumulate_gradients(optax.identity(), 4)
-        state = tx.init(jnp.ones(SHAPE))._replace(seed=seed)
-        body = lambda state, grad: tx.update(grad, state)[::-1]
-        return jax.lax.scan(body, state, grads)[1][-1]
-
-    sums = np.stack([total(jnp.uint32(seed)) for seed in range(64)])
-    error = sums.astype(np.float64).mean(axis=0) - exact
-    # Four roundings to a 127th of the column's largest sum, at most half a step each.
-    step = np.abs(np.cumsum(grads, axis=0)).max(axis=(0, 1)) / 127
-    deviation = np.sqrt(4) / 2 * step / np.sqrt(64)
-    assert np.all(np.abs(error) < 6 * deviation)
-    assert np.abs(sums - exact).max() > 0.1 * step.min()
-
-
-def test_quantised_weights_stay_until_the_last_microbatch():
-    params = lowbit_optax.quantize_params(jnp.ones(SHAPE), bits=12)
-    inner = lpmm_sgd(0.1, 0.9)
-    grads = grads_of(6)
-    (last, state), (path, updates) = run(
-        accumulate_gradients(inner, 3, min_size=10**9), params, grads
-    )
-    for call in (0, 1, 3, 4):
-        assert not updates.codes[call].any()
-        assert not updates.scales[call].any()
-    assert_same_bits(
-        jax.tree.map(lambda x: x[4], path), jax.tree.map(lambda x: x[2], path)
-    )
-    sums = grads.reshape(2, 3, *SHAPE)
-    sums = sums[:, 0] + sums[:, 1] + sums[:, 2]
-    (expected, inner_state), _ = run(inner, params, sums)
-    assert_same_bits(
-        jax.tree.leaves((last, state.inner_state)),
-        jax.tree.leaves((expected, inner_state)),
-    )
-
-
 WITHIN = {
     "lowbit": lambda tx: tx,
     "clip": lambda tx: optax.chain(optax.clip_by_global_norm(0.5), tx),
@@ -152,33 +110,6 @@ def test_every_third_step_is_one_with_the_sum(name, implementation):
             np.testing.assert_allclose(a, b, rtol=2**-7, atol=ROUNDED.get(name, 0))
         assert not any(np.any(x) for x in jax.tree.leaves(state.accumulators))
     assert (int(state.mini_step), int(state.count)) == (1, 7)
-
-
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("devices", [1, 8])  # one CPU branches
-def test_on_a_mesh_it_is_the_same(axes, devices):
-    inner = optax.chain(optax.clip_by_global_norm(0.5), lowbit_optax.kahan_sgd(0.5))
-    tx = accumulate_gradients(inner, 2)
-    step = jax.jit(functools.partial(lowbit_optax.step, tx))
-    params, grads = jnp.ones((512, 64), jnp.bfloat16), grads_of(2, (512, 64))
-
-    def run(params, grads):
-        state = jax.jit(tx.init)(params)
-        for grad in grads:
-            params, state = step(params, state, grad)
-        return params
-
-    mesh = jax.make_mesh((devices,), ("x",), axis_types=(axes,))
-    with jax.set_mesh(mesh):
-        rows = jax.NamedSharding(mesh, jax.P("x"))
-        got = run(
-            jax.device_put(params, rows), [jax.device_put(x, rows) for x in grads]
-        )
-        assert got.sharding.is_equivalent_to(rows, 2)
-    got, want = np.float32(got), np.float32(run(params, list(grads)))
-    # The norm adds up in another order.
-    np.testing.assert_allclose(got, want, rtol=2**-7)
 
 
 @pytest.mark.standard_promotion

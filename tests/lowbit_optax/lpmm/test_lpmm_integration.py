@@ -10,11 +10,10 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from collectives import collectives
 from flax import serialization
 from flax.training import train_state
 from optimizers import apply, assert_same_bits, initial, train
-from quantised import quantizer, values_of
+from quantised import quantizer
 
 import lowbit_optax
 from lowbit_optax import (
@@ -74,26 +73,6 @@ def test_partition_and_masked_train_each_weight_by_its_own(advance):
     np.testing.assert_array_equal(got["bias"], bias)
 
 
-def test_a_chain_clips_before_the_weights_move():
-    params, (grads,) = params_of(), series(1)
-    clip, plain = optax.clip_by_global_norm(0.1), lpmm_sgd(0.5)
-    clipped, _ = clip.update(grads, clip.init(None))
-    want = trained(plain, params, [clipped])
-    for tx in (
-        optax.chain(clip, plain),
-        lowbit_optax.lowbit(optax.chain(clip, optax.sgd(0.5))),
-    ):
-        after = trained(tx, params, [grads])
-        change = jax.tree.map(
-            lambda a, b: np.abs(a - b).max(), values_of(after), values_of(want)
-        )
-        # Two programs may round a clipped gradient differently, and a code with it.
-        steps = np.asarray(params["kernel"].scales).view(np.float32).max()
-        assert max(change.values()) <= 1.01 * steps
-        same = (after["kernel"].codes == want["kernel"].codes).mean()
-        assert same > 0.99
-
-
 # jit.
 
 
@@ -123,46 +102,6 @@ def test_one_trace_for_all_steps_and_old_buffers_are_given_up(tx, advance):
 
 
 # Devices.
-
-
-PLACES = {
-    "columns": (jax.P(None, "x"), "columns"),
-    "rows": (jax.P("x"), "rows"),
-    "layers": (jax.P("x"), "stack"),
-}
-
-
-@pytest.mark.parametrize(
-    ("place", "tx"),
-    [(place, lpmm_sgd(0.1, 0.9, block_size=64)) for place in PLACES]
-    + [("rows", lpmm_adam(1e-2, block_size=64))],
-    ids=[*PLACES, "adam"],
-)
-def test_eight_devices_have_the_bits_of_one_and_do_not_communicate(place, tx):
-    spec, name = PLACES[place]
-    # Each device has whole blocks, which are 8 rows by 8 columns.
-    shape = {"columns": (64, 128), "rows": (1024, 64), "stack": (8, 64, 64)}[name]
-    random = np.random.default_rng(0)
-    weight, *grads = random.normal(size=(3, *shape)).astype(np.float32)
-    params = quantizer(12, block_size=64)(jnp.asarray(weight))
-    alone = jax.tree.map(lambda x: x, (params, initial(tx, params)))
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def put(x):
-        chosen = spec if np.ndim(x) else jax.P()
-        return jax.device_put(x, jax.NamedSharding(mesh, chosen))
-
-    spread = jax.tree.map(put, alone)
-    step = functools.partial(lowbit_optax.step, tx)
-    compiled = jax.jit(step).lower(*spread, put(grads[0])).compile()
-    assert not collectives(compiled)
-    for grad in grads:
-        alone = jax.jit(step)(*alone, jnp.asarray(grad))
-        spread = compiled(*spread, put(grad))
-    assert_same_bits(spread, alone)
-    for part in (spread[0].codes, spread[0].scales):
-        assert part.sharding.is_equivalent_to(put(part).sharding, part.ndim)
-        assert not part.is_fully_replicated
 
 
 # Training states and checkpoints.

@@ -171,3 +171,15 @@ def test_six_bits_of_a_first_moment_are_refused():
         state_of(optax.adamw(1e-3), block_quantized(6))
     with pytest.raises(TypeError, match=r"has 'lower'.* not 'low' or 'float32'"):
         lowbit_optax.lowbit(optax.adamw(1e-3), moments="lower")
+
+
+def test_one_number_too_many_takes_the_next_step():
+    """62 and 63 numbers from end to end, at steps of 1/16."""
+    rows = np.ones_like(BLOCKS)
+    for row, number in zip(rows, (62, 63), strict=False):
+        pattern = np.float32(1).view(np.int32) + ((number - 1) << 19)
+        row[0] = np.int32(pattern).view(np.float32)
+    ready = prepared(SIX, rows)
+    assert (np.ravel(ready[1])[:2] - 19).tolist() == [0, 1]
+    _, values = stored(SIX, ready, rows, jnp.uint32(ENDS[1]))
+    assert np.all(np.asarray(values)[:, 0] >= rows[:, 0])

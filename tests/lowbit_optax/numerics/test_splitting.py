@@ -92,24 +92,6 @@ def test_every_nan_stays_one_and_all_but_those_without_a_pair_stay_themselves():
     assert moved == BFLOAT16_NANS_WITHOUT_A_PAIR
 
 
-def test_the_split_of_one_third_is_as_written_by_hand():
-    # 1/3 is 0x3EAAAAAB: its low half is past the middle, so the parameter is rounded
-    # up and the residual negative, 0xAAAB - 0x10000.
-    x = values([0x3EAAAAAB])
-    param, fields = split(x, jnp.bfloat16, 16, "nearest")
-    assert hex(int(float_layouts.to_bits(param)[0])) == "0x3eab"
-    assert hex(int(fields[0])) == "0xaaab"
-    # With 4 bits: 0x3EAAA|AAAB rounds to 0x3EAAB, and 0xB means -5.
-    param, fields = split(x, jnp.bfloat16, 4, "nearest")
-    assert hex(int(float_layouts.to_bits(param)[0])) == "0x3eab"
-    assert hex(int(fields[0])) == "0xb"
-    assert float(splitting.join(param, fields, 4, "nearest")[0]) == (0xAAB / 2**13)
-    # Toward zero the same bits follow a parameter that is not rounded up.
-    param, fields = split(x, jnp.bfloat16, 4, "toward_zero")
-    assert hex(int(float_layouts.to_bits(param)[0])) == "0x3eaa"
-    assert hex(int(fields[0])) == "0xb"
-
-
 # Fewer bits.
 
 
@@ -160,27 +142,6 @@ def test_every_normal_value_in_range_is_exact_with_all_extra_bits(dtype, roundin
 
 
 # Stochastic rounding, of the parameter and of the residual.
-
-
-@each_dtype
-def test_stochastic_parameters_go_up_in_exactly_their_share_of_the_draws(dtype):
-    extra = 8
-    layout = float_layouts.layout_of(dtype)
-    magnitudes = np.random.default_rng(0).integers(
-        0, (layout.special - 1) << extra, 500, np.uint32
-    )
-    pattern = jnp.asarray(magnitudes)[:, None]
-    sign = jnp.zeros_like(pattern)
-    draws = jnp.arange(256, dtype=jnp.uint32) << jnp.uint32(24)
-    draws = (draws | jnp.uint32(0x00ABCDEF))[None, :]  # the noise must not count
-    param = splitting.round_param(
-        sign, jnp.broadcast_to(pattern, (500, 256)), dtype, extra, "stochastic", draws
-    )
-    bits = np.asarray(float_layouts.to_bits(param))
-    low = magnitudes >> extra
-    assert set(np.unique(bits - low[:, None])) == {0, 1}
-    ups = np.sum(bits > low[:, None], axis=1)
-    np.testing.assert_array_equal(ups, magnitudes % 256)
 
 
 @each_rounding

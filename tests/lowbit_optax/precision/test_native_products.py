@@ -172,24 +172,6 @@ def test_products_take_the_dtypes_of_both_formats(formats, forward, backward):
     }
 
 
-def test_a_high_operand_of_wider_format_leaves_its_products_as_they_were():
-    formats = dataclasses.replace(FLOAT8, high=FP32, high_backward=FP32)
-    assignment = uniform(mlp, WEIGHTS, X, formats=formats)
-    names = [tensor.name for tensor in assignment.plan.tensors]
-    assignment.low[names.index("params['mid']")] = False
-    listed = precision.products(mlp, assignment, WEIGHTS, X)
-    middle = [p for p in listed if p.name == "dot_general.1"]
-    assert [(p.gives, p.is_native) for p in middle] == [
-        ("result", False),
-        ("lhs", False),
-        ("rhs", True),  # the cotangent by the low activation
-    ]
-    assert sum(p.is_native for p in listed) == len(listed) - 2
-    want = jax.jit(gradient(mlp, assignment))(WEIGHTS, X)
-    native = jax.jit(gradient(mlp, assignment, products="native"))
-    assert_same_bits(native(WEIGHTS, X), want)
-
-
 def test_the_backward_pass_keeps_operands_in_8_bits():
     loss_fn = lambda w, x: jnp.sum(x @ w["in"])
     assignment = uniform(loss_fn, WEIGHTS, X, formats=FLOAT8)

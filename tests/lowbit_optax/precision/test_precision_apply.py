@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import primitives
 from optimizers import assert_same_bits
-from rounded_losses import equations, gradient, uniform
+from rounded_losses import gradient, uniform
 
 import lowbit_optax
 from lowbit_optax import precision
@@ -343,32 +342,6 @@ def test_nan_is_not_hidden_by_a_format_without_one(stored):
     assert np.isnan(loss)
     assert np.isnan(grads["in"]).any()
     assert overflow[3] == pytest.approx(1 / 6)
-
-
-@pytest.mark.parametrize("stored", [False, True])
-def test_bodies_are_traced_once_and_stay_loops(stored):
-    traced = []
-
-    def loss_fn(w, x):
-        @jax.checkpoint
-        def layer(h, w):
-            traced.append("layer")
-            return h + jnp.tanh(h @ w), None
-
-        traced.append("loss")
-        return jnp.mean(lax.scan(layer, x, w)[0])
-
-    w, x = dyadic(1, 7, 4, 4), dyadic(0, 2, 4)
-    assignment = uniform(loss_fn, w, x)
-    f = precision.apply(loss_fn, assignment, stored=stored)
-    program = jax.make_jaxpr(f)(w, x)
-    assert sorted(traced) == ["layer", "loss"]
-    found = [(eqn.primitive, runs) for eqn, runs in equations(program.jaxpr)]
-    assert found.count((primitives.scan_p, 1)) == 1
-    assert [n for primitive, n in found if primitive is primitives.dot_general_p] == [7]
-    # What is stored is so by a checkpoint before the scan, one of its body, one after.
-    checkpoints = 4 if stored else 1
-    assert [x for x, _ in found].count(primitives.remat_p) == checkpoints
 
 
 def test_stochastic_rounding_is_unbiased_and_follows_the_seed():

@@ -336,26 +336,6 @@ def test_promotion_raises_forward_tensors_past_the_threshold(plan):
         precision.promote(assignment, overflow[1:])
 
 
-def test_promotion_compiles_nothing_anew(plan):
-    compiled = []
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(assignment, overflow):
-        compiled.append(assignment)
-        return precision.promote(assignment, overflow), assignment.low_ratio
-
-    assignment = jax.tree.map(jnp.asarray, precision.uniform(plan))
-    ratios = []
-    for i in range(9):
-        assignment, ratio = step(assignment, (jnp.arange(9) == i).astype(jnp.float32))
-        ratios.append(float(ratio))
-    assert len(compiled) == 1
-    assert ratios == sorted(ratios, reverse=True)
-    assert not np.any(assignment.low)
-    assert "traced" in str(compiled[0])
-    assert assignment.plan == plan
-
-
 def test_an_assignment_is_written_and_read(plan, tmp_path):
     formats = precision.Formats(
         low=precision.FloatFormat(5, 2, specials="ieee", subnormals=False),

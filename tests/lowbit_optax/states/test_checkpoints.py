@@ -45,19 +45,44 @@ def _mixed_params():
     return model_params() | {"norm": jnp.ones(24), "unused": None}
 
 
+def _resumes(folder, store, tx, params, series):
+    """Five steps, a checkpoint and five more are ten steps."""
+    want = train(tx, params, tx.init(params), series, lowbit_optax.step)
+    halfway = train(tx, params, tx.init(params), series[:5], lowbit_optax.step)
+    restored = store(folder, halfway, (params, tx.init(params)))
+    assert_same_bits(restored, halfway)
+    assert_same_bits(train(tx, *restored, series[5:], lowbit_optax.step), want)
+
+
 @STORES
 @each(ALIASES | VARIANTS)
 def test_five_steps_a_checkpoint_and_five_more_are_ten_steps(
     tmp_path, store, optimizer
 ):
-    tx = optimizer()
     params = _mixed_params()
+    _resumes(tmp_path, store, optimizer(), params, gradient_series(params, 10))
+
+
+SCALE = lowbit_optax.backoff_scale(4.0, period=3, smallest=2.0)
+# What steps, and what it makes of the parameters first.
+OTHERS = {
+    "lpmm": (lowbit_optax.lpmm_adam(0.01), lowbit_optax.quantize_params),
+    "block-scaled": (lowbit(optax.sgd(0.1, 0.9)), lowbit_optax.block_scale),
+    "loss scale": (
+        lowbit_optax.with_loss_scale(lowbit_optax.kahan_sgd(0.5), SCALE),
+        lambda params: params,
+    ),
+}
+
+
+@STORES
+@pytest.mark.parametrize("name", OTHERS)
+def test_runs_of_other_weights_and_states_go_on_too(tmp_path, store, name):
+    tx, prepared = OTHERS[name]
+    params = {"w": random_grads({"w": jnp.ones((64, 96))}, 0)["w"], "b": jnp.ones(8)}
     series = gradient_series(params, 10)
-    want = train(tx, params, tx.init(params), series)
-    halfway = train(tx, params, tx.init(params), series[:5])
-    restored = store(tmp_path, halfway, (params, tx.init(params)))
-    assert_same_bits(restored, halfway)
-    assert_same_bits(train(tx, *restored, series[5:]), want)
+    series[2]["w"] = series[2]["w"].at[0].set(jnp.inf if name == "loss scale" else 0)
+    _resumes(tmp_path, store, tx, prepared(params), series)
 
 
 def _placed(tx, params, sharding):

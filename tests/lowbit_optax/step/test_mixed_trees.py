@@ -177,20 +177,3 @@ def test_moments_of_float32_leaves_are_stored_in_the_format_too():
     assert state.inner_state[0].nu["norm"].dtype == jnp.bfloat16
     exact = lowbit_optax.kahan_adamw(0.1, moments="float32").init(params)
     assert exact.inner_state[0].nu["norm"].dtype == jnp.float32
-
-
-def test_only_arrays_of_a_parameters_shape_are_moments():
-    # Adafactor's rows and columns stay float32; so do counts and hyperparameters.
-    params = {"w": jnp.ones((64, 32), jnp.bfloat16)}
-    inner = optax.adafactor(0.01, min_dim_size_to_factor=8, momentum=0.9)
-    state = lowbit(inner, weights=kahan(), moments=BFLOAT16_MOMENTS).init(params)
-    found = {
-        jax.tree_util.keystr(path): leaf.dtype
-        for path, leaf in jax.tree_util.tree_flatten_with_path(state.inner_state)[0]
-        if leaf.ndim
-    }
-    momentum = [dtype for name, dtype in found.items() if "ema" in name]
-    factors = [dtype for name, dtype in found.items() if ".v_" in name]
-    assert momentum == [jnp.bfloat16]
-    assert factors
-    assert set(factors) == {jnp.dtype("float32")}

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from collectives import collectives
 from jax.sharding import AxisType
@@ -149,6 +150,35 @@ def test_other_ranks_and_meshes(placed, axis_type):
     mesh = jax.make_mesh(devices, axes, axis_types=(axis_type,) * len(axes))
     sharding = jax.NamedSharding(mesh, spec)
     params, grads = _arrays(*shape)
+    got = _without_communication(tx, sharding, params, grads)
+    _assert_placed(got, sharding)
+    assert_same_bits(got, _trained(tx, params, grads))
+
+
+QUANTISED = functools.partial(lowbit_optax.quantize_params, bits=12, block_size=64)
+# What steps, and what it makes of the parameters first.
+OTHERS = {
+    "quantised": (lowbit_optax.lpmm_sgd(0.1, 0.9, block_size=64), QUANTISED),
+    "quantised adam": (lowbit_optax.lpmm_adam(1e-2, block_size=64), QUANTISED),
+    "block-scaled": (
+        lowbit_optax.lowbit(optax.sgd(0.1, 0.9)),
+        lowbit_optax.block_scale,
+    ),
+    "sums": (
+        lowbit_optax.accumulate_gradients(lowbit_optax.kahan_sgd(0.5), 2),
+        jnp.asarray,
+    ),
+    "average": (lowbit_optax.ema_of_params(0.99, min_size=0), jnp.asarray),
+}
+
+
+@pytest.mark.parametrize("spec", ["rows", "columns"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_weights_and_states_need_no_communication_either(name, spec):
+    tx, prepared = OTHERS[name]
+    sharding = jax.NamedSharding(_mesh(AxisType.Auto), SPECS[spec])
+    params, grads = _arrays(512, 512)
+    params = prepared(params)
     got = _without_communication(tx, sharding, params, grads)
     _assert_placed(got, sharding)
     assert_same_bits(got, _trained(tx, params, grads))

@@ -14,24 +14,16 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
+from optimizers import ALL_FORMATS
 
 import lowbit_optax
 
 pytestmark = pytest.mark.standard_promotion
 
-FORMATS = {
-    "nearest": lowbit_optax.nearest(),
-    "stochastic": lowbit_optax.stochastic_rounding(),
+FORMATS = {name: x for name, x in ALL_FORMATS.items() if name != "extra_bits_16"} | {
     "stochastic_sum": lowbit_optax.stochastic_rounding(sum_rounding="stochastic"),
     "error_into_mu": lowbit_optax.stochastic_rounding(error_into="mu"),
-    "master_copy": lowbit_optax.master_copy(),
-    "kahan": lowbit_optax.kahan(),
-    "kahan_stochastic": lowbit_optax.kahan(rounding="stochastic"),
     "kahan_16_bit_unit": lowbit_optax.kahan(arithmetic="param"),
-    "extra_bits_0": lowbit_optax.extra_bits(0),
-    "extra_bits_8": lowbit_optax.extra_bits(8),
-    "extra_bits_8_toward_zero": lowbit_optax.extra_bits(8, rounding="toward_zero"),
-    "extra_bits_7_stochastic": lowbit_optax.extra_bits(7, rounding="stochastic"),
     "extra_bits_8_sum": lowbit_optax.extra_bits(8, sum_rounding="stochastic"),
     "extra_bits_most": lowbit_optax.extra_bits(),
 }
@@ -146,7 +138,13 @@ def check(got, dtype):
     np.testing.assert_allclose(second, want[4], rtol=eps)
 
 
-KERNELS = ("stochastic", "error_into_mu", "master_copy", "kahan", "extra_bits_8")
+KERNELS = (
+    "stochastic_rounding",
+    "error_into_mu",
+    "master_copy",
+    "kahan",
+    "extra_bits_8",
+)
 CASES = [("step", "bfloat16", name, "xla") for name in FORMATS]
 CASES += [
     (route, dtype, name, "xla")

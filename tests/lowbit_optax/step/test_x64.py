@@ -141,20 +141,3 @@ def test_release_is_the_same():
         return step(params, old(initial(tx, params)), normal(2, 8, 32))
 
     assert_same_bits(*without_and_with(run))
-
-
-def test_adams_bias_correction_is_optaxs():
-    # In float64 with 64-bit types, and in float32 without: the results of lowbit and of
-    # optax differ by the same.
-    grads = {"w": normal(1, 40, 8, dtype=jnp.float32)}
-    inner = optax.adamw(RATE)
-    tx = lowbit_optax.lowbit(inner, weights=lowbit_optax.nearest())
-
-    def moments(tx):
-        params = {"w": normal(0, 40, 8, dtype=jnp.float32)}
-        update = jax.jit(tx.update, compiler_options=QUICK)
-        return update(grads, tx.init(params), params)[0]
-
-    for enabled in BOTH:
-        with jax.enable_x64(enabled):
-            assert_same_bits(moments(tx), moments(inner))
