@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from exact_steps import apply_any as update
 from optimizers import weights_only
 from patterns import DTYPES, assert_same, cast, each_of, every, is_nan, patterns_of
 
@@ -108,11 +109,6 @@ def masters():
 
 def loss(w):
     return jnp.sum(w.astype(jnp.float32))
-
-
-def update(tx, params, state, grads):
-    updates, state = tx.update(grads, state, params)
-    return lowbit_optax.apply_updates(params, updates), state
 
 
 def released(tx, params, state, grads):

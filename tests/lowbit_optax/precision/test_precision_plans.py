@@ -385,3 +385,21 @@ def test_ratios_and_orders_that_are_not_accepted_are_errors(plan, ratio):
         precision.demote(plan, ratio)
     with pytest.raises(ValueError, match=r"order is 'largest'.*decreasing"):
         precision.demote(plan, 0.5, order="largest")
+
+
+def test_the_ratio_counts_more_elements_than_float32_does():
+    side = 2**14
+    w = [FLOAT((side, side)), FLOAT((side, 1))]
+    plan = precision.trace(
+        lambda w, x: jnp.sum(x @ w[0] @ w[1]), w, FLOAT((side + 1, side))
+    )
+    weights, x, hidden, result = side * side, (side + 1) * side, (side + 1) * side, side
+    total = 2 * weights + 2 * side + x + 2 * hidden + 2 * (result + 1)
+    assert plan.size == total
+    lowered = precision.demote(plan, 0.3)  # group 0: w[0] and x
+    assert float(lowered.low_ratio) == pytest.approx((weights + x) / total, rel=1e-6)
+    counted = [weights + x, weights + x + side + 2 * hidden]
+    assert np.all(precision.demote(plan, counted[0] / total).low == lowered.low)
+    assert not np.all(
+        precision.demote(plan, (counted[0] + 1) / total).low == lowered.low
+    )

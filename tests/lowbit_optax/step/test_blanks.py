@@ -64,6 +64,18 @@ def test_every_leaf_has_a_shape_and_is_mapped_beside_its_parameter(optimizer, dt
     assert set(jax.tree.leaves(mapped)) == {True}
 
 
+@each(ADAMW)
+def test_arrays_of_the_state_are_found_by_name(optimizer):
+    params = _params() | {"none": None}
+    state = jax.eval_shape(optimizer(1e-2).init, params)
+    for field in ("mu", "nu"):
+        assert len(optax.tree.get_all_with_path(state, field)) == 1
+    # Two counts: the steps, by which roundings draw their bits, and Adam's.
+    with pytest.raises(KeyError, match="multiple"):
+        optax.tree.get(state, "count")
+    assert optax.tree.get(state.inner_state, "count").shape == ()
+
+
 class _Model(nnx.Module):
     def __init__(self, dtype, rngs):
         along = lambda init, *axes: nnx.with_partitioning(init, axes)
