@@ -9,6 +9,7 @@ import pytest
 from optax import contrib
 
 import lowbit_optax
+from lowbit_optax.states.checkpoints import storage_formats
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -80,7 +81,7 @@ def stored(inner, moments):
         r"float32\[64, 128\](?: in (\d-bit \w+ '\w+').*?(?:,( over) the root.*)?)?"
     )
     found = {}
-    for path, text in lowbit_optax.storage_formats(tx, SHAPE).items():
+    for path, text in storage_formats(tx, SHAPE).items():
         match = pattern.fullmatch(text)
         if match and "inner_state" in path:
             found[path.split(".")[-1]] = "".join(filter(None, match.groups()))

@@ -101,15 +101,16 @@ def seed(params=PARAMS, given=0):
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_each_bit_of_each_parameter_changes_the_seed(name):
+def test_each_bit_of_each_parameter_and_its_place_change_the_seed(name):
     def flipped(x):
         bits = np.asarray(x).copy().view(f"u{x.dtype.itemsize}")
         bits.flat[7] ^= 1
         return jnp.asarray(bits.view(x.dtype))
 
     leaves, structure = jax.tree.flatten(PARAMS[name])
-    leaves[0] = flipped(leaves[0])
-    assert seed(PARAMS | {name: structure.unflatten(leaves)}) != seed()
+    for change in (flipped, jnp.flip):
+        changed = structure.unflatten([change(leaves[0]), *leaves[1:]])
+        assert seed(PARAMS | {name: changed}) != seed()
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
