@@ -122,22 +122,6 @@ def test_a_copy_steps_by_the_same_program(tx, copied):
     assert _program(apply_any, other) == _program(apply_any, tx)
 
 
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_a_copys_reports_and_masters_are_the_originals(copied):
-    tx = TRANSFORMATIONS["extra_bits_sgd"]
-    other, params, grads = copied(tx), _params(), _grads()
-    reports = [lowbit_optax.memory_report(x, params) for x in (other, tx)]
-    assert reports[0] == reports[1]
-    shares = [
-        lowbit_optax.cancelled_updates(x, params, x.init(params), grads)
-        for x in (other, tx)
-    ]
-    assert_same_bits(*shares)
-    masters = {"w": jnp.linspace(-2, 2, 64 * 8).reshape(64, 8)}
-    starts = [lowbit_optax.from_master(x, masters, jnp.bfloat16) for x in (other, tx)]
-    assert_same_bits(*starts)
-
-
 def test_a_replaced_update_is_the_one_that_step_calls():
     tx = TRANSFORMATIONS["kahan_adamw"]
 

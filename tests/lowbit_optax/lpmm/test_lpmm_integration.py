@@ -73,9 +73,6 @@ def test_partition_and_masked_train_each_weight_by_its_own(advance):
     np.testing.assert_array_equal(got["bias"], bias)
 
 
-# jit.
-
-
 @pytest.mark.parametrize(
     "tx",
     [lpmm_sgd(0.1, 0.9), lpmm_adam(1e-2), accumulate_gradients(lpmm_sgd(0.1), 2)],
@@ -99,9 +96,6 @@ def test_one_trace_for_all_steps_and_old_buffers_are_given_up(tx, advance):
         assert all(x.is_deleted() for x in before)
     assert traces == 1
     assert not any(x.is_deleted() for x in jax.tree.leaves((params, state)))
-
-
-# Devices.
 
 
 # Training states and checkpoints.

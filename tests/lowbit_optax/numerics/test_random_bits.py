@@ -21,7 +21,6 @@ from lowbit_optax._numerics.random_bits import (
     RESIDUAL_STREAM,
     RandomBits,
     accumulator_draws,
-    hash_words,
     leaf_number,
     moment_draws,
     random_bits,
@@ -309,22 +308,6 @@ def test_bits_are_fair_uncorrelated_and_uniform(state):
     assert abs(chi_square(x * 256 + later, 2**16)) <= EVEN
 
 
-THRESHOLDS = np.array([2, 32, 128, 240], np.uint32) << 24
-
-
-@pytest.mark.parametrize("stride", [1, 32, 512, 1024, 4096, 768])
-def test_rounding_decisions_at_a_row_stride_are_uncorrelated(stride):
-    # A value at share t of its step rounds up where the draw is among the largest t;
-    # four shares, each against each, between rows as long as those of weight matrices.
-    x = words((2**20 + stride,), seed=2)
-    first, second = x[:-stride], x[stride:]
-    for a, b in itertools.product(THRESHOLDS, THRESHOLDS):
-        up, down = first < a, second < b
-        covariance = np.mean(up & down) - up.mean() * down.mean()
-        # A correlation of n independent pairs has standard error 1 / sqrt(n).
-        assert abs(covariance) <= 5 * up.std() * down.std() / np.sqrt(first.size)
-
-
 PAIRS = {
     "next step": (dict(step=0), dict(step=1)),
     "next step, late": (dict(step=99_999), dict(step=100_000)),
@@ -346,16 +329,6 @@ PAIRS = {
 def test_draws_for_different_uses_are_uncorrelated(name):
     first, second = PAIRS[name]
     assert_uncorrelated(words(**first), words(**second))
-
-
-def test_streams_are_uncorrelated_at_the_distance_that_their_numbers_would_give():
-    # Were the streams' numbers only added to the key, times the golden ratio, those of
-    # a weight and of its second wide moment, 0 and 68, would meet 1.1e8 elements apart.
-    offset = 68 * 0x9E3779B9 % 2**32
-    index = np.arange(N, dtype=np.uint32)
-    for seed, lag in itertools.product((0, 1), (offset, 2**32 - offset)):
-        a = words_at(index + np.uint32(lag), (seed, 0, 0, 0))
-        assert_uncorrelated(a, words_at(index, (seed, 0, 0, 68)))
 
 
 def words_at(index, numbers):
@@ -386,20 +359,6 @@ def test_draws_are_uncorrelated_where_their_counters_overlap(name):
     lag = np.uint32((keys_of(*second)[0] - keys_of(*first)[0]) % 2**32)
     index = np.arange(N, dtype=np.uint32)
     assert_uncorrelated(words_at(index + lag, first), words_at(index, second))
-
-
-def test_random_second_keys_tell_the_same_counters_apart():
-    # A rare pair of keys leaves up to 1%. Were the second key combined by exclusive or,
-    # the median would be 2%.
-    rng = np.random.default_rng(0)
-    index = jnp.arange(N, dtype=jnp.uint32)
-    hash_ = jax.jit(hash_words)
-    worst = []
-    for key, a, b in rng.integers(0, 2**32, (20, 3), np.uint32):
-        draws = [hash_(index, key, second) for second in (a, b)]
-        worst.append(np.abs(np.asarray(correlations(*draws))).max())
-    assert np.median(worst) <= 5 / np.sqrt(N)
-    assert max(worst) <= 0.02
 
 
 def flips(a, b):

@@ -92,9 +92,6 @@ def test_every_nan_stays_one_and_all_but_those_without_a_pair_stay_themselves():
     assert moved == BFLOAT16_NANS_WITHOUT_A_PAIR
 
 
-# Fewer bits.
-
-
 # The other formats, with all their bits.
 
 

@@ -156,29 +156,6 @@ def test_shards_that_do_not_divide_name_the_leaf_and_the_remedy():
     assert "'replicate'" in message
 
 
-def test_state_that_does_not_divide_lies_along_another_axis():
-    params = {
-        "w": jnp.ones((1000, 256), jnp.bfloat16),
-        "even": jnp.ones((512, 256), jnp.bfloat16),
-    }
-    tx = lowbit_optax.lowbit_adamw(1e-3)
-    placed = state_shardings(tx, params, jax.P("x"), mesh=_mesh(), uneven="other_axis")
-    by_name = {"['w']": jax.P(None, "x"), "['even']": jax.P("x", None)}
-    state = jax.eval_shape(tx.init, params)
-    jax.jit(tx.init, out_shardings=placed)(params)
-    checked = 0
-    for (path, leaf), spec in zip(
-        jax.tree_util.tree_flatten_with_path(state)[0],
-        [x.spec for x in jax.tree.leaves(placed)],
-        strict=True,
-    ):
-        for name, want in by_name.items():
-            if jax.tree_util.keystr(path).endswith(name) and leaf.ndim == 2:
-                assert [*spec, None][:2] == [*want], path
-                checked += 1
-    assert checked == 2 * 5  # of each leaf a residual, and codes and scales of two
-
-
 def test_an_axis_that_is_sharded_takes_no_second_mesh_axis():
     mesh = jax.sharding.AbstractMesh((4, 2), ("x", "y"))
     tx, spec = lowbit_optax.lowbit_adamw(1e-3), jax.P("x", "y")

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.extend.core import jaxprs_in_params
 from kernels import QUICK
 from optimizers import assert_same_bits, initial
 
@@ -116,14 +115,6 @@ def test_eager_steps_are_the_same(name):
     eager = lambda function: function
     run = two_steps(name)
     assert_same_bits(*without_and_with(lambda: run(*problem(name, eager))))
-
-
-def equations(jaxpr):
-    """All equations of a jaxpr, those of inner jaxprs included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from equations(inner)
 
 
 def test_release_is_the_same():
