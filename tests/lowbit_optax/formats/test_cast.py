@@ -100,6 +100,3 @@ def test_two_moments_and_two_steps_are_rounded_by_independent_draws(dtype):
             # Two fair coins agree half the time.
             agreeing = np.mean(up[first] == up[second])
             assert abs(agreeing - 0.5) <= 5 * np.sqrt(0.25 / SIZE), (first, second)
-
-
-# In training.

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from optimizers import ALL_FORMATS
+from optimizers import ALL_FORMATS, apply
 from patterns import each_dtype, every
 
 import lowbit_optax
@@ -22,9 +22,9 @@ from lowbit_optax._numerics.random_bits import random_bits
 from lowbit_optax.formats.extra_bits import ExtraBits
 from lowbit_optax.formats.plain import MasterCopyFormat
 
+pytestmark = pytest.mark.standard_promotion
+
 FLUSHED = float(np.finfo(np.float32).smallest_normal)
-
-
 FORMATS = ALL_FORMATS | {
     "kahan_16_bit_unit": lowbit_optax.kahan(arithmetic="param"),
     "extra_bits_1": lowbit_optax.extra_bits(1),
@@ -170,17 +170,7 @@ def test_what_rounding_really_left_is_kept(dtype, rounding):
 SHAPES = {"large": (64, 96), "small": (12, 5)}
 
 
-def by_step(tx, params, state, grads):
-    return lowbit_optax.step(tx, params, state, grads)
-
-
-def by_update(tx, params, state, grads):
-    updates, state = tx.update(grads, state, params)
-    with jax.numpy_dtype_promotion("standard"):  # optax adds float32 to bfloat16
-        return optax.apply_updates(params, updates), state
-
-
-each_way = pytest.mark.parametrize("advance", [by_step, by_update])
+each_way = pytest.mark.parametrize("advance", [lowbit_optax.step, apply])
 
 
 def start(seed=3):
@@ -267,7 +257,7 @@ def test_weights_that_became_nan_can_be_replaced(name):
     params = start()
     state = tx.init(params)
     nan = jax.tree.map(lambda w: jnp.full(w.shape, jnp.nan, jnp.float32), params)
-    step = jax.jit(by_step, static_argnums=0)
+    step = jax.jit(lowbit_optax.step, static_argnums=0)
     params, state = step(tx, params, state, nan)
     assert all(np.isnan(np.asarray(w, np.float32)).all() for w in params.values())
     zeros = jax.tree.map(jnp.zeros_like, params)
