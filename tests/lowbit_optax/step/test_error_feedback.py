@@ -15,7 +15,7 @@ from optimizers import assert_same_bits, gradient_series, initial, jitted, train
 from released import assert_equal_steps
 
 import lowbit_optax
-from lowbit_optax import block_quantized, lowbit, stochastic_rounding
+from lowbit_optax import block_quantized, cast, lowbit, stochastic_rounding
 
 pytestmark = pytest.mark.standard_promotion
 
