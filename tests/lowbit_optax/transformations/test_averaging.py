@@ -67,7 +67,6 @@ def test_at_a_decay_of_0_9999_it_follows_float32_where_bfloat16_stands_still():
     want = kept * old + (1 - kept) * a + lag * b
     rms = lambda x: np.sqrt(np.mean(x**2))
     error = {name: rms(x - want) / rms(want - old) for name, x in got.items()}
-    print({name: f"{x:.1e}" for name, x in error.items()})
     assert error["nearest"] > 0.9
     assert error["stochastic_rounding"] < 0.1
     assert error["kahan"] < 2e-3
