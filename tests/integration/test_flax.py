@@ -10,13 +10,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.core import FrozenDict, freeze
 from flax.training import train_state
 from optimizers import (
     ALIASES,
     VARIANTS,
     assert_same_bits,
-    each,
     gradient_series,
     model_params,
     spec_of,
@@ -98,37 +96,6 @@ def test_float32_parameters_become_narrow_and_lose_nothing(make):
     assert (int(state.step), state.apply_fn, state.tx) == (0, model.apply, LOW)
 
 
-def test_training_from_float32_parameters_is_float32_training():
-    _, variables = _float32_model()
-    state = training.TrainState.from_master(apply_fn=None, params=variables, tx=LOW)
-    usual = train_state.TrainState.create(
-        apply_fn=None, params=variables, tx=optax.adamw(0.01)
-    )
-    advance = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-    for grads in gradient_series(variables, 3):
-        state, usual = advance(state, grads), advance(usual, grads)
-    masters = lowbit_optax.master_weights(state.params, state.opt_state)
-    for got, want in zip(
-        jax.tree.leaves(masters), jax.tree.leaves(usual.params), strict=True
-    ):
-        np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-7)
-
-
-def test_the_rule_for_what_stays_float32_is_the_users():
-    _, variables = _float32_model()
-    state = training.TrainState.create(
-        apply_fn=None,
-        params=variables,
-        tx=LOW,
-        param_dtype=jnp.bfloat16,
-        keep_float32=lambda path, leaf: "layers_2" in path and leaf.ndim == 2,
-    )
-    layers = state.params["params"]
-    assert layers["layers_2"]["kernel"].dtype == jnp.float32
-    assert layers["layers_2"]["bias"].dtype == jnp.bfloat16
-    assert layers["layers_0"]["kernel"].dtype == jnp.bfloat16
-
-
 def test_other_fields_of_a_subclass_are_taken_in_both_ways():
     class WithStatistics(training.TrainState):
         batch_stats: typing.Any = None
@@ -193,29 +160,6 @@ def test_nnx_optimizer_trains_as_update_and_apply_do(optimizer, norm_dtype):
     assert_same_bits(got, want)
     assert got["norm"]["scale"].dtype == norm_dtype
     assert got["hidden"]["kernel"].dtype == jnp.bfloat16
-
-
-def test_nnx_optimizer_state_is_the_transformations_own():
-    model = _Model(nnx.Rngs(0), jnp.float32)
-    nnx_optimizer = nnx.Optimizer(model, lowbit_optax.kahan_adamw(1e-3), wrt=nnx.Param)
-    assert isinstance(nnx_optimizer.opt_state, lowbit_optax.LowbitState)
-    compensation = nnx_optimizer.opt_state.residual.tree
-    assert compensation["hidden"]["kernel"][...].dtype == jnp.bfloat16
-    for path, variable in nnx.to_flat_state(nnx.state(nnx_optimizer)):
-        assert variable.shape == variable[...].shape, path
-
-
-@each(FEW)
-def test_other_containers_train_as_a_dict_does(optimizer):
-    tx = optimizer()
-    params = model_params()
-    series = gradient_series(params, 3)
-    want, _ = train(tx, params, tx.init(params), series)
-
-    frozen = freeze(params)
-    got, _ = train(tx, frozen, tx.init(frozen), [freeze(g) for g in series])
-    assert isinstance(got, FrozenDict)
-    assert_same_bits(got.unfreeze(), want)
 
 
 class _Pair(typing.NamedTuple):

@@ -109,6 +109,7 @@ def test_rounding_forward_and_backward_alone_does_little():
     assert excess < (nearest_updates() - float32()) / 50
 
 
+@pytest.mark.slow_to_compile
 def test_nearest_updates_in_16_bit_arithmetic_stop_as_far_above():
     tx = in_bfloat16(nearest())
     assert losses(trained(tx, jnp.bfloat16, BFLOAT16), "params") > 10 * float32()
@@ -131,6 +132,7 @@ def test_kahan_summation_in_16_bit_arithmetic_trains_like_float32(tx):
     assert losses(results, "mean") < 1.1 * float32()
 
 
+@pytest.mark.slow_to_compile
 def test_stochastic_rounding_in_16_bit_arithmetic_is_float32_with_noise():
     tx = in_bfloat16(lowbit_optax.stochastic_rounding())
     results = trained(tx, jnp.bfloat16, BFLOAT16)
@@ -138,6 +140,7 @@ def test_stochastic_rounding_in_16_bit_arithmetic_is_float32_with_noise():
     assert losses(results, "mean") < 1.5 * float32()
 
 
+@pytest.mark.slow_to_compile
 def test_shorter_weights_come_near_with_14_bits_only():
     """Activations, weights and gradients of 1 + 8 + m bits, Kahan summation."""
     found = {}

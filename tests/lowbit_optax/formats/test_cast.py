@@ -1,8 +1,5 @@
 """Moments in narrow floats: nearest rounding stalls them, stochastic does not."""
 
-import functools
-
-import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -74,53 +71,6 @@ def encode(format_, x, *, number=0, seed=0, step=0):
     return run(jnp.asarray(x), jnp.uint32(seed), jnp.uint32(step))
 
 
-def moments(dtype):
-    """Normal and subnormal numbers at known fractions between two values of a dtype."""
-    info = ml_dtypes.finfo(dtype)
-    epsilon, tiny = float(info.eps), float(info.smallest_subnormal)
-    rows = [(1.0, epsilon, s) for s in (0.01, 0.3, 0.5)]
-    if dtype != jnp.bfloat16:  # its subnormals are float32's
-        rows += [(0.0, tiny, 0.25), (3 * tiny, tiny, 0.6)]
-    rows += [(2048 * float(info.smallest_normal), 2048 * float(info.smallest_normal)
-              * epsilon, 0.7)]  # fmt: skip
-    return rows
-
-
-@patterns.each_dtype
-def test_stochastic_encoding_is_unbiased_to_five_standard_errors(dtype):
-    n = 2**17
-    for low, step, share in moments(dtype):
-        value = np.float32(low + share * step)
-        share = (float(value) - low) / step
-        stored = encode(cast(dtype), np.full(n, value))
-        assert stored.dtype == dtype
-        kept, counts = np.unique(
-            np.asarray(stored).astype(np.float64), return_counts=True
-        )
-        np.testing.assert_array_equal(kept, [low, low + step])
-        error = 5 * np.sqrt(share * (1 - share) / n)
-        assert abs(counts[1] / n - share) <= error
-
-
-def test_a_moment_far_below_float16s_smallest_is_kept_in_the_mean():
-    # Second moments of small gradients: 2^-42 is 2^-18 of float16's smallest number.
-    # Of 2^24 draws 64 should be that number, to five standard errors.
-    n = 2**24
-    stored = encode(cast(jnp.float16), np.full(n, 2.0**-42, np.float32))
-    count = int(jnp.sum(stored > 0, dtype=jnp.int32))
-    expected = n * 2.0**-18
-    assert abs(count - expected) <= 5 * np.sqrt(expected)
-
-
-@patterns.each_dtype
-def test_nearest_encoding_is_the_cast(dtype):
-    x = np.random.default_rng(0).normal(size=SIZE).astype(np.float32)
-    stored = encode(cast(dtype, rounding="nearest"), x)
-    expected = x.astype(dtype)
-    width = f"u{expected.itemsize}"
-    np.testing.assert_array_equal(np.asarray(stored).view(width), expected.view(width))
-
-
 @patterns.each_dtype
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_a_stored_value_decodes_to_itself_and_is_stored_unchanged_again(
@@ -150,47 +100,3 @@ def test_two_moments_and_two_steps_are_rounded_by_independent_draws(dtype):
             # Two fair coins agree half the time.
             agreeing = np.mean(up[first] == up[second])
             assert abs(agreeing - 0.5) <= 5 * np.sqrt(0.25 / SIZE), (first, second)
-
-
-# In training.
-
-
-@functools.cache
-def trained(moments, steps=3):
-    """Adam's and momentum's state with moments in these formats."""
-    tx = lowbit_optax.lowbit(
-        optax.chain(optax.scale_by_adam(), optax.trace(0.9)),
-        weights=lowbit_optax.kahan(),
-        moments=dict(moments) if isinstance(moments, tuple) else moments,
-    )
-    params = {"w": jnp.ones((16, 4), jnp.bfloat16), "b": jnp.ones(4)}
-    grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.3), params)
-
-    @jax.jit
-    def run(params):
-        state = tx.init(params)
-        for _ in range(steps):
-            params, state = lowbit_optax.step(tx, params, state, grads)
-        return state.inner_state
-
-    with jax.numpy_dtype_promotion("standard"):
-        return run(params)
-
-
-def test_each_moment_is_kept_in_the_format_that_its_name_was_given():
-    adam, trace = trained((("mu", cast(jnp.float16)), ("trace", cast(jnp.bfloat16))))
-    assert {x.dtype for x in jax.tree.leaves(adam.mu)} == {np.dtype(np.float16)}
-    assert {x.dtype for x in jax.tree.leaves(adam.nu)} == {np.dtype(np.float32)}
-    assert {x.dtype for x in jax.tree.leaves(trace.trace)} == {np.dtype(jnp.bfloat16)}
-    assert adam.count.dtype == jnp.int32
-
-
-def test_moments_follow_the_float32_ones():
-    _, trace = trained(cast(jnp.bfloat16))
-    _, wide = trained("float32")
-    # Three roundings of at most 2^-7 each.
-    chex.assert_trees_all_close(
-        jax.tree.map(lambda x: x.astype(jnp.float32), trace.trace),
-        wide.trace,
-        rtol=3 * 2.0**-7,
-    )

@@ -90,16 +90,3 @@ def test_a_second_moment_stored_with_a_sign_unasked_is_warned_of():
         tx, _ = stored(state_class, moments)
     formats = storage_formats(tx, PARAMS)
     assert "unsigned" in formats["state.inner_state.squares['w']"]
-
-
-@pytest.mark.parametrize(
-    ("state_class", "error", "message"),
-    [
-        (3, TypeError, "state_class is 3"),
-        (int, TypeError, "accepted is a NamedTuple"),
-        (new_class(), ValueError, "State has no field 'nu'; it has steps, fast"),
-    ],
-)
-def test_what_is_no_state_with_these_fields_is_refused(state_class, error, message):
-    with pytest.raises(error, match=message):
-        lowbit_optax.declare_moments(state_class, averages=("nu",))

@@ -2,17 +2,14 @@
 
 import functools
 
-import chex
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax.training import train_state
 from jax import lax
-from optimizers import apply, assert_same_bits, initial, jitted, train, weights_only
+from optimizers import apply, assert_same_bits, initial, jitted
 
 import lowbit_optax
 from lowbit_optax import (
@@ -168,16 +165,6 @@ def test_a_run_of_overflows_is_no_permanent_stall(name):
     assert scales[-1] >= 2.0**10
 
 
-def quadratic(offset):
-    """A loss whose float16 gradients at the start are about 1e-3."""
-
-    def loss_fn(params):
-        error = params["w"].astype(jnp.float32) - jnp.float32(offset)
-        return jnp.float32(1e-3) * jnp.sum(error * error)
-
-    return loss_fn
-
-
 def test_outside_of_jit_only_the_first_steps_compile(caplog):
     tx = with_loss_scale(optax.adam(0.1), log_normal_scale())
     params = {"w": jnp.ones(8, jnp.float16)}
@@ -187,30 +174,6 @@ def test_outside_of_jit_only_the_first_steps_compile(caplog):
     with jax.log_compiles():
         lowbit_optax.step(tx, params, state, grads)
     assert not [x for x in caplog.messages if x.startswith("Compiling")]
-
-
-@pytest.mark.parametrize("before", [0, 30])
-@pytest.mark.parametrize("overflows", [1, 20, 300])
-def test_parameters_move_again_after_nans(overflows, before):
-    tx = with_loss_scale(optax.sgd(10.0), log_normal_scale())
-    params = {"w": jnp.ones(8, jnp.float16)}
-    state = tx.init(params)
-
-    @jax.jit
-    def good(params, state):
-        _, grads = scaled_value_and_grad(quadratic(0.5))(params, state)
-        return lowbit_optax.step(tx, params, state, grads)
-
-    for _ in range(before):
-        _, state = good(params, state)
-    nan = {"w": jnp.full(8, jnp.nan, jnp.float16)}
-    for _ in range(overflows):
-        params, state = lowbit_optax.step(tx, params, state, nan)
-    steps = 4 if before else 40  # without statistics, zeros raise the scale first
-    for _ in range(steps):
-        params, state = good(params, state)
-    assert (params["w"] < 1).all()
-    assert int(state.skipped) == overflows
 
 
 @pytest.mark.parametrize("run", [20, 100, 500])
@@ -235,13 +198,6 @@ def test_gradients_of_another_size_are_followed(deviation):
     assert np.mean(overflows[:, 500:]) < 0.001
 
 
-def test_two_steps_of_small_gradients_do_not_raise_the_scale():
-    sizes = [2.0**-9] * 200 + [2.0**-24] * 2 + [2.0**-9] * 3
-    scales, overflows, zeros = log_normal_run(sizes)
-    assert max(scales[200:]) == scales[199]
-    assert not (overflows | zeros).any()
-
-
 @pytest.mark.parametrize("size", [1e-3, 1e-9, 1e-12])
 def test_zeros_at_a_low_scale_raise_it(size):
     sizes = np.full((1, 2000), size, np.float32)
@@ -252,22 +208,13 @@ def test_zeros_at_a_low_scale_raise_it(size):
     assert scales.max() <= scaling.largest
 
 
-def test_zeros_after_statistics_bring_back_their_scale():
-    scales, _, zeros = log_normal_run([2.0**-9] * 50 + [np.nan] * 20 + [0] * 2)
-    assert zeros[-1]
+def test_zeros_raise_the_scale_and_an_overflow_brings_back_the_usual_one():
+    good = [2.0**-9] * 50
+    scales, _, _ = log_normal_run([*good, *[np.nan] * 20, 0, 0])
     assert scales[-1] == scales[49] > scales[69]
-
-
-def test_a_few_gradients_that_are_all_zero_leave_the_log_normal_scale():
-    scaling = SCALINGS["log_normal"]
-    scale, state = scaling.init()
-    for _ in range(50):
-        after, state = scaling.next(scale, state, jnp.float32(0), jnp.bool_(True))
-        assert float(after) == float(scale)
-    after, state = scaling.next(scale, state, jnp.float32(2.0**-3), jnp.bool_(True))
-    kept = scaling.next(after, state, jnp.float32(0), jnp.bool_(True))
-    assert float(kept[0]) == float(after)
-    chex.assert_trees_all_equal(kept[1]._replace(zeros=state.zeros), state)
+    scales, _, _ = log_normal_run([*good, *[0] * 300, np.nan, good[0]])
+    assert scales[-2] > 4 * scales[49]
+    assert scales[-1] == scales[49]
 
 
 @pytest.mark.parametrize("inner", INNERS)
@@ -329,22 +276,6 @@ def test_gradients_that_overflow_only_without_the_scale_are_skipped():
     after, state = lowbit_optax.step(tx, params, tx.init(params), grads)
     assert_same_bits(after, params)
     assert int(state.skipped) == 1
-
-
-def test_inside_lowbit_the_inner_state_rests_and_the_count_goes_on():
-    scaling = SCALINGS["backoff"]
-    tx = weights_only(
-        with_loss_scale(optax.adam(0.01), scaling), lowbit_optax.extra_bits(8)
-    )
-    params = parameters()
-    state = initial(tx, params)
-    step = jitted(tx, lowbit_optax.step)
-    params, state = step(params, state, gradients(0, 2.0**10))
-    after, new = step(params, state, spoilt(gradients(1)))
-    assert_same_bits((after, new.residual), (params, state.residual))
-    assert_same_bits(new.inner_state.inner_state, state.inner_state.inner_state)
-    assert int(new.count) == int(state.count) + 1
-    assert float(current_loss_scale(new)) == 2.0**9
 
 
 def labels(params):
@@ -416,77 +347,6 @@ def test_the_value_and_what_comes_with_it_are_not_scaled():
     assert float(value) == 6.0
     np.testing.assert_array_equal(aux["x"], x)
     np.testing.assert_array_equal(grads, np.full(3, 2048.0))
-
-
-def by_flax(folder, state):
-    del folder
-    return flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))
-
-
-def by_orbax(folder, state):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "state", state)
-        checkpointer.wait_until_finished()
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-        return checkpointer.restore(folder / "state", target)
-
-
-@pytest.mark.parametrize("restored", [by_flax, by_orbax])
-def test_bounds_survive_tree_operations_and_checkpoints(restored, tmp_path):
-    tx = with_loss_scale(optax.sgd(0.5), backoff_scale(4.0, smallest=2.0, largest=4.0))
-    params = parameters()
-    state = jax.tree.map(jnp.asarray, tx.init(params))
-    state = restored(tmp_path, state)
-    for _ in range(5):
-        _, state = tx.update(spoilt(gradients(0)), state, params)
-    assert float(state.scale) == 2.0
-    assert int(state.skipped) == 5
-
-
-def test_nothing_is_brought_to_the_host():
-    tx = with_loss_scale(lowbit_optax.kahan_adamw(0.01), SCALINGS["log_normal"])
-    params = parameters()
-    jitted = jax.jit(lambda *args: lowbit_optax.step(tx, *args))
-    arguments = jax.device_put((params, tx.init(params), gradients(0)))
-    assert "callback" not in jitted.lower(*arguments).as_text()
-    with jax.transfer_guard("disallow"):
-        jax.block_until_ready(jitted(*arguments))
-
-
-@pytest.mark.parametrize(
-    "weights", [lowbit_optax.master_copy(), lowbit_optax.extra_bits(13)]
-)
-def test_weight_decay_that_float16_would_lose_is_kept(weights):
-    # 1e-5 of a weight of 0.01 is 1e-7; of a learning rate of 0.1, 1e-8, which is zero
-    # in float16, and so is what it changes the weight by.
-    inner = optax.chain(optax.add_decayed_weights(1e-5), optax.sgd(0.1))
-    params = {"w": jnp.full((64, 64), 0.01, jnp.float16)}
-    tx = with_loss_scale(weights_only(inner, weights), static_scale(2.0**10))
-    state = tx.init(params)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    start = lowbit_optax.master_weights(params, state)["w"].mean()
-    params, state = train(tx, params, state, [zeros] * 1000, lowbit_optax.step)
-    end = lowbit_optax.master_weights(params, state)["w"].mean()
-    # A step is 11 units of float32's last place there.
-    assert np.isclose(end / start, (1 - 1e-6) ** 1000, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: static_scale(0.0), "scale is 0.0"),
-        (lambda: static_scale(float("inf")), "scale is inf"),
-        (lambda: backoff_scale(factor=1.0), "factor is 1.0"),
-        (lambda: backoff_scale(period=0), "period is 0"),
-        (lambda: backoff_scale(2.0, smallest=4.0), "initial is 2.0"),
-        (lambda: log_normal_scale(overflow_probability=1.0), "probability is 1.0"),
-        (lambda: log_normal_scale(decay=1.0), "decay is 1.0"),
-        (lambda: log_normal_scale(least_deviation=-1.0), "least_deviation is -1.0"),
-    ],
-)
-def test_bad_choices_are_errors(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 def test_states_and_scalings_of_other_kinds_are_errors():

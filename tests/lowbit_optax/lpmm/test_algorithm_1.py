@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import assert_same_bits
+from optimizers import apply, assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import accumulate_gradients, block_quantized, lpmm_adam, lpmm_sgd
@@ -145,11 +145,6 @@ def sgds_update(state):
     return -ALPHA * FOUR_BITS.decode(optax.tree.get(state, "trace"), SHAPE)
 
 
-def by_update(tx, params, state, grads):
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-
 def released(tx, params, state, grads):
     loss = lambda params: jnp.sum(lowbit_optax.dequantize(params) * grads)
     step = releases.value_and_update(loss, tx)
@@ -166,8 +161,8 @@ ROUTES = {
     "adam": (ADAM, "xla", lowbit_optax.step),
     "adam in a kernel": (ADAM, "pallas", lowbit_optax.step),
     "blocks": (ADAM, None, lowbit_optax.step),
-    "update": (SGD, "xla", by_update),
-    "update in a kernel": (SGD, "pallas", by_update),
+    "update": (SGD, "xla", apply),
+    "update in a kernel": (SGD, "pallas", apply),
     "release": (SGD, None, released),
     "clipped": (CLIPPED, None, lowbit_optax.step),
     "loss scale": (lambda **options: scaled(SGD(**options)), "xla", lowbit_optax.step),

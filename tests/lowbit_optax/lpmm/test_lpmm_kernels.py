@@ -37,8 +37,12 @@ MORE_LEAVES = LEAVES | {
 
 
 def each_of(leaves):
-    names = ("shape", "bits", "block_size", "by")
-    return pytest.mark.parametrize(names, leaves.values(), ids=leaves)
+    names, slow = ("shape", "bits", "block_size", "by"), pytest.mark.slow_to_compile
+    cases = [
+        pytest.param(*leaf, id=name, marks=[slow] if leaf[-1] == "tpu" else [])
+        for name, leaf in leaves.items()
+    ]
+    return pytest.mark.parametrize(names, cases)
 
 
 def steps(make, implementation, params, series):

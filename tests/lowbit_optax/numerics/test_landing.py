@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from optimizers import weights_only
+from optimizers import ALL_FORMATS, weights_only
 from patterns import (
     FLOAT8,
     HALVES,
@@ -106,41 +106,23 @@ def test_the_new_value_is_where_it_lands_unless_it_nearly_cancels(dtype):
     assert compared > new.size * len(olds) / 8
 
 
-def test_equal_values_need_no_update_even_infinite_ones():
-    for value in (np.inf, -np.inf, 1.0, 0.0):
-        x = jnp.full((3,), value, jnp.bfloat16)
-        landed, update = ADD.land(x, x)
-        np.testing.assert_array_equal(update, 0)
-        assert_same(landed, x)
-
-
 # The formats. 4096 elements, so that extra bits are packed at the default min_size.
 
 SIZE = 4096
 extra_bits = lowbit_optax.extra_bits
-BOTH = {
-    "nearest": lowbit_optax.nearest(),
-    "stochastic_rounding": lowbit_optax.stochastic_rounding(),
-    "master_copy": lowbit_optax.master_copy(),
-    "kahan": lowbit_optax.kahan(),
-    "kahan, stochastic": lowbit_optax.kahan(rounding="stochastic"),
-    "kahan, param": lowbit_optax.kahan(arithmetic="param"),
-    "8 bits": extra_bits(8),
-    "7 bits, stochastic": extra_bits(7, rounding="stochastic"),
-}
+BOTH = ALL_FORMATS | {"kahan_16_bit_unit": lowbit_optax.kahan(arithmetic="param")}
 FORMATS = {
     jnp.bfloat16: {
         **BOTH,
         "0 bits": extra_bits(0),
         "4 bits": extra_bits(4),
         "8 bits, residual to nearest": extra_bits(8, residual_rounding="nearest"),
-        "16 bits": extra_bits(16),
         "16 bits, toward zero": extra_bits(16, rounding="toward_zero"),
         "15 bits, stochastic": extra_bits(15, rounding="stochastic"),
         "Kahan, weights of 12 bits": lowbit_optax.kahan(float_format=TWELVE_BITS),
     },
     jnp.float16: {
-        **BOTH,
+        **{name: x for name, x in BOTH.items() if name != "extra_bits_16"},
         "12 bits": extra_bits(12),
         "12 bits, toward zero": extra_bits(12, rounding="toward_zero"),
     },
@@ -216,27 +198,17 @@ as_float64 = functools.partial(cast, dtype=np.float64)
 
 
 @pytest.mark.parametrize(("format_", "dtype"), CASES)
-def test_optax_applies_the_parameter_that_the_format_kept_the_residual_for(
-    format_, dtype
-):
+def test_optax_lands_where_the_format_takes_the_master(format_, dtype):
     out = result(format_, dtype)
     assert_same(out["applied"], out["landed"])
     outside = optax_apply(jnp.asarray(out["old"]), jnp.asarray(out["difference"]))
     assert_same(outside, out["landed"])
+    _assert_arrived(out, format_, dtype)
+    _assert_no_nan_is_added(out, format_)
 
 
-@each_half
-def test_some_of_the_updates_cannot_land_where_the_master_goes(dtype):
-    # Otherwise these pairs would test nothing; and it is the exception.
-    out = result(lowbit_optax.master_copy(), dtype)
-    missed = patterns_of(out["landed"]) != patterns_of(out["intended"])
-    missed &= ~is_nan(out["intended"])
-    assert 0.001 < missed.mean() < 0.05
-
-
-@pytest.mark.parametrize(("format_", "dtype"), CASES)
-def test_after_landing_the_master_is_where_the_update_took_it(format_, dtype):
-    out = result(format_, dtype)
+def _assert_arrived(out, format_, dtype):
+    """After landing the master is where the update took it."""
     wide = {
         name: as_float64(out[name])
         for name in ("old", "update", "master", "joined", "landed")
@@ -286,19 +258,6 @@ def test_after_landing_the_master_is_where_the_update_took_it(format_, dtype):
 WITH_BITS = [case for case in CASES if getattr(case.values[0], "bits", 0)]
 
 
-@pytest.mark.parametrize(("format_", "dtype"), WITH_BITS)
-def test_the_kept_bits_are_those_of_the_applied_parameter(format_, dtype):
-    out = result(format_, dtype)
-
-    @jax.jit
-    def residual(master, update, param, seed):
-        (random,) = random_bits(seed, jnp.uint32(1), [0])
-        return format_.residual(master + update, param, random)
-
-    again = residual(out["master"], out["update"], out["applied"], jnp.uint32(0))
-    np.testing.assert_array_equal(again, out["kept"])
-
-
 @functools.partial(jax.jit, static_argnums=1)
 def masters_with_any_bits(param, format_):
     """The masters of every parameter with every residual, ``[code, element]``."""
@@ -309,7 +268,11 @@ def masters_with_any_bits(param, format_):
 
 
 FEW_BITS = [case for case in WITH_BITS if case.values[0].width <= 12] + [
-    pytest.param(extra_bits(8), jnp.float8_e4m3fn, id="8 bits-float8_e4m3fn"),
+    pytest.param(
+        *(extra_bits(8), jnp.float8_e4m3fn),
+        id="8 bits-float8_e4m3fn",
+        marks=pytest.mark.slow_to_compile,  # the quick run's XLA contracts otherwise
+    ),
     pytest.param(extra_bits(8), jnp.float8_e5m2, id="8 bits-float8_e5m2"),
 ]
 
@@ -331,32 +294,8 @@ def test_no_other_bits_of_the_applied_parameter_come_nearer_to_the_master(
     np.testing.assert_array_equal(np.abs(joined[missed] - meant[missed]), nearest)
 
 
-@each_half
-def test_a_master_copy_is_the_float32_sum_in_every_bit(dtype):
-    out = result(lowbit_optax.master_copy(), dtype)
-    with np.errstate(all="ignore"):
-        total = out["master"] + out["update"]
-    parts = np.abs([out["master"], out["update"], total])
-    normal = np.all((parts == 0) | (parts >= FLUSHED), axis=0)
-    assert normal.mean() > 0.6
-    # Where the update could not land on the rounded sum, the parameter wins.
-    rounded = cast(total, out["landed"].dtype)
-    lands = as_float64(out["landed"]) == as_float64(rounded)
-    assert lands[normal].mean() > 0.9
-    np.testing.assert_array_equal(
-        patterns_of(out["joined"])[normal & lands], patterns_of(total)[normal & lands]
-    )
-    missed = normal & ~lands & np.isfinite(as_float64(out["landed"]))
-    np.testing.assert_array_equal(
-        as_float64(out["joined"])[missed], as_float64(out["landed"])[missed]
-    )
-
-
-@pytest.mark.parametrize(("format_", "dtype"), CASES)
-def test_infinite_and_nan_parameters_leave_no_nan_in_a_number_masters_residual(
-    format_, dtype
-):
-    out = result(format_, dtype)
+def _assert_no_nan_is_added(out, format_):
+    """Infinite and NaN parameters leave no NaN in the residual of a number."""
     landed = as_float64(out["landed"])
     joined = as_float64(out["joined"])
     number = np.isfinite(landed)

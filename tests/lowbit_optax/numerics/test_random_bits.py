@@ -15,14 +15,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from lowbit_optax._numerics import random_bits as library
 from lowbit_optax._numerics.even_words import phase_at
 from lowbit_optax._numerics.random_bits import (
     PARAM_STREAM,
     RESIDUAL_STREAM,
     RandomBits,
     accumulator_draws,
-    hash_words,
     leaf_number,
     moment_draws,
     random_bits,
@@ -108,23 +106,6 @@ def test_words_run_row_major_over_the_elements_of_any_shape():
         np.testing.assert_array_equal(words(shape, seed=1), flat.reshape(shape))
 
 
-def test_a_scalar_has_the_first_word_and_an_empty_array_none():
-    assert words((), seed=3) == words((5,), seed=3)[0]
-    assert words(()).shape == ()
-    for shape in ((0,), (3, 0), (0, 2, 5)):
-        assert words(shape).shape == shape
-
-
-def test_halves_are_the_halves_of_the_words():
-    (random,) = random_bits(jnp.uint32(5), jnp.uint32(6), [7])
-    draws = moment_draws(random)
-    for word in (0, 1, 2):
-        whole = np.asarray(random.words((100,), 2 + word))
-        low, high = (draws.halves((100,), 2 * word + i) for i in (0, 1))
-        np.testing.assert_array_equal(low, whole & 0xFFFF)
-        np.testing.assert_array_equal(high, whole >> 16)
-
-
 @pytest.mark.parametrize("stream", [PARAM_STREAM, RESIDUAL_STREAM])
 def test_two_moments_take_what_the_weight_leaves_of_its_words(stream):
     (random,) = random_bits(jnp.uint32(5), jnp.uint32(6), [7])
@@ -159,14 +140,6 @@ def test_no_two_uses_of_a_leaf_have_a_stream_in_common():
             assert np.mean(one == other) < 0.1
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_words_under_vmap_over_seeds_are_each_seeds_words(jit):
-    draw = lambda seed: random_bits(seed, jnp.uint32(0), [0])[0].words((7,))
-    mapped = jax.vmap(jax.jit(draw) if jit else draw)(jnp.arange(3, dtype=jnp.uint32))
-    each = [words((7,), seed=seed) for seed in range(3)]
-    np.testing.assert_array_equal(mapped, each)
-
-
 # An explicit index.
 
 
@@ -187,33 +160,6 @@ def test_an_explicit_row_major_index_gives_the_words_of_none(shape):
         np.testing.assert_array_equal(
             given, moment_draws(own).halves(shape, stream + 1)
         )
-
-
-@pytest.mark.parametrize(
-    "index",
-    [jnp.zeros((4, 2), jnp.uint32), jnp.uint32(0), jnp.zeros((2, 4), jnp.int32)],
-    ids=["transposed", "scalar", "signed"],
-)
-def test_an_index_of_another_shape_or_dtype_is_refused(index):
-    with pytest.raises(
-        ValueError, match=r"words of shape \[2, 4\] need uint32\[2, 4\]"
-    ):
-        indexed(index).words((2, 4))
-
-
-def test_with_an_index_the_words_are_elementwise_uint32_operations():
-    # What a kernel can hold: nothing is made but scalars and results of the index.
-    def draw(index, key, second):
-        return library.RandomBits(key, second, index).words((8, 128), 1)
-
-    scalar = jax.ShapeDtypeStruct((), jnp.uint32)
-    index = jax.ShapeDtypeStruct((8, 128), jnp.uint32)
-    program = jax.make_jaxpr(draw)(index, scalar, scalar)
-    assert not program.consts
-    used = {equation.primitive.name for equation in program.eqns}
-    assert used <= {"add", "mul", "xor", "shift_right_logical"}
-    kinds = {v.aval.dtype for e in program.eqns for v in (*e.invars, *e.outvars)}
-    assert kinds == {jnp.dtype(jnp.uint32)}
 
 
 # Arrays with more elements than a 32-bit index counts. XLA makes only the elements
@@ -281,7 +227,7 @@ def test_words_of_a_huge_array_are_the_documented_hash(shape):
     assert [int(x) for x in drawn(jnp.uint32(1))] == expected
 
 
-@pytest.mark.parametrize("layers", [3, 2**20], ids=["small", "huge"])
+@pytest.mark.parametrize("layers", [3, 2**16, 2**20], ids=["small", "2^32", "huge"])
 def test_a_layer_has_the_words_of_its_place_in_the_stack(layers):
     shape, layer = (2**10, 2**6), layers - 2
 
@@ -294,12 +240,6 @@ def test_a_layer_has_the_words_of_its_place_in_the_stack(layers):
 
     of_stack, alone = both(jnp.uint32(1))
     np.testing.assert_array_equal(of_stack, alone)
-
-
-def test_a_layer_of_more_elements_than_counters_is_refused():
-    (random,) = random_bits(jnp.uint32(0), jnp.uint32(0), [0])
-    with pytest.raises(ValueError, match=r"shape \[65537, 65536\]; accepted .* 2\^32"):
-        random.at_layer(jnp.int32(0), 2, (2**16 + 1, 2**16))
 
 
 # Statistics.
@@ -333,19 +273,6 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_each_of_the_32_bits_is_fair(state):
-    means = signs(words((2**20,), **state)).mean(axis=0)
-    assert np.abs(means).max() <= 5 / np.sqrt(2**20)
-
-
-@pytest.mark.parametrize("state", STATES)
-def test_the_bits_of_a_word_are_uncorrelated(state):
-    x = words(**state)
-    correlation = np.asarray(correlations(x, x)) - np.eye(32)
-    assert np.abs(correlation).max() <= 5 / np.sqrt(x.size)
-
-
 def chi_square(values, cells):
     """Pearson's statistic less its mean, in standard errors."""
     counts = np.bincount(values, minlength=cells)
@@ -363,52 +290,28 @@ EVEN = 8
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_bytes_and_halves_are_uniform_by_chi_square(state):
-    x = words((2**20,), **state)
+def test_bits_are_fair_uncorrelated_and_uniform(state):
+    x = words((2**20 + 1,), **state)
+    assert np.abs(signs(x).mean(axis=0)).max() <= 5 / np.sqrt(x.size)
+    correlation = np.asarray(correlations(x[:N], x[:N])) - np.eye(32)
+    assert np.abs(correlation).max() <= 5 / np.sqrt(N)
     for byte in range(4):
         assert abs(chi_square((x >> (8 * byte)) & 0xFF, 256)) <= EVEN
     # The leading 16 bits round bfloat16; moments take either half. Only from above:
     # the hash is a bijection of the counter, which may be more even than chance.
     assert chi_square(x >> 16, 2**16) <= EVEN
     assert chi_square(x & 0xFFFF, 2**16) <= EVEN
-
-
-@pytest.mark.parametrize("state", STATES)
-def test_leading_bytes_of_neighbours_and_of_steps_are_jointly_uniform(state):
-    x = words((2**20 + 1,), **state) >> 24
-    assert abs(chi_square(x[:-1] * 256 + x[1:], 2**16)) <= EVEN
+    # And the leading bytes of neighbours, and of steps.
     later = words((2**20 + 1,), **{**state, "step": state["step"] + 1}) >> 24
+    x = x >> 24
+    assert abs(chi_square(x[:-1] * 256 + x[1:], 2**16)) <= EVEN
     assert abs(chi_square(x * 256 + later, 2**16)) <= EVEN
-
-
-THRESHOLDS = np.array([2, 32, 128, 240], np.uint32) << 24
-
-
-@pytest.mark.parametrize("stride", [1, 32, 512, 1024, 4096, 768])
-def test_rounding_decisions_at_a_row_stride_are_uncorrelated(stride):
-    # A value at share t of its step rounds up where the draw is among the largest t;
-    # four shares, each against each, between rows as long as those of weight matrices.
-    x = words((2**20 + stride,), seed=2)
-    first, second = x[:-stride], x[stride:]
-    for a, b in itertools.product(THRESHOLDS, THRESHOLDS):
-        up, down = first < a, second < b
-        covariance = np.mean(up & down) - up.mean() * down.mean()
-        # A correlation of n independent pairs has standard error 1 / sqrt(n).
-        assert abs(covariance) <= 5 * up.std() * down.std() / np.sqrt(first.size)
-
-
-@pytest.mark.parametrize("distance", [1, 2, 3, 32, 512, 2**16])
-def test_words_at_a_distance_are_uncorrelated(distance):
-    x = words((N + distance,), seed=4)
-    assert_uncorrelated(x[:-distance], x[distance:])
 
 
 PAIRS = {
     "next step": (dict(step=0), dict(step=1)),
     "next step, late": (dict(step=99_999), dict(step=100_000)),
-    "a power of two of steps": (dict(step=0), dict(step=2**16)),
     "next seed": (dict(seed=0), dict(seed=1)),
-    "next seed, large": (dict(seed=2**31 - 1), dict(seed=2**31)),
     "opposite seed": (dict(seed=5), dict(seed=5 ^ MASK)),
     "seed for step": (dict(seed=1, step=2), dict(seed=2, step=1)),
     "next leaf": (dict(leaf=0), dict(leaf=1)),
@@ -418,9 +321,7 @@ PAIRS = {
     ),
     "param and residual": (dict(stream=0), dict(stream=1)),
     "two moments": (dict(stream=2), dict(stream=3)),
-    "a weight and a wide moment": (dict(stream=0), dict(stream=66)),
     "step and leaf": (dict(step=1, leaf=0), dict(step=0, leaf=1)),
-    "step and stream": (dict(step=1), dict(step=0, stream=1)),
 }
 
 
@@ -428,16 +329,6 @@ PAIRS = {
 def test_draws_for_different_uses_are_uncorrelated(name):
     first, second = PAIRS[name]
     assert_uncorrelated(words(**first), words(**second))
-
-
-def test_streams_are_uncorrelated_at_the_distance_that_their_numbers_would_give():
-    # Were the streams' numbers only added to the key, times the golden ratio, those of
-    # a weight and of its second wide moment, 0 and 68, would meet 1.1e8 elements apart.
-    offset = 68 * 0x9E3779B9 % 2**32
-    index = np.arange(N, dtype=np.uint32)
-    for seed, lag in itertools.product((0, 1), (offset, 2**32 - offset)):
-        a = words_at(index + np.uint32(lag), (seed, 0, 0, 0))
-        assert_uncorrelated(a, words_at(index, (seed, 0, 0, 68)))
 
 
 def words_at(index, numbers):
@@ -470,20 +361,6 @@ def test_draws_are_uncorrelated_where_their_counters_overlap(name):
     assert_uncorrelated(words_at(index + lag, first), words_at(index, second))
 
 
-def test_random_second_keys_tell_the_same_counters_apart():
-    # A rare pair of keys leaves up to 1%. Were the second key combined by exclusive or,
-    # the median would be 2%.
-    rng = np.random.default_rng(0)
-    index = jnp.arange(N, dtype=jnp.uint32)
-    hash_ = jax.jit(hash_words)
-    worst = []
-    for key, a, b in rng.integers(0, 2**32, (20, 3), np.uint32):
-        draws = [hash_(index, key, second) for second in (a, b)]
-        worst.append(np.abs(np.asarray(correlations(*draws))).max())
-    assert np.median(worst) <= 5 / np.sqrt(N)
-    assert max(worst) <= 0.02
-
-
 def flips(a, b):
     """For each output bit, how far the share of changed bits is from one half."""
     return np.abs(np.mean(signs(a ^ b), axis=0)) / 2
@@ -502,16 +379,6 @@ def test_a_changed_bit_changes_each_output_bit_half_the_time(what):
     base = drawn(0)
     for bit in range(32):
         assert flips(base, drawn(1 << bit)).max() <= 5 * 0.5 / np.sqrt(n)
-
-
-def test_no_two_of_many_states_share_their_words():
-    # The first word of a million elements of 64 states: equal words are as rare as
-    # among random numbers. Pairs: states choose 2, elementwise; each equal with 2^-32.
-    drawn = [words((2**16,), seed=s, step=t) for s in range(8) for t in range(8)]
-    drawn = np.sort(np.stack(drawn), axis=0)
-    equal = int(np.sum(drawn[1:] == drawn[:-1]))
-    expected = 64 * 63 / 2 * 2**16 / 2**32  # 0.03
-    assert equal <= expected + 5 * np.sqrt(expected)
 
 
 def test_even_words_fill_their_range_over_steps_and_over_elements():

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from exact_steps import apply_any as update
 from optimizers import weights_only
 from patterns import DTYPES, assert_same, cast, each_of, every, is_nan, patterns_of
 
@@ -28,6 +29,7 @@ NARROWER = tuple(d for d in DTYPES if d != jnp.bfloat16)
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 each_rounding = pytest.mark.parametrize("rounding", ROUNDINGS)
 LANDINGS = {"step": REPLACE, "update": ADD, "update like grads": ADD_LIKE_GRADS}
+TOWARD_ZERO = extra_bits(8, rounding="toward_zero")
 FLUSHED = np.finfo(np.float32).smallest_normal
 
 
@@ -109,11 +111,6 @@ def loss(w):
     return jnp.sum(w.astype(jnp.float32))
 
 
-def update(tx, params, state, grads):
-    updates, state = tx.update(grads, state, params)
-    return lowbit_optax.apply_updates(params, updates), state
-
-
 def released(tx, params, state, grads):
     del grads  # the loss has the same gradient, which is 1
     _, params, state = value_and_update(loss, tx)(params, state)
@@ -169,7 +166,7 @@ def assert_still(tx, params, state, advance):
 def test_a_rate_of_0_moves_no_master(dtype, advance, implementation):
     tx = weights_only(
         optax.sgd(0.0),
-        extra_bits(8, rounding="toward_zero"),
+        TOWARD_ZERO,
         min_size=0,
         implementation=implementation,
     )
@@ -177,36 +174,13 @@ def test_a_rate_of_0_moves_no_master(dtype, advance, implementation):
     assert_still(tx, params, state, advance)
 
 
-SKIPS = {
-    "update": update,
-    "optax's sum": sum_outside,
-    "direct": direct,
-}
-
-
-@each_of(NARROWER)
-@pytest.mark.parametrize("implementation", [None, "pallas"])
-@pytest.mark.parametrize("advance", SKIPS.values(), ids=SKIPS.keys())
-def test_a_skipped_step_moves_no_master(dtype, advance, implementation):
-    tx = lowbit_optax.with_loss_scale(
-        weights_only(
-            optax.sgd(0.5),
-            extra_bits(8, rounding="toward_zero"),
-            min_size=0,
-            implementation=implementation,
-        ),
-        lowbit_optax.backoff_scale(2.0**15),
-    )
-    params, state = lowbit_optax.from_master(tx, masters(), dtype)
-    infinite = lambda tx, params, state, grads: advance(
-        tx, params, state, grads * jnp.inf
-    )
-    assert_still(tx, params, state, infinite)
-
-
 def accumulated(tx):
     """The inner transformation is not one of this package, but a chain around it."""
     return lowbit_optax.accumulate_gradients(optax.chain(optax.clip(9.0), tx), 4)
+
+
+def loss_scaled(tx):
+    return lowbit_optax.with_loss_scale(tx, lowbit_optax.backoff_scale(2.0**15))
 
 
 # Wrappers of optax give +0 where they skip a step, which optax's sum adds to -0.
@@ -221,18 +195,20 @@ WAITING = {
         sum_outside,
     ),
     "accumulate_gradients of a chain": (accumulated, sum_outside),
+    "loss scale": (loss_scaled, update),
+    "loss scale, optax's sum": (loss_scaled, sum_outside),
+    "loss scale, direct": (loss_scaled, direct),
 }
 
 
 @each_of(NARROWER)
 @pytest.mark.parametrize(("wrap", "advance"), WAITING.values(), ids=WAITING.keys())
 def test_a_step_without_an_update_moves_no_master(dtype, wrap, advance):
-    inner = weights_only(
-        optax.sgd(0.5), extra_bits(8, rounding="toward_zero"), min_size=0
-    )
-    tx = wrap(inner)
+    tx = wrap(weights_only(optax.sgd(0.5), TOWARD_ZERO, min_size=0))
     params, state = lowbit_optax.from_master(tx, masters(), dtype)
     grads = jnp.resize(jnp.float32([1, -1]), params.shape)
+    if isinstance(state, lowbit_optax.LossScaleState):
+        grads *= jnp.inf
     if isinstance(state, optax.ApplyIfFiniteState):
         grads = (grads * jnp.inf).astype(dtype)
     before = lowbit_optax.master_weights(params, state)

@@ -119,36 +119,6 @@ def test_native_products_go_with_the_other_options(options):
     assert_same_bits(jax.jit(native)(WEIGHTS, X), want)
 
 
-def test_products_of_bfloat16_parameters_are_bfloat16_sums_rounded_once():
-    w, x = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (WEIGHTS, X))
-    assignment = uniform(mlp, w, x, formats=FLOAT8)
-    want = jax.jit(gradient(mlp, assignment))(w, x)
-    native = gradient(mlp, assignment, products="native")
-    assert_same_bits(jax.jit(native)(w, x), want)
-    assert {dtypes for dtypes, _ in multiplied(native, w, x)} == {
-        (E4M3, E4M3),
-        (E5M2, E4M3),
-    }
-
-
-def test_other_numbers_are_close_to_the_emulated_ones():
-    normal = np.random.default_rng(5).normal
-    w = {
-        name: jnp.asarray(normal(size=a.shape), "float32")
-        for name, a in WEIGHTS.items()
-    }
-    x = jnp.asarray(normal(size=X.shape), "float32")
-    # Not rounded between products, a sum's last bits move nothing to another number.
-    loss_fn = lambda w, x: jnp.sum(jnp.tanh(x @ w["in"]))
-    plan = precision.trace(loss_fn, w, x)
-    formats = Formats(low=FLOAT8.low, high=FP32)
-    low = np.array([tensor.made_by is None for tensor in plan.tensors])
-    assignment = precision.Assignment(plan, formats, low, np.zeros_like(low))
-    want, _ = gradient(loss_fn, assignment)(w, x)
-    got, _ = gradient(loss_fn, assignment, products="native")(w, x)
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "choose",
@@ -177,22 +147,6 @@ def test_products_says_what_is_multiplied_and_what_is_native(case, choose):
         )
 
 
-def test_products_counts_runs_operands_and_gradients():
-    assignment = uniform(scanned, WEIGHTS, X, formats=FLOAT8)
-    listed = precision.products(scanned, assignment, WEIGHTS, X)
-    cell = 2 * 2 * 6 * 8 * 8
-    once = 2 * 6 * 8 * 8
-    gives = ("result", "lhs", "rhs")
-    assert [(p.name, p.gives, p.flop) for p in listed] == [
-        ("dot_general.0", "result", once),
-        ("dot_general.0", "rhs", once),
-        *(("scan.0/dot_general.0", what, cell) for what in gives),
-        *(("scan.0/dot_general.1", what, cell) for what in gives),
-        *(("dot_general.1", what, once // 2) for what in gives),
-    ]
-    assert listed[2].operand_bytes == 2 * (6 * 8 + 8 * 8)
-
-
 @pytest.mark.parametrize(
     ("formats", "forward", "backward"),
     [
@@ -216,43 +170,6 @@ def test_products_take_the_dtypes_of_both_formats(formats, forward, backward):
     assert {(p.dtypes, p.is_native) for p in listed} == {
         (dtypes, dtypes != WIDE) for dtypes, _ in program
     }
-
-
-def test_a_high_operand_of_wider_format_leaves_its_products_as_they_were():
-    formats = dataclasses.replace(FLOAT8, high=FP32, high_backward=FP32)
-    assignment = uniform(mlp, WEIGHTS, X, formats=formats)
-    names = [tensor.name for tensor in assignment.plan.tensors]
-    assignment.low[names.index("params['mid']")] = False
-    listed = precision.products(mlp, assignment, WEIGHTS, X)
-    middle = [p for p in listed if p.name == "dot_general.1"]
-    assert [(p.gives, p.is_native) for p in middle] == [
-        ("result", False),
-        ("lhs", False),
-        ("rhs", True),  # the cotangent by the low activation
-    ]
-    assert sum(p.is_native for p in listed) == len(listed) - 2
-    want = jax.jit(gradient(mlp, assignment))(WEIGHTS, X)
-    native = jax.jit(gradient(mlp, assignment, products="native"))
-    assert_same_bits(native(WEIGHTS, X), want)
-
-
-def test_products_of_constants_and_in_while_loops_stay_as_they_were():
-    constant = np.eye(8, dtype=np.float32)
-
-    def loss_fn(w, x):
-        body = lambda carry: (carry[0] + 1, jnp.tanh(carry[1] @ x[:6, :6]))
-        _, y = lax.while_loop(lambda c: c[0] < 3, body, (0, x @ w["in"][:, :6]))
-        return jnp.sum(lax.stop_gradient(y)) + jnp.sum(
-            jnp.square(x @ w["mid"] @ constant)
-        )
-
-    assignment = uniform(loss_fn, WEIGHTS, X, formats=FLOAT8)
-    native = gradient(loss_fn, assignment, products="native")
-    want = jax.jit(gradient(loss_fn, assignment))(WEIGHTS, X)
-    np.testing.assert_allclose(jax.jit(native)(WEIGHTS, X)[0][0], want[0][0], rtol=1e-6)
-    listed = precision.products(loss_fn, assignment, WEIGHTS, X)
-    assert ("float32", "float32") in {p.dtypes for p in listed if not p.is_native}
-    assert not any("while" in p.name for p in listed)
 
 
 def test_the_backward_pass_keeps_operands_in_8_bits():

@@ -95,11 +95,6 @@ def test_a_layer_of_a_stack_is_unpacked_in_a_scan():
     assert_same_bits(jax.lax.scan(body, 0, packed)[1], stack)
 
 
-def test_what_is_no_format_is_refused():
-    with pytest.raises(TypeError, match="float_format is 12, not a FloatFormat"):
-        precision.pack(jnp.ones(3, jnp.bfloat16), 12)
-
-
 def test_words_of_another_axis_are_refused():
     packed = precision.pack(jnp.ones((64, 5), jnp.bfloat16), FloatFormat(8, 5))
     with pytest.raises(ValueError, match="do not hold 14-bit fields"):

@@ -11,13 +11,9 @@ import optax
 import pytest
 from flax import linen, nnx
 from optimizers import (
-    ALIASES,
     ALL_FORMATS,
-    VARIANTS,
     assert_same_bits,
-    each,
     gradient_series,
-    model_params,
     spec_of,
     train,
     weights_only,
@@ -34,7 +30,6 @@ from lowbit_optax import (
     training,
 )
 from lowbit_optax._step.blanks import is_blank
-from lowbit_optax.states.checkpoints import storage_formats
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -103,13 +98,6 @@ def test_from_master_gives_a_state_like_inits(name):
     assert_same_bits(params["scale"], _master()["scale"].astype(jnp.bfloat16))
 
 
-@each(ALIASES | VARIANTS)
-def test_a_fresh_states_masters_are_the_parameters(optimizer):
-    params = model_params()
-    masters = master_weights(params, optimizer().init(params))
-    assert_same_bits(masters, jax.tree.map(lambda p: p.astype(jnp.float32), params))
-
-
 @pytest.mark.parametrize("weights", EXACT.values(), ids=EXACT)
 def test_where_every_bit_is_kept_training_is_that_of_the_float32_master(weights):
     master = _master()
@@ -121,15 +109,6 @@ def test_where_every_bit_is_kept_training_is_that_of_the_float32_master(weights)
     got, state = train(tx, params, state, series)
     want, _ = train(inner, master, inner.init(master), series)
     assert_same_bits(master_weights(got, state), want)
-
-
-def test_an_inner_transformation_that_copies_the_weights_copies_the_masters():
-    # schedule_free's z starts as the weights; so do lookahead's and EMA's averages.
-    master = {"kernel": _master()["kernel"]}
-    inner = optax.contrib.schedule_free_sgd(0.01)
-    tx = weights_only(inner, extra_bits(16), min_size=0)
-    _, state = from_master(tx, master, jnp.bfloat16)
-    assert_same_bits(state.inner_state.z, master)
 
 
 # Sums of gradients are rounded.
@@ -251,14 +230,6 @@ def test_biases_of_several_axes_stay_float32_in_flaxs_optimizers():
     _assert_biases_stay(jax.tree.map(lambda x: x.dtype, params))
 
 
-def test_only_the_last_name_of_a_path_makes_a_bias():
-    w = jnp.ones((8, 8))
-    params = {"bias": {"kernel": w, "bias": w}, "attn_bias": w, "biases": w}
-    dtypes = param_dtypes(params, jnp.bfloat16)
-    assert dtypes.pop("bias") == {"kernel": jnp.bfloat16, "bias": jnp.float32}
-    assert set(dtypes.values()) == {jnp.dtype("bfloat16")}
-
-
 def test_the_rule_gets_paths_and_leaves_and_shapes_are_enough():
     shapes = jax.eval_shape(
         lambda: {"block": {"norm": jnp.ones((3, 8))}, "w": _master()}
@@ -274,34 +245,6 @@ def test_the_rule_gets_paths_and_leaves_and_shapes_are_enough():
     assert set(jax.tree.leaves(dtypes["w"])) == {jnp.dtype("bfloat16")}
     assert seen["['block']['norm']"] == (3, 8)
     assert seen["['w']['kernel']"] == (64, 24)
-
-
-def test_leaves_that_are_kept_keep_the_dtype_that_they_have():
-    params = {"bias": jnp.ones(8, jnp.bfloat16)}
-    assert param_dtypes(params, jnp.float16) == {"bias": jnp.dtype("bfloat16")}
-
-
-def test_param_dtypes_of_what_is_no_float_dtype_or_array_are_errors():
-    with pytest.raises(TypeError, match="dtype is int8; accepted are floating-point"):
-        param_dtypes(_master(), jnp.int8)
-    with pytest.raises(TypeError, match=r"params\['w'\] is 'x', not an array"):
-        param_dtypes({"w": "x"}, jnp.bfloat16)
-
-
-@pytest.mark.parametrize("name", ["extra_bits_16", "extra_bits_7_stochastic", "kahan"])
-def test_both_directions_run_under_jit(name):
-    tx = _sgd(ALL_FORMATS[name])
-    master = _master()
-    eager = from_master(tx, master, jnp.bfloat16)
-    jitted = jax.jit(functools.partial(from_master, tx, dtypes=jnp.bfloat16))(master)
-    assert_same_bits(jitted, eager)
-    assert_same_bits(jax.jit(master_weights)(*eager), master_weights(*eager))
-
-
-def test_master_weights_of_a_state_without_lowbit_is_an_error():
-    params = model_params()
-    with pytest.raises(ValueError, match="no LowbitState"):
-        master_weights(params, optax.adamw(0.1).init(params))
 
 
 OPTIMIZERS = {
@@ -332,65 +275,3 @@ def test_two_states_of_one_parameter_are_an_error_that_names_both(tx, both):
     halves = {"w": tx, "b": lowbit_optax.kahan_sgd(0.5)}
     halves = optax.MultiSteps(optax.partition(halves, {"w": "w", "b": "b"}), 2)
     assert master_weights(params, halves.init(params))["w"].dtype == jnp.float32
-
-
-def test_two_optimizers_of_one_parameter_have_no_one_format():
-    params = {"w": jnp.ones((8, 8))}
-    tx = optax.chain(lowbit_optax.kahan_sgd(0.5), lowbit_optax.extra_bits_sgd(0.5))
-    match = r"state\[0\] and state\[1\] are both states of params\['w'\]"
-    with pytest.raises(ValueError, match=match):
-        from_master(tx, params, jnp.bfloat16)
-    with pytest.raises(ValueError, match=match):
-        storage_formats(tx, params)
-
-
-@pytest.mark.parametrize(
-    "weights", [kahan(), extra_bits(8), lowbit_optax.master_copy()]
-)
-def test_masters_of_other_parameters_are_an_error_that_names_the_leaf(weights):
-    params = model_params()
-    state = _sgd(weights).init(params)
-    fewer = {"kernel": params["kernel"]}
-    other = params | {"bias": jnp.ones(200, jnp.bfloat16)}
-    for given in (fewer, other):
-        with pytest.raises(ValueError, match=r"params\['bias'\].*belong together"):
-            master_weights(given, state)
-
-
-@pytest.mark.parametrize(
-    "dtype", ["int8", "int32", "bool", "complex64", "float4_e2m1fn", "int4"]
-)
-def test_a_dtype_that_holds_no_weights_is_an_error_that_names_the_leaf(dtype):
-    dtype = jnp.dtype(dtype)
-    master = _master() | {"count": jnp.arange(3)}
-    message = rf"{dtype} for master\['bias'\], which is float32\[40\]; accepted are bf"
-    with pytest.raises(ValueError, match=message):
-        from_master(_sgd(extra_bits(8)), master, dtype)
-    dtypes = dict.fromkeys(master, jnp.bfloat16) | {"bias": dtype, "count": dtype}
-    with pytest.raises(ValueError, match=message):
-        from_master(_sgd(extra_bits(8)), master, dtypes)
-
-
-REFUSED = {
-    "no dtype": (dict(dtypes=None), TypeError, r"\['bias'\] is None; accepted are"),
-    "a wrong name": (dict(dtypes="bfloat17"), TypeError, r"\['bias'\] is 'bfloat17'"),
-    "a function": (dict(dtypes=lambda x: x), TypeError, r"\['bias'\] is <function"),
-    "a part of the tree": (
-        dict(dtypes={"bias": jnp.bfloat16}), ValueError, "the structure of master"
-    ),
-    "no array": (
-        dict(master={"w": [1.0]}), TypeError, r"\['w'\]\[0\] is 1\.0, not an array"
-    ),
-    "too many bits": (
-        dict(tx=_sgd(extra_bits(16)), dtypes=jnp.float16), ValueError,
-        r"\['bias'\].*float16 takes 0 to 13",
-    ),
-    "plain optax": (dict(tx=optax.adamw(0.1)), ValueError, "no LowbitState"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("given", "error", "match"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_started_from_is_an_error(given, error, match):
-    tx, master = _sgd(extra_bits(8)), _master()
-    with pytest.raises(error, match=match):
-        from_master(**dict(tx=tx, master=master, dtypes=jnp.bfloat16) | given)

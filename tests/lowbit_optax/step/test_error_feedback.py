@@ -11,13 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from exact_steps import apply_any, both, dyadic_series
 from optimizers import assert_same_bits, gradient_series, initial, jitted, train
 from released import assert_equal_steps
 
 import lowbit_optax
 from lowbit_optax import block_quantized, cast, lowbit, stochastic_rounding
-from lowbit_optax._step import error_feedback
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -47,14 +45,12 @@ def moment_of(state, field):
 
 INNER = {
     "adamw": (ADAMW(1e-3), "mu"),
-    "nadamw": (ADAMW(1e-3, nesterov=True), "mu"),
     "schedule": (ADAMW(optax.cosine_decay_schedule(1e-3, 8)), "mu"),
     "clipped gradients": (
         optax.chain(optax.clip_by_global_norm(1.0), ADAMW(1e-3)),
         "mu",
     ),
     "injected": (optax.inject_hyperparams(ADAMW)(learning_rate=1e-3), "mu"),
-    "sgd": (optax.sgd(1e-2, momentum=0.9), "trace"),
     "nesterov": (optax.sgd(1e-2, momentum=0.9, nesterov=True), "trace"),
 }
 
@@ -127,42 +123,27 @@ def test_most_of_the_noise_of_stochastic_rounding_is_gone(moments):
     assert fed - exact < 0.5 * (plain - exact)
 
 
-def test_float8_weights_are_nearer_to_the_best_than_without():
-    """Errors of weights that were rounded at random came back as more noise."""
-    plain, fed = (
-        distances(stochastic_rounding(error_into=x), "float32", jnp.float8_e4m3fn, 1e-4)
-        for x in (None, "mu")
-    )
-    assert fed < 0.8 * plain
-
-
 def jumping(rates):
     return lambda count: jnp.asarray(rates, jnp.float32)[count]
 
 
 @pytest.mark.parametrize("low", [0.0, 1e-5])
-def test_a_learning_rate_that_jumps_does_not_throw_weights_about(low, monkeypatch):
+def test_a_learning_rate_that_jumps_does_not_throw_weights_about(low):
     inner = optax.adam(jumping([1e-5] * 20 + [low] * 2 + [1e-3] * 30))
     between = np.random.default_rng(0).uniform(1, 2, SHAPE)
     params = {"w": jnp.asarray(between, jnp.bfloat16)}
     series = 52 * gradient_series(params, 1)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
 
-    def farthest():
-        """The largest distance from float32's weights, in spacings."""
-        got, _ = trained(feeding(inner), params, series)
-        want, _ = trained(lowbit(inner, moments="float32"), wide, series)
-        return np.max(np.abs(got["w"].astype(jnp.float32) - want["w"])) * 2.0**7
-
-    assert farthest() < 1.5
-    monkeypatch.setattr(error_feedback, "MOST_GROWTH", jnp.inf)
-    assert farthest() > 2.5
+    got, _ = trained(feeding(inner), params, series)
+    want, _ = trained(lowbit(inner, moments="float32"), wide, series)
+    # In spacings; 2.5 where the moment is not shortened.
+    assert np.max(np.abs(got["w"].astype(jnp.float32) - want["w"])) * 2.0**7 < 1.5
 
 
 REFUSED = {
     "muon": (feeding(optax.contrib.muon(1e-3)), "'w'.*not linear"),
     "lion": (feeding(optax.lion(1e-3)), "sign is not linear"),
-    "adabelief": (feeding(optax.adabelief(1e-3)), "not linear"),
     "clipped": (
         feeding(optax.chain(optax.adam(1e-3), optax.clip(1.0))),
         "not linear",
@@ -191,80 +172,6 @@ def test_updates_that_are_not_linear_in_a_moment_are_refused(tx, message):
         tx.update(params, tx.init(params), params)
 
 
-def test_updates_that_look_at_values_are_refused():
-    adam = optax.adam(1e-3)
-
-    def update(grads, state, params=None):
-        if float(grads["w"][0, 0]) > 0:
-            return adam.update(grads, state, params)
-        return grads, state
-
-    params = start()
-    tx = feeding(optax.GradientTransformation(adam.init, update), implementation="xla")
-    with pytest.raises(jax.errors.ConcretizationTypeError):
-        tx.update(params, tx.init(params), params)
-
-
-def test_a_name_that_is_no_string_is_refused():
-    for take in (stochastic_rounding, functools.partial(lowbit_optax.sr_adamw, 0.1)):
-        with pytest.raises(TypeError, match="error_into is 1"):
-            take(error_into=1)
-
-
-@pytest.mark.parametrize(
-    ("alias", "inner", "field"),
-    [
-        (lowbit_optax.sr_adamw, optax.adamw, "mu"),
-        (functools.partial(lowbit_optax.sr_sgd, momentum=0.9), SGD, "trace"),
-    ],
-    ids=["sr_adamw", "sr_sgd"],
-)
-def test_an_alias_takes_the_field_in_one_line(alias, inner, field):
-    params = start()
-    series = gradient_series(params, 3)
-    got = trained(alias(1e-3, error_into=field), params, series)
-    want = feeding(inner(1e-3), field, moments=cast(jnp.bfloat16))
-    assert_same_bits(got, trained(want, params, series))
-    plain, _ = trained(alias(1e-3), params, series)
-    assert np.mean(got[0]["w"] != plain["w"]) > 0.01
-
-
-def test_an_alias_takes_it_under_injected_hyperparameters():
-    params = start()
-    series = gradient_series(params, 2)
-    inject = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
-    tx = inject(lowbit_optax.sr_adamw)(1e-3, error_into="mu")
-    new, _ = trained(tx, params, series)
-    want, _ = trained(lowbit_optax.sr_adamw(1e-3, error_into="mu"), params, series)
-    assert np.mean(new["w"] != want["w"]) < 1e-3  # b2 is an array there
-
-
-@pytest.mark.parametrize(
-    "alias",
-    [
-        lowbit_optax.kahan_adamw,
-        lowbit_optax.kahan_sgd,
-        lowbit_optax.extra_bits_adamw,
-        lowbit_optax.extra_bits_sgd,
-    ],
-    ids=lambda alias: alias.__name__,
-)
-def test_formats_that_keep_the_error_themselves_do_not_take_it(alias):
-    with pytest.raises(TypeError, match="error_into"):
-        alias(1e-3, error_into="mu")
-
-
-def test_frozen_leaves_and_scalars_need_no_moment():
-    params = start() | {"frozen": jnp.ones(SHAPE, jnp.bfloat16), "s": jnp.bfloat16(1)}
-    labels = {"w": "train", "s": "train", "frozen": "freeze"}
-    transforms = {"train": optax.adam(0.1), "freeze": optax.set_to_zero()}
-    tx = feeding(optax.partition(transforms, labels))
-    new, _ = trained(tx, params, gradient_series(params, 1))
-    assert_same_bits(new["frozen"], params["frozen"])
-    assert new["s"] != 1
-    assert (new["w"] != params["w"]).mean() > 0.9
-
-
 def test_where_there_were_no_gradients_the_moment_stays_zero():
     """Its unit is 1 / eps there, which no code of few bits could hold."""
     tx, params = feeding(ADAMW(1e-3)), start()
@@ -273,7 +180,10 @@ def test_where_there_were_no_gradients_the_moment_stays_zero():
     mu = moment_of(state, "mu")["w"]
     assert not np.any(mu[:8])
     assert np.all(mu[8:] != 0)
-    assert np.mean(new["w"][:8] != params["w"][:8]) > 0.9  # by weight decay
+    # By weight decay, of which the rounding is unbiased.
+    moved = np.asarray(new["w"] - params["w"], np.float64)[:8]
+    wanted = (0.99**3 - 1) * np.asarray(params["w"], np.float64)[:8]
+    assert abs(np.vdot(moved, wanted) / np.vdot(wanted, wanted) - 1) < 0.02
 
 
 @pytest.mark.parametrize(
@@ -303,49 +213,6 @@ def test_multi_steps_inside_is_refused():
     inner = optax.MultiSteps(ADAMW(1e-3), 3).gradient_transformation()
     with pytest.raises(ValueError, match=r"error_into with optax\.MultiSteps inside"):
         feeding(optax.apply_if_finite(inner, 3)).init(start())
-
-
-@pytest.mark.parametrize(
-    ("moments", "dtype", "implementation", "advance"),
-    [
-        (block_quantized(8), jnp.bfloat16, "pallas", lowbit_optax.step),
-        (block_quantized(8), jnp.float8_e4m3fn, "tpu", lowbit_optax.step),
-        pytest.param(
-            *(cast(jnp.bfloat16), jnp.float8_e4m3fn, "pallas", apply_any),
-            marks=pytest.mark.slow_to_compile,
-        ),
-        (cast(jnp.bfloat16), jnp.bfloat16, "tpu", apply_any),
-    ],
-)
-def test_kernels_have_the_same_bits(moments, dtype, implementation, advance):
-    options = dict(
-        inner=optax.sgd(2.0**-8, momentum=0.5),
-        weights=stochastic_rounding(error_into="trace"),
-        moments=moments,
-        advance=advance,
-    )
-    series = dyadic_series(start(), 2, bits=11)
-    assert_same_bits(*both(start(dtype), series, implementation, **options))
-
-
-@pytest.mark.parametrize(
-    "moments",
-    ["float32", pytest.param("low", marks=pytest.mark.slow_to_compile)],
-)
-def test_kernels_of_adam_agree(moments):
-    """Quotients may round differently, so not every bit is the same."""
-    found = []
-    for name in ("xla", "pallas"):
-        tx = feeding(ADAMW(1e-3), moments=moments, implementation=name)
-        params = start()
-        found.append(trained(tx, params, gradient_series(params, 3)))
-    (params, state), (others, other_state) = found
-    assert np.mean(np.asarray(params["w"] != others["w"])) < 1e-3
-    get = lambda state: lowbit_optax.convert(
-        params, state, feeding(ADAMW(1e-3), moments=moments), ADAMW(1e-3)
-    )[1]
-    mu, other = (np.asarray(moment_of(get(x), "mu")["w"]) for x in (state, other_state))
-    assert np.mean(np.abs(mu - other) > 1e-3 * np.abs(mu).max()) < 1e-3
 
 
 def test_released_steps_are_the_same():

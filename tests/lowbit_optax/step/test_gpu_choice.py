@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 import lowbit_optax
-from lowbit_optax import release
 from lowbit_optax._step import left_to_xla
 from pallas_kernels import platforms
 
@@ -69,25 +68,6 @@ def test_newer_gpus_get_kernels(name):
         assert KERNEL in traced()
 
 
-def test_release_on_an_older_gpu_is_by_xla():
-    def loss_fn(params, x):
-        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)
-        return jnp.mean(x.astype(jnp.float32) ** 2)
-
-    tx = lowbit_optax.kahan_adamw(1e-3)
-    params, x = jnp.ones((3, 64, 64), jnp.bfloat16), jnp.ones((2, 64), jnp.bfloat16)
-    step = jax.make_jaxpr(release.value_and_update(loss_fn, tx))
-    arguments = params, tx.init(params), x
-    with mesh_of("NVIDIA A100"):
-        newer = str(step(*arguments))
-    with mesh_of("Tesla T4"), pytest.warns(UserWarning, match="Tesla T4"):
-        older = str(step(*arguments))
-    # Both have a choice for CPUs, in the backward loop.
-    for text, has_kernels in ((newer, True), (older, False)):
-        assert (KERNEL in text) == has_kernels
-        assert ("'cuda'" in text) == has_kernels
-
-
 @pytest.mark.parametrize("implementation", ["pallas", "triton"])
 def test_kernels_that_are_named_are_an_error_on_older_gpus(implementation):
     with mesh_of("Tesla T4"), pytest.raises(ValueError, match=r"8\.0 .*Tesla T4.*7\.5"):
@@ -120,6 +100,19 @@ def test_of_several_gpus_that_of_the_least_capability_decides(monkeypatch):
         assert platforms.target_gpu() == new
     with mesh_of("NVIDIA B200"):
         assert platforms.target_gpu() == ("NVIDIA B200", "10.0")
+
+
+def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch):
+    monkeypatch.setattr(platforms, "has_mosaic", lambda: False)
+    with pytest.raises(NotImplementedError, match=r"'mosaic' needs JAX 0\.11"):
+        lowbit_optax.kahan_adamw(1e-3, implementation="mosaic")
+
+
+def test_kernels_for_gpus_are_those_that_are_named_or_tritons():
+    assert platforms.launcher_name(None) == platforms.launcher_name("pallas")
+    assert platforms.launcher_name(None) == "triton"
+    assert platforms.launcher_name("mosaic") == "mosaic"
+    assert platforms.launcher_name("triton") == "triton"
 
 
 def test_amds_gpus_have_no_capability(monkeypatch):

@@ -11,7 +11,6 @@ from exact_steps import normal, trained
 from optimizers import apply, gradient_series, spec_of
 
 import lowbit_optax
-from lowbit_optax import kahan
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -77,19 +76,6 @@ def test_kernels_on_shards_read_their_parts(name, spec):
     # Sums over devices are in another order.
     differ = np.asarray(got["kernel"]) != np.asarray(want["kernel"])
     assert np.mean(differ) <= 0.01
-
-
-@pytest.mark.parametrize("name", ["matrices", "factored"])
-def test_without_packed_fields_there_is_no_such_kernel(name):
-    params = {"kernel": normal((100, 72), jnp.bfloat16)}
-    with pytest.raises(ValueError, match="is not elementwise"):
-        trained(
-            "pallas",
-            params,
-            gradient_series(params, 1),
-            inner=INNERS[name],
-            weights=kahan(),
-        )
 
 
 def test_random_numbers_are_xlas_and_so_is_the_update():

@@ -90,11 +90,6 @@ def test_kernels_for_tpus_draw_the_same_bits():
     assert_same_bits(got, of("xla")[0])
 
 
-def test_a_replicated_leaf_has_the_bits_of_one_device():
-    alone, _ = jax.jit(steps)({"whole": jnp.ones(SHAPE, jnp.bfloat16)})
-    assert_same_bits(alone["whole"], sharded("xla")[0]["whole"])
-
-
 def test_untyped_shards_draw_the_same_bits_as_they_may_be_replicas():
     _, shards = sharded("xla", check_vma=False)
     assert all(different(x) == 1 for x in shards.values())

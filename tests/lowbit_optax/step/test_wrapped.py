@@ -1,6 +1,6 @@
 """``step`` inside wrappers: their numbers, their state, and what they skip."""
 
-import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,10 @@ def run(tx, grads, params=None):
 SERIES = [grads_of(2), grads_of(4, 1e-3), grads_of(6)]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+@pytest.mark.parametrize(
+    "implementation",
+    ["xla", pytest.param("pallas", marks=pytest.mark.slow_to_compile)],
+)
 def test_clipping_before_lowbit_is_clipping_inside(implementation):
     options = {"implementation": implementation, "min_size": 0}
     inside = lowbit_optax.lowbit(optax.chain(CLIP, optax.sgd(0.5, 0.9)), **options)
@@ -49,31 +52,6 @@ def test_clipping_before_lowbit_is_clipping_inside(implementation):
     assert_same_bits(other, params)
     assert_same_bits(other_state.residual, state.residual)
     assert_same_bits(other_state.inner_state, state.inner_state[1])
-
-
-def test_updates_are_those_of_gradients_clipped_in_their_dtype():
-    tx = lowbit_optax.lowbit_adamw(1e-2)
-    chain, params = optax.chain(CLIP, tx), params_of()
-    updates, _ = chain.update(SERIES[0], chain.init(params), params)
-    clipped, _ = CLIP.update(SERIES[0], CLIP.init(params))
-    assert clipped["w"].dtype == jnp.bfloat16
-    assert_same_bits(updates, tx.update(clipped, tx.init(params), params)[0])
-
-
-def test_the_norm_is_of_all_gradients_whoever_updates_them():
-    lowbit = lowbit_optax.lowbit_sgd(0.5)
-    labels = {"w": "low", "b": "other"}
-    other = lowbit_optax.kahan_sgd(0.5)
-    each = optax.partition({"low": lowbit, "other": other}, labels)
-    (got, _), (want, _) = run(optax.chain(CLIP, each), SERIES), run(each, [])
-    norm = float(optax.tree.norm(jax.tree.map(jnp.float32, SERIES[0])))
-    first, _ = run(optax.chain(CLIP, each), SERIES[:1])
-    for name, grad in SERIES[0].items():
-        moved = np.float32(first[name]) - np.float32(want[name])
-        expected = -0.5 * 0.5 / norm * np.float32(grad)
-        # Half a unit of a bfloat16 parameter of up to 4.
-        np.testing.assert_allclose(moved, expected, atol=2**-7)
-    assert (got["b"] != first["b"]).any()
 
 
 def scheduled():
@@ -140,29 +118,6 @@ def test_apply_if_finite_around_skips_without_a_change(clip):
     assert not bool(jnp.isfinite(jnp.float32(still["b"])).all())
 
 
-def test_a_wrapper_that_reads_updates_gets_them():
-    tx = lowbit_optax.lowbit_sgd(0.5)
-    after = optax.chain(tx, optax.snapshot("norm", optax.tree.norm))
-    params = params_of()
-    updates, _ = after.update(SERIES[0], after.init(params), params)
-    got, (_, state) = run(after, SERIES[:1])
-    assert_same_bits(got, lowbit_optax.apply_updates(params, updates))
-    norm = state.measurement["norm"]
-    np.testing.assert_allclose(norm, optax.tree.norm(updates), rtol=1e-5)
-
-
-@pytest.mark.parametrize("make", [lowbit_optax.lowbit_sgd, lowbit_optax.kahan_sgd])
-def test_hyperparameters_are_those_of_the_state(make):
-    make = functools.partial(make, momentum=0.9)
-    injected = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)(0.25)
-    tx = optax.chain(CLIP, injected)
-    params = params_of()
-    state = tx.init(params)
-    state[1].hyperparams["learning_rate"] = jnp.float32(0.5)
-    got, _ = jitted(tx, lowbit_optax.step)(params, state, SERIES[0])
-    assert_same_bits(got, run(optax.chain(CLIP, make(0.5)), SERIES[:1])[0])
-
-
 def skipped_where(is_bad, inner):
     """A wrapper as users write it: where gradients are bad, nothing happens."""
 
@@ -176,30 +131,20 @@ def skipped_where(is_bad, inner):
     return optax.GradientTransformation(inner.init, update)
 
 
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("second", [False, True])
-def test_a_step_happens_where_no_wrapper_skips_it(first, second):
+def test_a_step_happens_where_no_wrapper_skips_it():
     alone = lowbit_optax.lowbit_sgd(0.5, 0.9)
     within = skipped_where(lambda grads: grads["b"][0] > 0, alone)
     tx = skipped_where(lambda grads: grads["b"][1] > 0, within)
     grads = SERIES[1] | {"b": SERIES[1]["b"].at[:2].set(-1)}
     params, state = run(tx, [grads])
     assert lowbit_optax.memory_report(tx, params).steps_directly
-    signs = jnp.asarray([first, second]) * 2.0 - 1
-    grads["b"] = grads["b"].at[:2].set(signs.astype(jnp.bfloat16))
-    got, new_state = jitted(tx, lowbit_optax.step)(params, state, grads)
-    if first or second:
-        assert_same_bits((got, new_state), (params, state))
-    else:
-        assert int(new_state.count) == 2
-        assert all((got[name] != params[name]).any() for name in params)
-
-
-def test_gradients_that_wrappers_make_are_unscaled_once():
-    tx = optax.chain(OUTSIDE["their own momentum"](), lowbit_optax.lowbit_sgd(0.5))
-    scaled = lowbit_optax.with_loss_scale(tx, lowbit_optax.static_scale(2.0**10))
-    larger = [jax.tree.map(lambda x: x * 2**10, grads) for grads in SERIES]
-    got, want = run(scaled, larger)[0], run(tx, SERIES)[0]
-    for name, param in got.items():
-        # One keeps its momentum in float32, the other in bfloat16.
-        np.testing.assert_allclose(np.float32(param), np.float32(want[name]), atol=0.03)
+    step = jitted(tx, lowbit_optax.step)
+    for skips in itertools.product([False, True], repeat=2):
+        signs = jnp.asarray(skips) * 2.0 - 1
+        grads["b"] = grads["b"].at[:2].set(signs.astype(jnp.bfloat16))
+        got, new_state = step(params, state, grads)
+        if any(skips):
+            assert_same_bits((got, new_state), (params, state))
+        else:
+            assert int(new_state.count) == 2
+            assert all((got[name] != params[name]).any() for name in params)

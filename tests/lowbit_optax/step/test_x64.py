@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.extend.core import jaxprs_in_params
-from kernels import QUICK, TABLE, Mixture, assert_equal, index_of
+from kernels import QUICK
 from optimizers import assert_same_bits, initial
 
 import lowbit_optax
@@ -51,13 +50,6 @@ TRANSFORMATIONS = {
         }.items()
     },
 }
-# Small and large leaves; widths of even and of odd offsets; groups; skipped steps.
-WITH_KERNELS = [
-    "kahan_adamw",
-    "extra_bits_sgd",
-    "lowbit_adamw",
-    "with_loss_scale backoff",
-]
 
 # The others are jitted, which compiles each twice.
 EAGER = ["sr_sgd", "lowbit_sgd", "lpmm_sgd"]
@@ -125,30 +117,6 @@ def test_eager_steps_are_the_same(name):
     assert_same_bits(*without_and_with(lambda: run(*problem(name, eager))))
 
 
-@pytest.mark.skipif(
-    getattr(jax.config, "jax_custom_jvp3", False),
-    reason="it reads jaxprs, which jax_custom_jvp3 puts into objects",
-)
-@pytest.mark.parametrize("name", WITH_KERNELS)
-def test_nothing_in_a_kernel_has_64_bits(name):
-    with jax.enable_x64(True):
-        traced = jax.make_jaxpr(two_steps(name))(*problem(name))
-    kernels = [e for e in equations(traced.jaxpr) if e.primitive.name == "pallas_call"]
-    assert kernels
-    for kernel in kernels:
-        for inner in equations(kernel.params["jaxpr"]):
-            atoms = (*inner.invars, *inner.outvars)
-            assert not [x for x in atoms if "64" in str(getattr(x.aval, "dtype", ""))]
-
-
-def equations(jaxpr):
-    """All equations of a jaxpr, those of inner jaxprs included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from equations(inner)
-
-
 def test_release_is_the_same():
     tx = TRANSFORMATIONS["kahan_adamw"]
 
@@ -164,32 +132,3 @@ def test_release_is_the_same():
         return step(params, old(initial(tx, params)), normal(2, 8, 32))
 
     assert_same_bits(*without_and_with(run))
-
-
-@pytest.mark.slow_to_compile
-@pytest.mark.parametrize("widths", [(), (5,), (8, 12)])
-def test_interpreted_kernels_are_the_model(widths):
-    shape = (70, 33)
-    mixture = Mixture(widths)
-    scalars = [int(x) for x in TABLE[2]]
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        arrays, held = mixture.arrays(shape)
-        got = mixture.jitted(shape, "pallas")(arrays, dict(scalars=jnp.array(TABLE[2])))
-    assert_equal(got, mixture.want(held, scalars, index_of(shape)))
-
-
-def test_adams_bias_correction_is_optaxs():
-    # In float64 with 64-bit types, and in float32 without: the results of lowbit and of
-    # optax differ by the same.
-    grads = {"w": normal(1, 40, 8, dtype=jnp.float32)}
-    inner = optax.adamw(RATE)
-    tx = lowbit_optax.lowbit(inner, weights=lowbit_optax.nearest())
-
-    def moments(tx):
-        params = {"w": normal(0, 40, 8, dtype=jnp.float32)}
-        update = jax.jit(tx.update, compiler_options=QUICK)
-        return update(grads, tx.init(params), params)[0]
-
-    for enabled in BOTH:
-        with jax.enable_x64(enabled):
-            assert_same_bits(moments(tx), moments(inner))

@@ -11,7 +11,6 @@ from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import ema_of_params, extra_bits, kahan, master_weights
-from lowbit_optax.states.checkpoints import check_storage_formats, storage_formats
 
 SHAPE = (64, 64)
 STEPS = 12_000
@@ -68,7 +67,6 @@ def test_at_a_decay_of_0_9999_it_follows_float32_where_bfloat16_stands_still():
     want = kept * old + (1 - kept) * a + lag * b
     rms = lambda x: np.sqrt(np.mean(x**2))
     error = {name: rms(x - want) / rms(want - old) for name, x in got.items()}
-    print({name: f"{x:.1e}" for name, x in error.items()})
     assert error["nearest"] > 0.9
     assert error["stochastic_rounding"] < 0.1
     assert error["kahan"] < 2e-3
@@ -125,45 +123,9 @@ def test_kernels_give_the_same_bits(name):
     assert_same_bits(run("pallas"), run("xla"))
 
 
-def mixed(seed):
-    return {
-        "w": normal(seed, (128, 64)).astype(jnp.bfloat16),
-        "bias": normal(seed, (64,)),
-        "step": jnp.int32(seed),
-    }
-
-
-def test_shards_give_the_same_averages_and_lie_beside_them():
-    ema = ema_of_params(0.99, min_size=0)
-    average, weights = mixed(0), mixed(1)
-    mesh = jax.make_mesh((8,), ("d",))
-    specs = {"w": jax.P("d"), "bias": jax.P("d"), "step": jax.P()}
-    placed = {k: jax.NamedSharding(mesh, spec) for k, spec in specs.items()}
-    state = ema.init(average)
-    states = lowbit_optax.state_shardings(ema, average, placed)
-    assert states.residual.tree["w"].spec == jax.P("d")
-    step = functools.partial(lowbit_optax.step, ema)
-    want = jax.jit(step)(average, state, weights)
-    got = jax.jit(step, out_shardings=(placed, states))(
-        jax.device_put(average, placed),
-        jax.device_put(state, states),
-        jax.device_put(weights, placed),
-    )
-    assert_same_bits(got, want)
-    np.testing.assert_allclose(got[0]["bias"], weights["bias"], rtol=1e-6, atol=1e-6)
-    assert got[0]["step"] == 0  # only floats are averaged
-
-
-def test_a_checkpoint_of_another_format_is_refused_by_name():
-    average = {"w": jnp.ones((64, 64), jnp.bfloat16)}
-    ema, other = (ema_of_params(0.99, weights=w) for w in (extra_bits(8), kahan()))
-    stored = storage_formats(ema, average)
-    check_storage_formats(stored, ema, average)
-    with pytest.raises(ValueError, match=r"\['w'\]"):
-        check_storage_formats(stored, other, average)
-
-
-@pytest.mark.parametrize("decay", [1.0, -0.1, float("nan"), "0.9", None, True])
-def test_a_decay_outside_of_its_range_is_refused(decay):
-    with pytest.raises((TypeError, ValueError), match=r"decay is .* from 0 to below 1"):
-        ema_of_params(decay)
+def test_only_floats_are_averaged():
+    ema = ema_of_params(0.5)
+    average = {"w": jnp.ones((64, 64)), "step": jnp.int32(0)}
+    weights = {"w": jnp.zeros((64, 64)), "step": jnp.int32(1)}
+    average, _ = lowbit_optax.step(ema, average, ema.init(average), weights)
+    assert (float(average["w"][0, 0]), int(average["step"])) == (0, 0)

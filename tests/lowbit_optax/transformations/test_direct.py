@@ -11,6 +11,7 @@ from flax import nnx
 from flax.training import train_state
 from optimizers import (
     ALIASES,
+    apply,
     assert_same_bits,
     each,
     gradient_series,
@@ -21,15 +22,6 @@ import lowbit_optax
 from lowbit_optax import DirectUpdate, direct_updates, kahan_sgd, lowbit_adamw
 
 pytestmark = pytest.mark.standard_promotion
-
-
-def _updated(tx, params, state, grads):
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-
-def _stepped(tx, params, state, grads):
-    return lowbit_optax.step(tx, params, state, grads)
 
 
 def _run(advance, tx, params, series, outer=jax.jit):
@@ -44,8 +36,8 @@ def _run(advance, tx, params, series, outer=jax.jit):
 def test_every_alias_gives_the_bits_of_step(optimizer):
     params = model_params()
     series = gradient_series(params, 3)
-    want = _run(_stepped, optimizer(), params, series)
-    assert_same_bits(_run(_updated, direct_updates(optimizer()), params, series), want)
+    want = _run(lowbit_optax.step, optimizer(), params, series)
+    assert_same_bits(_run(apply, direct_updates(optimizer()), params, series), want)
 
 
 def _kernels(params):
@@ -73,16 +65,17 @@ AROUND = {
     "loss_scale": lambda make: lowbit_optax.with_loss_scale(
         make(RATE), lowbit_optax.static_scale(1.0)
     ),
+    "sums": lambda make: lowbit_optax.accumulate_gradients(make(RATE), 2),
 }
 
 
 @each(AROUND)
-@pytest.mark.parametrize("advance", [_updated, _stepped])
+@pytest.mark.parametrize("advance", [apply, lowbit_optax.step])
 def test_inside_and_around_wrappers_it_gives_the_bits_of_step(optimizer, advance):
     wrap, params = optimizer, model_params()
     alias = lambda learning_rate: lowbit_optax.extra_bits_adamw(learning_rate)
     series = gradient_series(params, 4)
-    want = _run(_stepped, wrap(alias), params, series)
+    want = _run(lowbit_optax.step, wrap(alias), params, series)
     outside = direct_updates(wrap(alias))
     assert_same_bits(_run(advance, outside, params, series), want)
     inside = wrap(lambda learning_rate: direct_updates(alias(learning_rate)))
@@ -99,7 +92,7 @@ def test_a_boundary_between_update_and_sum_changes_no_bit(boundary):
     )
     series = gradient_series(params, 3)
     outer = (lambda f: f) if boundary == "eager" else jax.jit
-    want = _run(_stepped, tx, params, series, outer)
+    want = _run(lowbit_optax.step, tx, params, series, outer)
 
     def update(grads, state, params):
         if boundary != "cond":
@@ -115,32 +108,6 @@ def test_a_boundary_between_update_and_sum_changes_no_bit(boundary):
     assert_same_bits((params, state), want)
 
 
-def test_between_two_updates_multi_steps_moves_nothing():
-    direct = optax.MultiSteps(direct_updates(lowbit_adamw(0.1)), 3)
-    params = model_params()
-    series = gradient_series(params, 6)
-    start, state, seen = params, direct.init(params), []
-    for grads in series:
-        updates, state = jax.jit(direct.update)(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        seen.append(params)
-    assert_same_bits(seen[1], start)
-    assert_same_bits(seen[4], seen[2])
-    plain = optax.MultiSteps(lowbit_adamw(0.1), 3)
-    want = _run(_updated, plain, start, series)[0]
-    assert_same_bits(params, want)
-
-
-def test_quantised_weights_step_directly():
-    params = lowbit_optax.quantize_params(
-        {"w": jnp.linspace(-1, 1, 64 * 64).reshape(64, 64)}
-    )
-    tx = lowbit_optax.lpmm_adam(1e-2)
-    grads = {"w": jnp.ones((64, 64))}
-    want = _run(_stepped, tx, params, [grads] * 2)
-    assert_same_bits(_run(_updated, direct_updates(tx), params, [grads] * 2), want)
-
-
 @pytest.mark.parametrize("is_inside", [True, False])
 def test_a_loss_scale_skips_a_step(is_inside):
     scale = lowbit_optax.backoff_scale(2.0**8)
@@ -150,14 +117,14 @@ def test_a_loss_scale_skips_a_step(is_inside):
     params = model_params()
     series = gradient_series(params, 3)
     series[1] = jax.tree.map(lambda x: x.at[..., 0].set(jnp.inf), series[1])
-    want = _run(_stepped, scaled(inner), params, series)
-    assert_same_bits(_run(_updated, tx, params, series), want)
+    want = _run(lowbit_optax.step, scaled(inner), params, series)
+    assert_same_bits(_run(apply, tx, params, series), want)
 
 
 def test_flaxs_own_train_state_and_optimizer_take_them():
     tx, params = kahan_sgd(0.1), model_params()
     series = gradient_series(params, 3)
-    want, _ = _run(_stepped, tx, params, series)
+    want, _ = _run(lowbit_optax.step, tx, params, series)
     state = train_state.TrainState.create(
         apply_fn=None, params=params, tx=direct_updates(tx)
     )
@@ -189,23 +156,17 @@ def test_the_sum_with_another_parameter_adds_the_difference():
     np.testing.assert_array_equal(jnp.float32([1.0, 1.0]) + half, [1.5, 3.0])
 
 
-def test_sums_of_gradients_step_directly():
-    tx = lowbit_optax.accumulate_gradients(lowbit_adamw(RATE), 2)
-    params = model_params()
-    series = gradient_series(params, 4)
-    want = _run(_stepped, tx, params, series)
-    assert_same_bits(_run(_updated, direct_updates(tx), params, series), want)
-
-
 def test_apply_if_finite_goes_inside():
     make = lambda tx: optax.apply_if_finite(tx, 3)
     alias, params = lowbit_optax.extra_bits_adamw(RATE), model_params()
     series = gradient_series(params, 3)
-    want = _run(_stepped, make(alias), params, series)
-    assert_same_bits(_run(_updated, direct_updates(make(alias)), params, series), want)
-    assert_same_bits(_run(_stepped, make(direct_updates(alias)), params, series), want)
+    want = _run(lowbit_optax.step, make(alias), params, series)
+    assert_same_bits(_run(apply, direct_updates(make(alias)), params, series), want)
+    assert_same_bits(
+        _run(lowbit_optax.step, make(direct_updates(alias)), params, series), want
+    )
     with pytest.raises(TypeError, match="DirectUpdate"):
-        _run(_updated, make(direct_updates(alias)), params, series)
+        _run(apply, make(direct_updates(alias)), params, series)
 
 
 def test_what_computes_with_such_updates_is_an_error():

@@ -37,13 +37,16 @@ def _as_equinox(tx, params, state, grads):
 
 
 @each(ADAMW)
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+@pytest.mark.parametrize(
+    "implementation",
+    ["xla", pytest.param("pallas", marks=pytest.mark.slow_to_compile)],
+)
 def test_they_add_up_without_a_cast_and_train_as_step_does(optimizer, implementation):
     plain = optimizer(2.0**-10, implementation=implementation)
     tx = updates_like_grads(plain)
     params = model_params()
     series = gradient_series(params, 4, jnp.bfloat16)
-    updates, _ = tx.update(series[0], tx.init(params), params)
+    updates, _ = jax.eval_shape(tx.update, series[0], tx.init(params), params)
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
     got, state = train(tx, params, tx.init(params), series, _as_equinox)
     want, want_state = train(plain, params, plain.init(params), series)
@@ -69,14 +72,6 @@ def test_wrappers_that_compare_dtypes_take_them():
     plain = optax.apply_if_finite(lowbit_adamw(1e-2), 3)
     with pytest.raises(TypeError, match="float32"):
         train(plain, params, plain.init(params), series)
-
-
-def test_float32_leaves_keep_their_updates():
-    tx = updates_like_grads(lowbit_adamw(1e-2))
-    params = {"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones(8)}
-    grads = jax.tree.map(jnp.ones_like, params)
-    updates, _ = tx.update(grads, tx.init(params), params)
-    assert (updates["w"].dtype, updates["b"].dtype) == (jnp.bfloat16, jnp.float32)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

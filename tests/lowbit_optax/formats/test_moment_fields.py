@@ -1,0 +1,150 @@
+"""How the fields of optax's states are stored, by default and in fewer bits."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from optax import contrib
+
+import lowbit_optax
+from lowbit_optax.states.checkpoints import storage_formats
+
+pytestmark = pytest.mark.standard_promotion
+
+ADAM = {"mu": "bounded", "nu": "second"}
+SIGNED = {"mu": "signed"}
+EXP_AVG = {"exp_avg": "bounded", "exp_avg_sq": "second"}
+SLOW = {"m1": "bounded", "m2": "float32", "nu": "second"}
+CENTERED = {"mu": "float32", "nu": "float32"}
+ADAN = {"m": "signed", "v": "signed", "n": "second", "g": "float32"}
+FIELDS = {
+    "adabelief": (optax.adabelief(1e-3), SIGNED | {"nu": "second"}),
+    "adadelta": (optax.adadelta(1e-3), {"e_g": "second", "e_x": "second"}),
+    "adagrad": (optax.adagrad(1e-3), {"sum_of_squares": "float32"}),
+    "adamw": (optax.adamw(1e-3), ADAM),
+    "adan": (optax.adan(1e-3), ADAN),
+    "ademamix": (contrib.ademamix(1e-3), SLOW),
+    "amsgrad": (optax.amsgrad(1e-3), ADAM | {"nu_max": "float32"}),
+    "dadapt_adamw": (
+        contrib.dadapt_adamw(1.0),
+        {"exp_avg": "signed", "exp_avg_sq": "second", "grad_sum": "float32"},
+    ),
+    "dog": (contrib.dog(1.0), {"init_params": "float32"}),
+    "dowg": (contrib.dowg(1.0), {"init_params": "float32"}),
+    "lion": (optax.lion(1e-3), SIGNED),
+    "momo_adam": (contrib.momo_adam(1e-3), EXP_AVG),
+    "muon": (contrib.muon(1e-3), {"mu": "linear"}),
+    "novograd": (optax.novograd(1e-3), SIGNED),
+    "prodigy": (
+        contrib.prodigy(1.0), EXP_AVG | {"params0": "float32", "grad_sum": "float32"}
+    ),
+    "rmsprop": (optax.rmsprop(1e-3), {"nu": "second"}),
+    "rmsprop, centered": (optax.rmsprop(1e-3, centered=True), CENTERED),
+    "schedule_free": (
+        contrib.schedule_free_adamw(1e-2), {"z": "float32", "nu": "second"}
+    ),
+    "sgd": (optax.sgd(0.1, momentum=0.9), {"trace": "signed"}),
+    "simplified": (
+        contrib.simplified_ademamix(1e-3), {"m": "float32", "n": "second"}
+    ),
+    "yogi": (optax.yogi(1e-3), ADAM),
+}  # fmt: skip
+FORMATS = {
+    None: {
+        "bounded": "8-bit signed 'companded'",
+        "signed": "8-bit signed 'companded'",
+        "second": "8-bit unsigned 'float'",
+        "linear": "8-bit signed 'linear'",
+    },
+    "low": {
+        "bounded": "4-bit signed 'companded' over",
+        "signed": "8-bit signed 'companded'",
+        "second": "6-bit unsigned 'nested'",
+        "linear": "8-bit signed 'linear'",
+    },
+    lowbit_optax.block_quantized(4): {
+        "bounded": "4-bit signed 'companded' over",
+        "signed": "4-bit signed 'companded'",
+        "second": "4-bit unsigned 'sqrt'",
+        "linear": "4-bit signed 'linear'",
+    },
+}
+SHAPE = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
+
+
+def stored(inner, moments):
+    """By the names of a state's fields, how those of the parameter's shape are."""
+    tx = lowbit_optax.lowbit(inner, moments=moments, weights=lowbit_optax.extra_bits())
+    pattern = re.compile(
+        r"float32\[64, 128\](?: in (\d-bit \w+ '\w+').*?(?:,( over) the root.*)?)?"
+    )
+    found = {}
+    for path, text in storage_formats(tx, SHAPE).items():
+        match = pattern.fullmatch(text)
+        if match and "inner_state" in path:
+            found[path.split(".")[-1]] = "".join(filter(None, match.groups()))
+    return {field: text or "float32" for field, text in found.items()}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields_are_stored_as_what_is_known_of_them_allows(name):
+    inner, fields = FIELDS[name]
+    for moments, formats in FORMATS.items():
+        wanted = {field: formats.get(kind, kind) for field, kind in fields.items()}
+        assert stored(inner, moments) == wanted
+
+
+def test_a_report_names_what_stays_float32():
+    tx = lowbit_optax.lowbit(optax.adan(1e-3))
+    report = lowbit_optax.memory_report(tx, {"w": SHAPE})
+    assert report.leaves[0].float32_moments == ("g",)
+    assert "g" in str(report)
+
+
+ASKED_FOR = {
+    "nu_max": optax.amsgrad(1e-3),
+    "sum_of_squares": optax.adagrad(1e-3),
+    "nu": optax.rmsprop(1e-3, centered=True),
+}
+
+
+@pytest.mark.parametrize("field", ASKED_FOR)
+def test_second_moments_that_are_asked_for_have_no_sign(field):
+    found = stored(ASKED_FOR[field], {field: lowbit_optax.block_quantized(8)})
+    assert found[field] == "8-bit unsigned 'float'"
+
+
+def custom_momentum():
+    """A user's transformation, whose state has a field of a known name."""
+
+    def init(params):
+        return {"mu": jax.tree.map(jnp.zeros_like, params)}
+
+    def update(updates, state, params=None):
+        mu = jax.tree.map(lambda m, g: m + g, state["mu"], updates)
+        return jax.tree.map(lambda m: -1e-3 * m, mu), {"mu": mu}
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_other_states_stay_float32_unless_fields_are_named():
+    report = lambda inner, moments: lowbit_optax.memory_report(
+        lowbit_optax.lowbit(inner, moments=moments), {"w": SHAPE}
+    ).leaves[0]
+    eight = lowbit_optax.block_quantized(8)
+    for moments in (None, eight):
+        assert report(custom_momentum(), moments).float32_moments == ("mu",)
+    assert report(optax.adagrad(1e-3), {"sum_of_squares": eight}).float32_moments == ()
+    by_name = report(optax.adam(1e-3), {"mu": "float32", "nu": eight})
+    assert by_name.float32_moments == ("mu",)
+
+
+def test_a_moment_dtype_beside_a_format_is_an_error():
+    narrow = optax.adamw(1e-3, mu_dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"'mu'.*bfloat16.*mu_dtype"):
+        lowbit_optax.lowbit(narrow).init({"w": jnp.ones((64, 64))})
+    nu = {"nu": lowbit_optax.block_quantized(8)}
+    state = lowbit_optax.lowbit(narrow, moments=nu).init({"w": jnp.ones((64, 64))})
+    assert state.inner_state[0].mu["w"].dtype == jnp.bfloat16
