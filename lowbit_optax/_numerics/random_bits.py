@@ -60,9 +60,12 @@ and their leaves are the tensors of a program, or the number 0.
 
 There are three deliberate exceptions. Nested codes take :mod:`.even_words`. A sum that
 is rounded stochastically (:mod:`lowbit_optax._numerics.sums`) takes the last 16 bits of
-the words of a weight that reads at most the leading 16. And where only the leading 8
-bits of its words are read for the weight, moment 0 takes the next 12 and moment 1 the
-last 12, which saves words of their own.
+the words of a weight that reads at most the leading 16. And moments 0 and 1
+take products of the words of a weight that reads at most 24 of their bits, with two odd
+constants. That saves words of their own, which would be most of the cost of rounding
+them. A product's leading bits depend on all bits of the word: with those that the
+weight reads fixed, the others still make the leading bits of both moments even, each
+alone and both together.
 """
 
 import dataclasses
@@ -88,6 +91,7 @@ FORWARD_STREAM, BACKWARD_STREAM = 0, 1
 _MOMENT_STREAM = 2
 _FIRST_WHOLE_WORD = 64  # counted from the first stream of the moments
 _ACCUMULATOR_STREAM = 1 << 16
+_OF_MOMENTS = 0xF1357AEB, 0xA0761D65
 
 _START = 0x243F6A88, 0x85A308D3
 _STATIC = {"static": True}
@@ -180,8 +184,8 @@ class Draws:
     Args:
       random: the leaf's random bits.
       first: the first of their streams.
-      spare: the stream of whose words the leaf's weight reads only the leading 8 bits;
-        None if there is none.
+      spare: the stream of whose words the leaf's weight reads at most 24 bits; None if
+        there is none.
       phase: of :meth:`even`, from :func:`.phase_at`.
     """
 
@@ -208,12 +212,10 @@ class Draws:
 
         The bits below them are random too, or make the middle of what they could be.
         """
-        if self.spare is None or number > 1:
+        if self.spare is None or number >= len(_OF_MOMENTS):
             return self.halves(shape, number) << jnp.uint32(16) | jnp.uint32(1 << 15)
-        words = self.random.words(shape, self.spare)
-        if number == 0:
-            return words << jnp.uint32(8)
-        return words << jnp.uint32(20) | jnp.uint32(1 << 19)
+        factor = jnp.uint32(_OF_MOMENTS[number])
+        return self.random.words(shape, self.spare) * factor
 
     def even(self, shape: tuple[int, ...], number: int) -> jax.Array:
         """Of :mod:`.even_words`, a uint32 per element; :meth:`twelve` without phase."""

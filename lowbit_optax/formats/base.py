@@ -130,9 +130,9 @@ class WeightFormat:
         return self
 
     def spare_stream(self, dtype: jnp.dtype) -> int | None:
-        """The stream of whose words the leading 8 bits alone are read; None if none is.
+        """The stream of whose words at most 24 bits are read; None if none is.
 
-        The leaf's moments may use the other bits, see
+        The leaf's moments may use these words too, see
         :class:`lowbit_optax._numerics.random_bits.Draws`.
         """
         return None

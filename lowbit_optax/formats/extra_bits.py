@@ -81,9 +81,11 @@ class ExtraBits(WeightFormat):
 
     def spare_stream(self, dtype):
         layout = float_layouts.layout_of(dtype)
-        # The subnormal numbers of other dtypes drop more bits.
-        is_short = layout.same_exponent and layout.max_extra_bits - self._bits <= 8
-        return RESIDUAL_STREAM if is_short and self.stores_sum else None
+        if not layout.same_exponent:
+            return None  # their subnormal numbers drop more bits
+        # A sum reads 16 bits more.
+        is_short = self.stores_sum or layout.max_extra_bits - self._bits <= 8
+        return RESIDUAL_STREAM if is_short else None
 
     def check(self, dtype):
         limit = float_layouts.layout_of(dtype).max_extra_bits

@@ -142,6 +142,12 @@ class StochasticRounding(WeightFormat):
     def check(self, dtype):
         return why_not(self.significand, dtype)
 
+    def spare_stream(self, dtype):
+        is_bfloat16 = float_layouts.layout_of(dtype).same_exponent
+        is_plain = is_bfloat16 and self.significand is None
+        # A sum reads the bits that rounding leaves.
+        return PARAM_STREAM if is_plain and self.sum_rounding == "nearest" else None
+
     def sum_stream(self, dtype):
         if self.sum_rounding == "nearest":
             return None

@@ -12,6 +12,7 @@ import typing
 import jax
 
 from lowbit_optax._numerics.landing import REPLACE, Landing
+from lowbit_optax._numerics.random_bits import PARAM_STREAM
 from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.formats.base import Rounding, WeightFormat, check_rounding
 from lowbit_optax.formats.plain import Nearest
@@ -29,6 +30,9 @@ class QuantizedWeights(WeightFormat):
     def fields_of(self, param: tensors.QuantizedTensor) -> QuantizedFields:
         """The elementwise functions with which a kernel updates a leaf."""
         return QuantizedFields(param.bits, param.block_size, self.rounding)
+
+    def spare_stream(self, dtype):
+        return PARAM_STREAM if self.rounding == "stochastic" else None
 
     def for_leaf(self, shape, dtype, min_size):
         # For arrays among the quantised leaves, which are small and mostly float32.

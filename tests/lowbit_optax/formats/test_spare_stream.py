@@ -1,6 +1,6 @@
-"""A weight format that spares a stream reads the leading 8 bits of its words alone.
+"""A weight format that spares a stream reads at most 24 bits of its words.
 
-The leaf's moments are rounded by the others.
+The leaf's moments are rounded by their products.
 """
 
 import dataclasses
@@ -17,19 +17,27 @@ from lowbit_optax.formats.quantized_weights import quantized_weights
 MASTERS = jnp.asarray(np.random.default_rng(0).normal(size=(256, 256)), jnp.float32)
 BF16, FLOAT16 = jnp.bfloat16, jnp.float16
 SPARING = {
-    "8 extra bits": lo.extra_bits(8),
-    "12 extra bits": lo.extra_bits(12),
-}
-OTHERS = {
-    "7 extra bits": (lo.extra_bits(7), BF16),
+    "8 extra bits": (lo.extra_bits(8), BF16, 0x00FFFFFF),
+    "5 extra bits": (lo.extra_bits(5), BF16, 0x001FFFFF),
     "8 extra bits and a stochastic sum": (
         lo.extra_bits(8, sum_rounding="stochastic"),
         BF16,
+        0x00FF0000,
     ),
+    "stochastic rounding": (lo.stochastic_rounding(), BF16, 0x0000FFFF),
+    "quantised": (quantized_weights(), None, 0x000001FF),
+}
+"""With the bits that are not read."""
+OTHERS = {
+    "5 extra bits and a stochastic sum": (
+        lo.extra_bits(5, sum_rounding="stochastic"),
+        BF16,
+    ),
+    "a stochastic sum": (lo.stochastic_rounding(sum_rounding="stochastic"), BF16),
     "8 extra bits in float16": (lo.extra_bits(8), FLOAT16),
-    "stochastic rounding": (lo.stochastic_rounding(), BF16),
+    "stochastic rounding in float16": (lo.stochastic_rounding(), FLOAT16),
     "rounded to nearest": (lo.nearest(), BF16),
-    "quantised": (quantized_weights(), jnp.float32),
+    "quantised to nearest": (quantized_weights(rounding="nearest"), jnp.float32),
 }
 
 
@@ -43,11 +51,14 @@ class Given(RandomBits):
         return self.given
 
 
-def stored(format_, words):
+def stored(format_, dtype, words):
     zero = jnp.uint32(0)
     random = Given(zero, zero, given=words)
-    store = format_.store(MASTERS.astype(BF16), MASTERS * 1.01, random)
-    return jax.tree.leaves(store[:2])
+    if dtype is None:
+        param = lo.quantize_params(MASTERS, bits=12)
+    else:
+        param = MASTERS.astype(dtype)
+    return jax.tree.leaves(format_.store(param, MASTERS * 1.01, random)[:2])
 
 
 def differ(one, other):
@@ -56,16 +67,16 @@ def differ(one, other):
 
 @pytest.mark.parametrize("name", SPARING)
 def test_what_is_spared_is_not_read(name):
-    format_ = SPARING[name]
-    assert format_.spare_stream(jnp.dtype(BF16)) is not None
+    format_, dtype, spared = SPARING[name]
+    assert format_.spare_stream(jnp.dtype(dtype or jnp.float32)) is not None
     words = np.random.default_rng(1).integers(0, 2**32, MASTERS.shape, np.uint32)
-    want = stored(format_, jnp.asarray(words))
-    spared, leading = np.uint32(2**24 - 1), np.uint32(1 << 31)
-    assert not differ(stored(format_, jnp.asarray(words ^ spared)), want)
-    assert differ(stored(format_, jnp.asarray(words ^ leading)), want)
+    want = stored(format_, dtype, jnp.asarray(words))
+    unread, leading = np.uint32(spared), np.uint32(1 << 31)
+    assert not differ(stored(format_, dtype, jnp.asarray(words ^ unread)), want)
+    assert differ(stored(format_, dtype, jnp.asarray(words ^ leading)), want)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_format_that_may_read_more_bits_spares_none(name):
+def test_a_format_that_may_read_all_bits_spares_none(name):
     format_, dtype = OTHERS[name]
     assert format_.spare_stream(jnp.dtype(dtype)) is None

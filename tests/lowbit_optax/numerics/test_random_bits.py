@@ -106,16 +106,34 @@ def test_words_run_row_major_over_the_elements_of_any_shape():
         np.testing.assert_array_equal(words(shape, seed=1), flat.reshape(shape))
 
 
-@pytest.mark.parametrize("stream", [PARAM_STREAM, RESIDUAL_STREAM])
-def test_two_moments_take_what_the_weight_leaves_of_its_words(stream):
-    (random,) = random_bits(jnp.uint32(5), jnp.uint32(6), [7])
-    words = np.asarray(random.words((100,), stream))
-    draws, own = moment_draws(random, stream), moment_draws(random)
-    first, second = (np.asarray(draws.twelve((100,), n)) for n in (0, 1))
-    np.testing.assert_array_equal(first >> 20, words >> 12 & 0xFFF)
-    np.testing.assert_array_equal(second >> 20, words & 0xFFF)
-    np.testing.assert_array_equal(second & 0xFFFFF, 1 << 19)
-    np.testing.assert_array_equal(draws.twelve((100,), 2), own.twelve((100,), 2))
+# Bits that a weight reads of its words, as a mask: the leading ones, and a sum's.
+READ = {"8": 0xFF000000, "16": 0xFFFF0000, "24": 0xFFFFFF00, "a sum": 0xFF00FFFF}
+
+
+@pytest.mark.parametrize("read", READ.values(), ids=READ)
+def test_two_moments_are_even_whatever_the_weight_reads_of_its_words(read):
+    drawn = np.random.default_rng(read).integers(0, 2**32, 2, np.uint32)
+    free = ~read & 0xFFFFFFFF
+    step = free & -free
+    count = min(free // step + 1, 2**16)
+    for fixed in drawn & np.uint32(read):
+        given = jnp.asarray(fixed | np.arange(count, dtype=np.uint32) * np.uint32(step))
+        draws = moment_draws(Given(jnp.uint32(0), jnp.uint32(0), given=given), 0)
+        first, second = (np.asarray(draws.twelve(given.shape, n)) for n in (0, 1))
+        for words in (first, second):
+            assert np.ptp(np.bincount(words >> 24, minlength=256)) <= count / 64 + 2
+        joint = np.bincount((first >> 29) * 8 + (second >> 29), minlength=64)
+        assert np.ptp(joint) <= count / 64 + 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Given(RandomBits):
+    """Words that are given."""
+
+    given: jax.Array | None = None
+
+    def words(self, shape, stream=0):
+        return self.given
 
 
 def test_other_moments_have_words_of_their_own():
