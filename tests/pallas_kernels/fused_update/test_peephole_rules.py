@@ -15,7 +15,6 @@ from pallas_kernels.fused_update.gpu.peephole import (
 from pallas_kernels.fused_update.gpu.triton import INSTRUCTIONS
 
 X = jnp.linspace(0.5, 2, 8)
-WORDS = jnp.uint32([0x12345678, 0xFEDCBA98])
 
 
 def with_peephole_rules(function):
@@ -80,35 +79,3 @@ def test_what_is_neither_root_nor_byte_is_computed_as_it_was():
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize(
-    ("field", "number"),
-    [
-        (lambda x: x & 0xFF, 0),
-        (lambda x: (x >> 8) & 0xFF, 1),
-        (lambda x: (x >> 16) & 0xFF, 2),
-        (lambda x: (x >> 24) & 0xFF, 3),
-        (lambda x: x >> 24, 3),
-    ],
-)
-def test_a_byte_of_a_word_is_told_from_how_it_is_taken(field, number):
-    (byte,) = with_peephole_rules(lambda x: [field(x)], [0])(WORDS)
-    assert byte.number == number
-    np.testing.assert_array_equal(byte.word, WORDS)
-
-
-@pytest.mark.parametrize(
-    "field",
-    [
-        lambda x: (x >> 4) & 0xFF,
-        lambda x: (x & 0xFF) >> 8,
-        lambda x: (x >> 28) & 0xF,
-        lambda x: jnp.minimum(x, jnp.uint32(255)),
-        lambda x: (x >> 24) ^ 1,
-    ],
-)
-def test_other_fields_are_the_lowest_byte(field):
-    (byte,) = with_peephole_rules(lambda x: [field(x)], [0])(WORDS)
-    assert byte.number == 0
-    np.testing.assert_array_equal(np.asarray(byte.word) & 0xFF, field(WORDS))
