@@ -213,6 +213,16 @@ def counted(start, step, test, stop):
     return LOOP.format(start=start, step=step, test=test, stop=stop)
 
 
+def counted_in_64_bits(step, test, stop):
+    return f"""
+        mov.u64 %d3, 0;
+        top: {NO_UNROLL}
+        {SINE}
+        add.s64 %d3, %d3, {step};
+        setp.{test} %p1, %d3, {stop};
+        @%p1 bra top;"""
+
+
 TESTED_AT_ITS_TOP = f"""
     mov.u32 %r2, 0;
     top: {NO_UNROLL}
@@ -241,18 +251,19 @@ SHIFTED = f"""
         (counted(-5, 1, "le.s32", 5), 11),
         (counted(0, 1, "lt.s32", 0), 1),
         (counted(0, 3, "eq.s32", 3), 2),
+        (counted_in_64_bits(0x40000000, "ne.s64", 0x900000000), 36),
+        (counted_in_64_bits(0x10, "ne.s64", 0x90), 9),
+        (counted_in_64_bits(0x40000001, "ne.s64", 36 * 0x40000001), 36),
+        (counted_in_64_bits(0x40000000, "lt.s64", 0x900000000), 36),
+        (counted_in_64_bits(0x40000000, "lt.s64", 0x900000001), 37),
+        (counted_in_64_bits(0x40000000, "le.u64", 0x900000000), 37),
         (TESTED_AT_ITS_TOP, 33),
+        (SHIFTED, 10),
     ],
     ids=lambda x: str(x) if isinstance(x, int) else "loop",
 )
 def test_trip_counts(loop, trips):
     assert sines(code_of(loop)) == trips
-
-
-def test_a_loop_that_other_instructions_count_is_of_unknown_trips():
-    kernel = code_of(SHIFTED)
-    assert [loop.trips for loop in kernel.loops] == [None]
-    assert sines(kernel, unknown=10) == 10
 
 
 NESTED = f"""

@@ -1,8 +1,4 @@
-"""What instructions write, where the words that they read are known.
-
-These are the instructions by which loops of known length are counted today. What others
-write is not known, and a loop that needs them is one of unknown trips.
-"""
+"""What instructions write, where the words that they read are known."""
 
 import operator
 import re
@@ -75,17 +71,70 @@ def _half_constants(i: Instruction, words: Words, state: State) -> Results:
 
 
 def _add(i: Instruction, words: Words, state: State) -> Results:
-    """The sum; with carries in or out nothing."""
+    """IADD3, whose predicates are carries, in the results out and in the others in."""
+    carries = [predicate(s, state) for s in i.sources if _is_predicate(s)]
     terms = [w for s, w in zip(i.sources, words, strict=True) if not _is_predicate(s)]
-    carries = {x.lstrip("!U") for x in (*i.sources, *i.results) if _is_predicate(x)}
-    return [sum(terms) % 2**32] if _all_known(terms) and carries <= {"PT"} else []
+    if not _all_known(terms) or not _all_known(carries):
+        return []
+    negated = any(s[0] in "-~" and s[1:2] in "RU" for s in i.sources)
+    total = sum(terms) + sum(carries)
+    carry = total >> 32 if total >> 32 < 2 and not negated else None
+    return [total % 2**32, None if carry is None else bool(carry)]
 
 
 def _multiply_add(i: Instruction, words: Words, state: State) -> Results:
-    if not _all_known(words) or {"X", "HI", "WIDE"} & set(i.modifiers):
-        return []
+    carry = predicate(i.sources[3], state) if "X" in i.modifiers else False
     a, b, c = words[:3]
-    return [(a * b + c) % 2**32]
+    product = 0 if 0 in (a, b) else None if a is None or b is None else a * b
+    if product is None or c is None or carry is None:
+        return []
+    if {"HI", "WIDE"} & set(i.modifiers):
+        return []
+    return [(product + c + carry) % 2**32]
+
+
+def _shift_add(i: Instruction, words: Words, state: State) -> Results:
+    if i.modifiers or len(words) != 3 or not _all_known(words) or len(i.results) > 1:
+        return []
+    return [((words[0] << words[2]) + words[1]) % 2**32]
+
+
+def _shift(i: Instruction, words: Words, state: State) -> Results:
+    low, by, high = words
+    kind = i.opcode.partition("SHF.")[2]
+    if by is None or by > 31:
+        return []
+    if kind == "L.U32" and low is not None:
+        return [(low << by) % 2**32]
+    if kind == "R.U32.HI" and high is not None:
+        return [high >> by]
+    if kind == "R.S32.HI" and high is not None:
+        return [(_signed(high) >> by) % 2**32]
+    return []
+
+
+def _logic(i: Instruction, words: Words, state: State) -> Results:
+    """LOP3: a truth table of three words, and whether the result has a bit set."""
+    *words, table = words[:4]
+    if table is None:
+        return []
+    # A word that is not known does not matter where the table ignores it.
+    result = 0
+    for k in range(8):
+        if table >> k & 1:
+            term = 2**32 - 1
+            for word, bit in zip(words, (4, 2, 1), strict=True):
+                if word is None:
+                    if (table >> (k ^ bit)) & 1 == 0:
+                        return []
+                else:
+                    term &= word if k & bit else ~word
+            result |= term
+    result %= 2**32
+    if _is_predicate(i.results[0]):
+        plain = i.sources[4:] in (["!PT"], ["!UPT"])
+        return [bool(result) if plain else None, result]
+    return [result]
 
 
 def _logic_predicates(i: Instruction, words: Words, state: State) -> Results:
@@ -97,19 +146,39 @@ def _logic_predicates(i: Instruction, words: Words, state: State) -> Results:
     return [bool(table >> index & 1) for table in tables]
 
 
+def _select(i: Instruction, words: Words, state: State) -> Results:
+    holds = predicate(i.sources[2], state)
+    return [] if holds is None else [words[0] if holds else words[1]]
+
+
 def _compare(i: Instruction, words: Words, state: State) -> Results:
+    """ISETP, whose ``.EX`` goes on from the comparison of the words below."""
     compare = next((m for m in i.modifiers if m in _COMPARISONS), None)
     join = next((m for m in i.modifiers if m in _JOINS), None)
     a, b, *_ = words
-    other = predicate(i.sources[2], state)
-    if compare is None or join is None or a is None or b is None or other is None:
+    if compare is None or join is None or a is None or b is None:
         return []
-    if set(i.modifiers) - {compare, join, "U32"}:
+    others = [predicate(s, state) for s in i.sources[2:]]
+    if set(i.modifiers) - {compare, join, "U32", "EX"} or not _all_known(others):
         return []
     if "U32" not in i.modifiers:
         a, b = _signed(a), _signed(b)
     holds = _COMPARISONS[compare](a, b)
-    return [_JOINS[join](holds, other), _JOINS[join](not holds, other)]
+    if "EX" in i.modifiers:
+        if compare in ("EQ", "NE"):
+            holds = holds and others[1] if compare == "EQ" else holds or others[1]
+        else:
+            holds = others[1] if a == b else holds
+    return [_JOINS[join](holds, others[0]), _JOINS[join](not holds, others[0])]
+
+
+def _extreme(i: Instruction, words: Words, state: State) -> Results:
+    least = predicate(i.sources[2], state)
+    a, b = words[:2]
+    if least is None or a is None or b is None or set(i.modifiers) - {"U32", "S32"}:
+        return []
+    value = _signed if "U32" not in i.modifiers else lambda word: word
+    return [a if (value(a) <= value(b)) == least else b]
 
 
 def _all_known(values: Sequence[int | None]) -> TypeGuard[Sequence[int]]:
@@ -134,6 +203,12 @@ _MODELS = {
     "IADD": _add,
     "VIADD": _add,
     "IMAD": _multiply_add,
+    "LEA": _shift_add,
+    "SHF": _shift,
+    "LOP3": _logic,
     "PLOP3": _logic_predicates,
+    "SEL": _select,
     "ISETP": _compare,
+    "IMNMX": _extreme,
+    "VIMNMX": _extreme,
 }
