@@ -96,7 +96,7 @@ def test_a_model_takes_few_launches_and_spills_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["step", "update"])
-def test_kernels_of_mosaic_warn_of_nothing(method):
+def test_mosaic_warns_of_nothing(method):
     tx = lowbit_optax.lowbit(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
         implementation="mosaic",
