@@ -83,7 +83,7 @@ Memory does not hide all of them: with 11 more, a step of ``lowbit_adamw`` took 
 longer on an H200 (``docs/first_device.md``).
 """
 
-MOST_OF_LOWBIT = 67.5
+MOST_OF_LOWBIT = 68.5
 """Of ``lowbit_adamw``."""
 
 FORMATS = WEIGHTS | {f"extra_bits {k}": lowbit_optax.extra_bits(k) for k in (1, 8)}
@@ -210,13 +210,13 @@ MORE = {
         lowbit_optax.stochastic_rounding(error_into="mu"),
         EIGHT,
         10.3,
-        114.5,
+        115.5,
     ),
     "sums of exact mean": (
         lowbit_optax.extra_bits(8, sum_rounding="stochastic"),
         EIGHT,
         12.3,
-        83.5,
+        84.5,
     ),
 }
 
@@ -234,7 +234,7 @@ def test_other_formats_are_one_short_pass_in_place_too(name):
 LPMM = {
     "lpmm_adam": (lowbit_optax.lpmm_adam(1e-3), 12, 9.14, 127),
     "lpmm_adam, 8 bits": (lowbit_optax.lpmm_adam(1e-3), 8, 8.14, 127),
-    "lpmm_sgd": (lowbit_optax.lpmm_sgd(1e-3, 0.9), 12, 7.01, 99),
+    "lpmm_sgd": (lowbit_optax.lpmm_sgd(1e-3, 0.9), 12, 7.01, 100.5),
 }
 
 
