@@ -145,7 +145,8 @@ def described(args: argparse.Namespace, root: str | None) -> dict:
     """Where the record comes from."""
     ask = "--query-gpu=driver_version", "--format=csv,noheader"
     return {
-        "command": records.command(),
+        # Where the record was written is of one machine.
+        "command": re.sub(r" --out \S+", "", records.command()),
         "ran": "",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
