@@ -90,9 +90,8 @@ class SumBody:
         del index
         return self.rows.keys(self._sum(values, scalars, multiply_add, before))
 
-    def after(self, maxima, block_values, scalars):
+    def after(self, maxima, block_values):
         """``(new scales, the same prepared for encoding)``."""
-        del scalars
         scales = [self.rows.scale_of(maxima, block_values[0])]
         return scales, self.before(scales)
 

@@ -75,7 +75,6 @@ class BlockBody(typing.Protocol):
         self,
         maxima: Sequence[jax.Array],
         block_values: Sequence[jax.Array],
-        scalars: Sequence[jax.Array],
     ) -> tuple[Sequence[jax.Array], tuple]:
         """``(values of the per-block results, what encoding needs of the maxima)``."""
         ...

@@ -91,7 +91,7 @@ def _with_blocks(
 
     sizes = [o.block_size for o in leaf.operands if o.block_size is not None]
     of_elements = repeated(block_values, sizes)
-    of_blocks, scalars, maxima = [body.before(of_elements)], arguments[1], []
+    of_blocks, maxima = [body.before(of_elements)], []
     while len(maxima) < len(body.block_sizes):
         statistics = body.statistics(*arguments, *of_blocks)
         sizes = body.block_sizes[: len(maxima) + len(statistics)]
@@ -102,9 +102,9 @@ def _with_blocks(
                 for x, size in zip(statistics, of_round, strict=True)
             ]
         )
-        _, after = body.after(repeated(maxima, sizes), of_elements, scalars)
+        _, after = body.after(repeated(maxima, sizes), of_elements)
         of_blocks[1:] = [after]
-    per_block, _ = body.after(maxima, block_values, scalars)
+    per_block, _ = body.after(maxima, block_values)
     per_element, per_block = iter(body(*arguments, *of_blocks)), iter(per_block)
     return [
         next(per_element if r.block_size is None else per_block) for r in leaf.results

@@ -64,8 +64,7 @@ class Maxima:
     def statistics(self, values, scalars, index, multiply_add, before):
         return [values[0] + old for old in before]
 
-    def after(self, maxima, block_values, scalars):
-        del scalars
+    def after(self, maxima, block_values):
         new = [old + x for old, x in zip(block_values, maxima, strict=True)]
         return new, tuple(new)
 
@@ -143,8 +142,8 @@ class BlockMixture(Mixture):
         # The second is below 0 in half of the smallest blocks, and counts as 0 there.
         return mixed.astype(jnp.int32), mixed.astype(jnp.int32) - 0xFA00
 
-    def after(self, maxima, block_values, scalars):
-        del block_values, scalars
+    def after(self, maxima, block_values):
+        del block_values
         first, second = (x.astype(jnp.uint32) for x in maxima)
         return [first * jnp.uint32(3) + second], (first, second)
 

@@ -179,7 +179,7 @@ class LeafBody:
             for key in rows.keys(_quotient(rows, new, n))
         ]
 
-    def after(self, maxima, block_values, scalars):
+    def after(self, maxima, block_values):
         """``(new scales, the same prepared for encoding)``.
 
         A scale whose maxima are not known yet is left out, and None as prepared.

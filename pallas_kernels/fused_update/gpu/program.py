@@ -258,7 +258,7 @@ class _Program:
         while len(maxima) < len(body.block_sizes):
             sizes = body.block_sizes[len(maxima) :]
             maxima += self._maxima(chunk, rows, loaded, given, sizes)
-            stored, after = encode(maxima, of_blocks, self._scalars)
+            stored, after = encode(maxima, of_blocks)
             given[1:] = [jax.tree.map(expand, after)]
         writes = (x for x in self._writes if isinstance(x, _PerBlock))
         stores = [(x.access(chunk), v) for x, v in zip(writes, stored, strict=True)]

@@ -206,7 +206,7 @@ def _traced(body, kinds: Sequence, scalars: int, integers: np.dtype) -> Function
     while len(maxima) < len(body.block_sizes):
         keys = Function(statistics, *arguments, *given)
         maxima += registers([jnp.int32] * len(keys.shapes))
-        after = Function(body.after, maxima, block_values, words)
+        after = Function(body.after, maxima, block_values)
         given[1:] = [after.shapes[1]]
         rounds.append((keys, after))
     of_blocks = BlockFunctions(before, rounds, body.block_sizes)

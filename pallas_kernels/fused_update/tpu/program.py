@@ -186,7 +186,7 @@ class BlockProgram:
                 self._maximum(list(map(whole, values)), exist, size)
                 for size, values in zip(sizes, zip(*rows, strict=True), strict=False)
             ]
-            stored, after = of_maxima(maxima, values, self.scalars, **options)
+            stored, after = of_maxima(maxima, values, **options)
             given[1:] = [after]
         for block, value in zip(_scales(self.results), stored, strict=True):
             block.store_elements(*place, value)
