@@ -40,11 +40,13 @@ def picture_of(name: str, is_apart: bool = False) -> pathlib.Path:
 
 
 def panels(height: float = 3.3, widths: Sequence[float] = (1,)) -> Callable:
-    """Makes of ``draw(record, *axes)`` one that takes a path in place of the axes.
+    """Return a decorator for ``draw(record, *axes)``.
+
+    The decorated function takes a path instead of the axes, and writes a PNG there.
 
     Args:
-      height: of the PNG in inches, of 9 of width.
-      widths: of the axes side by side, relative to each other.
+      height: the height of the PNG in inches; its width is 9 inches.
+      widths: the relative widths of the axes, which are next to each other.
     """
 
     def of(draw: Callable) -> Callable:

@@ -47,7 +47,7 @@ class Options(argparse.ArgumentParser):
     def __init__(self, doc: str | None, seeds: int | None = None, **sizes):
         super().__init__(description=(doc or "").split("\n")[0])
         add = self.add_argument
-        add("--draw", action="store_true", help="only show the record that is there")
+        add("--draw", action="store_true", help="only show the stored record")
         if seeds:
             sizes = {"seeds": seeds, **sizes}
         self.full = {name: x[1] for name, x in sizes.items() if isinstance(x, tuple)}
@@ -164,12 +164,15 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 def of_seeds(
     names: Iterable[str], seeds: int, of: Callable[[str, int], dict[str, float]]
 ) -> dict[str, dict[str, list[float]]]:
-    """By figure and name the values of each seed, shown as they come.
+    """Make a run for each name and seed, and print its figures when it ends.
 
     Args:
-      names: of the runs.
-      seeds: how many; all names of a seed come before the next.
-      of: of a name and a seed, the figures of the run.
+      names: the names of the runs.
+      seeds: the number of seeds; all names run with one seed before the next seed.
+      of: a function that takes a name and a seed, and returns the figures of the run.
+
+    Returns:
+      For each figure and each name, a list of one value per seed.
     """
     found: dict[str, dict[str, list[float]]] = {}
     names = list(names)
@@ -185,7 +188,7 @@ def of_seeds(
 
 
 def spreads(found: dict[str, Sequence[float]]) -> dict[str, dict]:
-    """Of each run, :func:`spread`."""
+    """The :func:`spread` of each run's values."""
     return {name: spread(values) for name, values in found.items()}
 
 

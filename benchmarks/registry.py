@@ -1,8 +1,8 @@
-"""What there is to run: each module ``benchmarks.GROUP.NAME`` with a ``main(argv)``.
+"""All benchmarks: the modules ``benchmarks.GROUP.NAME`` that have a ``main(argv)``.
 
-A module says of itself, in constants beside its docstring, ``MINUTES``: of two CPU
-cores, without options; and ``NEEDS``: the modules, beside the package's own
-requirements, that it cannot do without. They are read from its source, so that a list
+A module may define two constants. ``MINUTES`` is the time that it takes on two CPU
+cores without options. ``NEEDS`` names the modules that it requires in addition to the
+package's own requirements. Both are read from the source of the module, so that a list
 of all benchmarks imports none of them.
 """
 
@@ -16,13 +16,13 @@ GPU_COMPILER = ("jax_plugins.xla_cuda12",)
 
 
 class Benchmark(NamedTuple):
-    """What a benchmark says of itself.
+    """A benchmark, as the source of its module describes it.
 
     Attributes:
       module: its full name.
       summary: the first line of its docstring.
       minutes: None where it takes hours or needs a GPU; ``all`` leaves it out.
-      needs: modules.
+      needs: the names of the modules that it requires.
     """
 
     module: str

@@ -12,9 +12,9 @@ def check_static_int(
     """Raise unless an argument is a static int in its range.
 
     Args:
-      function, name: of the function and its argument, for the error.
-      value: given.
-      low, high: what is accepted, inclusive; None for no upper bound.
+      function, name: the names of the function and its argument, for the error.
+      value: the argument.
+      low, high: the least and the largest accepted value; None for no upper bound.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
@@ -36,10 +36,10 @@ def check_number(
     """Raise a ValueError unless an argument is a number that is accepted.
 
     Args:
-      function, name: of the function and its argument, for the error.
-      value: given.
-      is_accepted: whether a number is.
-      accepted: in words, such as ``"are numbers from 0 to 1"``.
+      function, name: the names of the function and its argument, for the error.
+      value: the argument.
+      is_accepted: a function that returns whether a number is accepted.
+      accepted: the end of the message, such as ``"are numbers from 0 to 1"``.
     """
     is_number = isinstance(value, int | float | np.floating)
     if not is_number or isinstance(value, bool) or not is_accepted(value):

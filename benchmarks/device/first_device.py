@@ -104,7 +104,7 @@ def _is_toolkit(root: pathlib.Path) -> bool:
 
 
 def environment(args: argparse.Namespace, root: str | None) -> dict[str, str]:
-    """Of the jobs' processes, of which several hold memory of the device."""
+    """The environment of the jobs' processes, which share the device's memory."""
     made = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     made.pop("JAX_COMPILATION_CACHE_DIR", None)
     if args.rehearse:
@@ -145,7 +145,7 @@ def described(args: argparse.Namespace, root: str | None) -> dict:
     """Where the record comes from."""
     ask = "--query-gpu=driver_version", "--format=csv,noheader"
     return {
-        # Where the record was written is of one machine.
+        # The path after --out has a meaning on one machine only.
         "command": re.sub(r" --out \S+", "", records.command()),
         "ran": "",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

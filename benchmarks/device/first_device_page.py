@@ -142,9 +142,10 @@ def bits_table(record: dict) -> str:
         for launcher in launchers
     ]
     return (
-        "Numbers and words that differ from XLA's on the CPU after two steps. In\n"
-        "brackets where roots and quotients may be rounded differently, with the\n"
-        "largest distance of a parameter, in the leaf's largest.\n\n"
+        "The table counts the numbers and words that differ from XLA's on the CPU\n"
+        "after two steps. A count is in brackets if roots and quotients may be\n"
+        "rounded differently. The figure next to it is the largest distance of a\n"
+        "parameter, relative to the largest parameter of its leaf.\n\n"
     ) + records.table(["family", "by", *kinds], rows)
 
 
@@ -208,9 +209,9 @@ def compile_table(record: dict) -> str:
         [job["name"], *(_program_cell(job, "step", stage) for stage in stages)]
         for job in _jobs(record, "first_compile")
     ]
-    return "Seconds, of the step on GPT-2's 148 leaves alone.\n\n" + records.table(
-        ["AdamW", *stages], rows
-    )
+    return (
+        "Times are in seconds, for an optimizer step on GPT-2's 148 leaves.\n\n"
+    ) + records.table(["AdamW", *stages], rows)
 
 
 def compiled_table(record: dict) -> str:

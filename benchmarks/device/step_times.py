@@ -1,9 +1,10 @@
 """How long is a step, and how many bytes does it move in a second?
 
-Steps of 16 matrices of 4096 x 4096 are called from Python one after the other, which
-the device falls behind of; those of GPT-2's 148 leaves are in a loop on the device, 20
-to a call, because Python would fall behind. A measurement is many calls and one wait,
-of about 0.1 s, and the figure is the median of seven.
+On 16 matrices of 4096 x 4096, Python calls one step after the other, and calls them
+faster than the device runs them. On GPT-2's 148 leaves, Python would be slower than the
+device, so each call runs a loop of 20 steps on the device. A measurement makes many
+calls, waits once for all of them, and takes about 0.1 s. The figure is the median of
+seven measurements.
 """
 
 import functools

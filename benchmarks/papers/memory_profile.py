@@ -64,7 +64,7 @@ def measure(args) -> dict:
 
 
 def _texts(record: dict) -> dict[str, str]:
-    """Of each case, its peak, and how far it is from the master's."""
+    """The peak of each case, and its difference from the float32 master's peak."""
     peaks = {name: found["peak"] for name, found in record["cases"].items()}
     master = peaks["float32 master"]
     share = lambda peak: f", {peak / master - 1:+.0%}" if peak != master else ""

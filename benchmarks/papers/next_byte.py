@@ -57,17 +57,17 @@ def loss_fn(params: dict, windows: jax.Array) -> jax.Array:
 
 
 def options(doc: str | None, seeds: int) -> records.Options:
-    """Of a benchmark that trains this network."""
+    """The options of a benchmark that trains this network."""
     made = records.Options(doc, seeds, steps=(1500, 50_000))
     made.add_argument("--learning-rate", type=float, default=0.1, help="the first")
     return made
 
 
 def held_out_losses(names: Iterable[str], train: Callable, args) -> dict[str, list]:
-    """Losses on text held out, of each name and seed.
+    """Train with each name and seed, and return the losses on held-out text.
 
     Args:
-      names: of the ways to train.
+      names: the names of the ways to train.
       train: ``(name, learning_rate, parameters, batches) -> parameters``.
       args: from :func:`options`.
     """

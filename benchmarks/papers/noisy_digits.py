@@ -138,7 +138,12 @@ def _with_seed(state, seed: jax.Array):
 
 
 def options(doc: str | None, steps: int) -> records.Options:
-    """Of a benchmark that trains this network, on so many images by default."""
+    """The options of a benchmark that trains this network.
+
+    Args:
+      doc: the docstring of the benchmark's module.
+      steps: the default number of training images.
+    """
     return records.Options(doc, seeds=5, steps=(steps, 400_000), width=(WIDTH, 1024))
 
 

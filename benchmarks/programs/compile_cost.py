@@ -102,7 +102,7 @@ def cost(tx, leaf_set: LeafSet, mesh=None) -> Cost:
 
 
 def _processor_seconds() -> float:
-    """Of this process and of the children that have ended, such as ``ptxas``."""
+    """The time of this process and of its ended children, such as ``ptxas``."""
     return sum(os.times()[:4])
 
 
@@ -114,7 +114,7 @@ class _Quantized(typing.NamedTuple):
 
 
 def transformation(name: str, launcher: str | None):
-    """Of a step's name; optax's of any other."""
+    """The transformation with a step's name; ``optax.adamw`` for any other name."""
     if name == LPMM:
         tx = lowbit_optax.lpmm_adam(RATE, implementation=launcher)
         quantize = functools.partial(lowbit_optax.quantize_params, bits=12)
@@ -127,7 +127,7 @@ def transformation(name: str, launcher: str | None):
 def rows(
     leaf_sets: Sequence[LeafSet], names: Sequence[str], mesh, launcher
 ) -> Iterator[dict[str, str]]:
-    """The costs of steps, those of optax first."""
+    """The costs of the steps on each set of leaves; optax's step is the first."""
     cost(optax.adamw(RATE), LeafSet("warm-up", ((256, 384),)), mesh)
     for leaf_set in leaf_sets:
         base = None

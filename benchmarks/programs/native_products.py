@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def facts(model: GPT, assignment, params, tokens) -> dict[str, str]:
-    """Of an assignment: its products, and the programs that they compile to."""
+    """The figures of an assignment's products and of their compiled programs."""
     products = precision.products(model.loss, assignment, params, tokens)
     flop = collections.Counter()
     for product in products:

@@ -137,7 +137,7 @@ def parse_arguments(argv):
 
 
 def row(variant: Variant, run: Running, running: list) -> dict[str, str]:
-    """The figures of a variant, beside the first of its family."""
+    """A variant's figures, and its time relative to the first of its family."""
     base = next(r for v, r in running if v.family == variant.family)
     pairs = lambda some, others: zip(some, others, strict=True)
     ratio = lambda *both: statistics.median(a / b for a, b in pairs(*both))

@@ -3,11 +3,11 @@
     python -m benchmarks accuracy_tables --width 8 --epochs 5 \
         --train-size 10000 --test-size 5000 --seeds 3 --output tables.json
 
-trains every row below with every seed, on the same batches, and prints tables 1 to 3 of
-LPMM's paper in small: weights of 12, 10 and 8 bits, rounded to nearest or
-stochastically, with updates after every microbatch or after N of them. The learning
-rate of SGD is proportional to N, as in the paper. All other options are those of
-`cifar_optimizers`. `--rows` trains some of the rows, and those with N = 16.
+This command trains every row below except N = 16 with every seed, on the same batches.
+It prints tables 1 to 3 of LPMM's paper on a small scale: weights of 12, 10 and 8 bits,
+rounded to nearest or stochastically, with updates after every microbatch or after N of
+them. The learning rate of SGD is proportional to N, as in the paper. All other options
+are passed to `cifar_optimizers`. `--rows` chooses rows, including N = 16.
 
 References:
   "Training Neural Networks with Low-Precision Model Memory", section 6.

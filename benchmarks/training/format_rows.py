@@ -1,4 +1,4 @@
-"""Ways to train a GPT, each beside the same optimizer in float32."""
+"""Ways to train a GPT, each compared with the same optimizer in float32."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -25,13 +25,13 @@ class Row(NamedTuple):
     """An optimizer, how it keeps its weights, and its curve.
 
     Attributes:
-      build: of a schedule.
-      dtype: of the weights; ``"mxfp8"`` for those of ``block_scale``, None for those of
-        ``quantize_params``.
+      build: a function from a schedule of learning rates to the optimizer.
+      dtype: the dtype of the weights; ``"mxfp8"`` if ``block_scale`` makes them, None
+        if ``quantize_params`` does.
       base: the row in float32 that it is compared with; its own name if it is that one.
-      color, style: of its curve.
+      color, style: the color and the line style of its curve.
       has_master: whether the state takes the float32 start's low bits.
-      factor: of the start.
+      factor: a factor that multiplies the float32 weights at the start.
     """
 
     build: Callable[[optax.Schedule], optax.GradientTransformation]
@@ -59,7 +59,7 @@ class Row(NamedTuple):
         return params, tx.init(params)
 
     def bytes_per_parameter(self, model: GPT) -> float:
-        """Of a model's parameters and state; nothing is allocated."""
+        """Stored bytes per parameter of a model; no array is allocated."""
         tx = self.build(optax.constant_schedule(1e-3))
         master = jax.eval_shape(model.init, jax.random.key(0))
         params, _ = jax.eval_shape(functools.partial(self.start, tx), master)
@@ -89,7 +89,7 @@ def of(inner: Callable, weights: Any = None, moments: Any = None, **options) -> 
 def muon(rate: optax.Schedule, **options) -> optax.GradientTransformation:
     """Muon for the layers' matrices, at five times the learning rate of the others.
 
-    Embeddings and norms are trained by Adam.
+    Adam trains the embeddings and norms.
     """
     of_stack = optax.contrib.MuonDimensionNumbers(1, 2)
     return optax.contrib.muon(

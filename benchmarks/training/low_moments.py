@@ -39,7 +39,7 @@ MOMENTS = {
 
 
 def digits() -> tuple[jax.Array, jax.Array]:
-    """Images and labels, of which the first ``TRAINING`` are trained on."""
+    """Images and labels; the first ``TRAINING`` of them are for training."""
     images, labels = load_digits(return_X_y=True)
     return jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
 
@@ -126,7 +126,7 @@ def measure(args) -> dict:
 
 
 def options(doc: str | None) -> records.Options:
-    """Of a benchmark that trains this network."""
+    """The options of a benchmark that trains this network."""
     made = records.Options(doc, seeds=8, steps=600)
     made.add_argument("--learning-rate", type=float, default=1e-3, help="the first")
     return made

@@ -54,7 +54,7 @@ def memory(row: Row) -> dict[str, float]:
 
 @pictures.panels(3.1, (5, 4))
 def draw(record: dict, bars, curves) -> None:
-    """Bars of memory beside curves of the loss."""
+    """Draw bars of memory, and curves of the loss to the right of them."""
     rows = {name: ROWS[row] for row, name in SHOWN.items()} | {"float32 master": MASTER}
     sizes = {name: memory(row) for name, row in rows.items()}
     texts = {name: f"{sum(each.values()):.2f}" for name, each in sizes.items()}

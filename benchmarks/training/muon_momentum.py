@@ -47,7 +47,10 @@ ROWS = {
 
 
 def measure(args) -> dict:
-    """The loss of the training is that of its second half; there are no curves."""
+    """The figures of all rows, without curves.
+
+    A run's training loss is the mean loss of the second half of its steps.
+    """
     half = lambda run: float(np.mean(run.losses[len(run.losses) // 2 :]))
     runs = {
         name: [

@@ -201,7 +201,7 @@ def draw(record: dict, *both) -> None:
     runs = record["runs"]
     bits = {name: each["bits"] for name, each in runs.items()}
     for axes, task in zip(both, LOSSES, strict=True):
-        # On digits the runs differ by less than their seeds: no front.
+        # On digits, the runs differ by less than their seeds, so no front is drawn.
         _scatter(axes, bits, excess(runs, task), has_front=task == "linear")
         axes.set(xlabel="bits per parameter", title=task)
     digits, linear = both

@@ -62,5 +62,5 @@ def _is_readable(node: Node, shape: tuple[int, ...]) -> bool:
         return False
     if node.aval.shape == shape:
         return node.call is None or node.call.primitive in _WRITTEN
-    # An operand of as many axes has one element or all along each.
+    # With as many axes as the leaf, each axis has one element or the leaf's size.
     return len(node.aval.shape) == len(shape)

@@ -132,7 +132,7 @@ class InnerUpdate:
         )
 
     def feedback_values(self, step: Step) -> list[Feedback | None]:
-        """``feedback`` with values in place of nodes."""
+        """``feedback`` with the values of a step instead of nodes."""
         nodes = [x for into in self.feedback if into is not None for x in into[1:]]
         values = self.values(step, nodes, {})
         return [

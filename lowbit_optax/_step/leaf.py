@@ -108,7 +108,7 @@ class StoredLeaf:
 
     @property
     def spare_stream(self) -> int | None:
-        """What its weight format has to spare for moments; None without a format."""
+        """The stream whose spare random bits moments may use; None if there is none."""
         return self.format and self.format.spare_stream(self.param.dtype)
 
     def landed(

@@ -64,7 +64,7 @@ def sgd(
 ) -> optax.GradientTransformationExtraArgs:
     """``optax.sgd``, and weight decay that is added to the gradient.
 
-    Its state is that of ``optax.sgd``, whatever the weight decay.
+    The state is a state of ``optax.sgd``, whatever the weight decay is.
     """
     decay = 0.0 if weight_decay is None else weight_decay
     check_learning_rate(alias, learning_rate)

@@ -130,10 +130,10 @@ class WeightFormat:
         return self
 
     def spare_stream(self, dtype: jnp.dtype) -> int | None:
-        """The stream of whose words at most 24 bits are read; None if none is.
+        """The stream of random words that has bits to spare; None if there is none.
 
-        The leaf's moments may use these words too, see
-        :class:`lowbit_optax._numerics.random_bits.Draws`.
+        The format reads at most 24 bits of each word. The leaf's moments may use these
+        words too, see :class:`lowbit_optax._numerics.random_bits.Draws`.
         """
         return None
 

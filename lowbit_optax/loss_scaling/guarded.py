@@ -45,8 +45,8 @@ class Sizes(typing.NamedTuple):
 def _largest_magnitude(x: jax.Array) -> jax.Array:
     """The largest ``|x|`` as float32; NaN if an element is NaN.
 
-    The maximum is that of bit patterns, among which those of NaNs are the largest: on
-    some backends a maximum of floats ignores NaNs.
+    The maximum is taken over bit patterns, because on some backends a maximum of floats
+    ignores NaNs. The bit pattern of a NaN is larger than the pattern of any number.
     """
     wide = jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
     patterns = lax.bitcast_convert_type(wide, f"uint{8 * wide.dtype.itemsize}")

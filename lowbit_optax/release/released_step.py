@@ -86,8 +86,8 @@ def released_step(
     if is_exact or max_grad_norm is not None:
         rule = _measuring(inner, factor, max_grad_norm is not None, is_exact)
         *_, measured = passes.go_back(start, rule)
-        # Without this barrier XLA would compute the gradients once for both passes, and
-        # keep them.
+        # Without this barrier, XLA would compute the gradients once for both passes and
+        # keep all of them in memory.
         start, measured = tied((start, measured))
     guard = UNGUARDED
     if factor is not None and is_exact:

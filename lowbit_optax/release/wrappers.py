@@ -265,11 +265,12 @@ def released_loop(
 def alone(index: jax.Array, update: Callable, *old):
     """Run ``update(*old)`` apart from the reads and writes of stacks around it.
 
-    XLA would fuse these with the update. On a GPU, threads of such a fusion write a
-    layer's packed words in place while others still read them, and weights come out
-    wrong; there, and on TPUs, a barrier keeps the reads apart. XLA's CPU compiler drops
-    barriers, and would copy whole stacks in every iteration; there a conditional does
-    it. ``index`` is the number of a layer, which is never negative.
+    XLA would fuse these reads and writes with the update. On a GPU, some threads of the
+    fusion write a layer's packed words in place while others still read them, and the
+    weights become wrong. On GPUs and TPUs, a barrier keeps the reads apart. XLA's CPU
+    compiler drops barriers, and would copy whole stacks in every iteration. On CPUs, a
+    conditional keeps the reads apart. ``index`` is the number of a layer, which must
+    not be negative.
     """
 
     def branched(index, old):

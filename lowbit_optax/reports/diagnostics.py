@@ -145,7 +145,7 @@ def cancelled_updates(
 
 
 def _reported(function: str, tx, params, state, grads, extra_args):
-    """What a step would do to each leaf: a tree of reports like the parameters."""
+    """A tree like the parameters: reports of what a step would do to each leaf."""
     names, leaves, treedef = trees.named_leaves(params)
     trees.parts_of(names, treedef, grads, "grads")  # raises for another structure
     tx = optax.with_extra_args_support(tx)

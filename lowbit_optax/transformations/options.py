@@ -11,7 +11,7 @@ _Function = typing.TypeVar("_Function", bound=Callable)
 
 
 class Options(typing.TypedDict, total=False):
-    """Options that are handed on to :func:`lowbit_optax.lowbit`, which documents them.
+    """Options that are passed to :func:`lowbit_optax.lowbit`, which documents them.
 
     None stands for the default of ``lowbit``.
     """

@@ -326,11 +326,12 @@ def _over_groups(
     """The results of one device's shards, by a kernel for each group of them.
 
     Args:
-      launcher: it says which shards share a kernel.
-      call_of: a kernel's call, of its shards, the table, their rows, and the layer.
+      launcher: the launcher, which decides which shards share a kernel.
+      call_of: a function that returns a kernel's call for its shards, the table, the
+        shards' rows, and the layer.
       shared: the table, the rows of all shards, the layer, and the index of the leaf's
         first element.
-      shards: of the leaves.
+      shards: the leaves' shards on the device.
     """
     table, rows, layer, first = shared
     if first is not None:

@@ -180,7 +180,7 @@ def test_the_first_step_of_adamw_has_the_same_bits(family, shape):
 
 
 def test_rows_that_a_loop_has_beyond_the_last_are_not_read():
-    """Of 16 rows, which the fields of low moments need, 7 exist."""
+    """The fields of low moments need 16 rows, and the leaf has 7."""
     make = functools.partial(transformation, ADAMW, "low moments")
     params = {"kernel": normal((7, 3, 261))}
     state = make("xla").init(params)

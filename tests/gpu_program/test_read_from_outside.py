@@ -41,10 +41,10 @@ def test_no_step_moves_or_holds_more_than_with_a_float32_master(name, params):
     assert own.in_place
 
 
-# A kernel reads the gradient, 2 bytes, and reads and writes the weight, 6. Those of
-# adafactor and sm3 read vectors as well, for which sums take 18 and 10 bytes; sm3 has a
-# float32 momentum. Muon's reads the result of XLA's products, some of whose bytes are
-# XLA's choice.
+# A kernel reads the gradient, 2 bytes, and reads and writes the weight, 6. The kernels
+# of adafactor and sm3 read vectors too, and the sums for these vectors move 18 and 10
+# bytes; sm3 has a float32 momentum. Muon's kernel reads the result of XLA's products.
+# XLA chooses some of the bytes that these products move.
 MOVED = {"adafactor": 18 + 8, "muon": 369.3, "sm3": 10 + 8 + 8}
 
 

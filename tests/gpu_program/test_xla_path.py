@@ -108,7 +108,7 @@ def test_eight_h200s_do_not_communicate_and_hold_an_eighth_each(tx, spec):
 
 
 def stacks_both_read_and_written(text):
-    """Of each fusion that slices an array and writes a slice of it in place."""
+    """By fusion, the arrays from which it reads a slice and in which it writes one."""
     found = {}
     for name, body in re.findall(r"^%(\S+) \(.*?\{\n(.*?)^\}", text, re.S | re.M):
         written = set(re.findall(r" dynamic-update-slice\(%([\w.-]+)", body))

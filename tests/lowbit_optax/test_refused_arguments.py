@@ -1,4 +1,4 @@
-"""Arguments that are refused: what a user writes, and what the error says of it."""
+"""Expressions with arguments that raise an error, and a pattern of its message."""
 
 import jax.numpy as jnp
 import optax
@@ -9,7 +9,7 @@ from lowbit_optax import emulation, lpmm, precision, release
 
 pytestmark = pytest.mark.standard_promotion
 
-# What the expressions below are made of.
+# The names that the expressions below use.
 NAMES = {name: getattr(lowbit_optax, name) for name in lowbit_optax.__all__} | {
     **dict(emulation=emulation, lpmm=lpmm, precision=precision, release=release),
     **dict(jnp=jnp, optax=optax, FloatFormat=precision.FloatFormat),

@@ -202,7 +202,7 @@ def trace_for(
 
 
 def placed(tree, shardings) -> typing.Any:
-    """ShapeDtypeStructs of a tree that lies so."""
+    """ShapeDtypeStructs of a tree with these shardings."""
     place = lambda x, sharding: jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=sharding
     )

@@ -15,7 +15,7 @@ from tools.tpu_program.targets import compile_lowered, lower_for, tpu_mesh
 
 @dataclasses.dataclass(frozen=True)
 class TpuStep(OptimizerStep):
-    """A lowered step, compiled when asked for; counts are of each device.
+    """A lowered step, which is compiled on first use; counts are per device.
 
     Args:
       seconds_to_lower: what tracing and lowering took.

@@ -12,7 +12,7 @@ def parser(doc: str | None, output: str, **defaults) -> argparse.ArgumentParser:
     Args:
       doc: a module's docstring; its first line is the description.
       output: the folder of the results by default.
-      **defaults: of options, by name.
+      **defaults: the default values of options, by name.
     """
     made = argparse.ArgumentParser(
         description=(doc or "").split("\n")[0],
@@ -20,18 +20,18 @@ def parser(doc: str | None, output: str, **defaults) -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--epochs", type=int, help="passes over the images")
-    add("--steps", type=int, help="stop after so many; the schedule is of all epochs")
+    add("--steps", type=int, help="stop after STEPS; the schedule spans all epochs")
     add("--batch-size", type=int, help="images per step")
     add("--learning-rate", type=float, help="the highest")
     add("--weight-decay", type=float, help=" ")
-    add("--seeds", type=int, default=1, help="repeat with so many, from 0 up")
+    add("--seeds", type=int, default=1, help="how many seeds, from 0 up")
     choices = ("auto", "cifar10", "digits")
     add(
         "--dataset", choices=choices, default="auto", help="auto: digits if no CIFAR-10"
     )
     add("--data-dir", type=pathlib.Path, help="with cifar-10-batches-py; or download")
-    add("--train-size", type=int, help="only the first so many images")
-    add("--test-size", type=int, help="only the first so many images")
+    add("--train-size", type=int, help="use only the first TRAIN_SIZE images")
+    add("--test-size", type=int, help="use only the first TEST_SIZE images")
     folder = pathlib.Path("runs") / output
     add("--output-dir", type=pathlib.Path, default=folder, help="of results.json")
     made.set_defaults(**defaults)
@@ -39,7 +39,7 @@ def parser(doc: str | None, output: str, **defaults) -> argparse.ArgumentParser:
 
 
 def load(args: argparse.Namespace) -> cifar_data.Dataset:
-    """The data set that the options ask for, or as much of it."""
+    """The data set that the options name, cut to the sizes that they give."""
     dataset = cifar_data.load(args.dataset, args.data_dir)
     dataset = dataset._replace(
         train=dataset.train.first(args.train_size, "train"),

@@ -220,7 +220,7 @@ def label(name: str, dtype: str | None, options: Options) -> str:
 
 
 def default_rounding(name: str, other: str | None = None) -> str | None:
-    """Of the weights of the optimizers that take a rounding; ``other`` of the rest."""
+    """The rounding of an optimizer's weights; ``other`` if it takes no rounding."""
     method = name.rpartition("_")[0]
     return {"extra_bits": "nearest", "lpmm": "stochastic"}.get(method, other)
 

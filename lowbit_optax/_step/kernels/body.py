@@ -70,7 +70,7 @@ class LeafBody:
 
     @property
     def when(self) -> int | None:
-        """Column of the scalar that tells whether the step happens; None if it does."""
+        """Column of the scalar that is zero in a skipped step; None without a guard."""
         return KEYS + 1 if self.is_guarded else None
 
     @property

@@ -49,15 +49,16 @@ _STEPS_OF_A_DOUBLING = 8
 class Shared(typing.NamedTuple):
     """A kernel's first arguments, which all its leaves share, in their order.
 
-    Each is an array, a reference to it, or whether there is one. What is None is not
-    an argument: in place of a constant XLA would launch a kernel that writes it.
+    Each field is an array, or a reference to one, or a bool that is true if the kernel
+    gets this argument. If a field is None, the kernel does not get the argument. A
+    constant array instead of None would make XLA launch a kernel to write it.
 
     Args:
       rows: each leaf's row of the table of scalars.
       bases: the indices of the shards' first elements.
-      layer: of the stacks.
+      layer: the layer of the stacks, an int32 vector of one element.
       numbers: the table of the leaves' numbers, see :mod:`.numbers`.
-      table: of scalars.
+      table: the table of scalars, as a vector.
     """
 
     rows: typing.Any

@@ -1,4 +1,4 @@
-"""``linear_factor`` is the derivative by element, or says why there is none."""
+"""``linear_factor`` returns the derivative by element, or raises an error."""
 
 import jax
 import jax.numpy as jnp

@@ -75,7 +75,7 @@ SHAPE = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
 
 
 def stored(inner, moments):
-    """By the names of a state's fields, how those of the parameter's shape are."""
+    """By field of the state, how arrays of the parameter's shape are stored."""
     tx = lowbit_optax.lowbit(inner, moments=moments, weights=lowbit_optax.extra_bits())
     pattern = re.compile(
         r"float32\[64, 128\](?: in (\d-bit \w+ '\w+').*?(?:,( over) the root.*)?)?"

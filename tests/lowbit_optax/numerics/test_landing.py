@@ -208,7 +208,7 @@ def test_optax_lands_where_the_format_takes_the_master(format_, dtype):
 
 
 def _assert_arrived(out, format_, dtype):
-    """After landing the master is where the update took it."""
+    """After landing, the master is the old master plus the update, rounded."""
     wide = {
         name: as_float64(out[name])
         for name in ("old", "update", "master", "joined", "landed")

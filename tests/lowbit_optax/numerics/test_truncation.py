@@ -105,7 +105,7 @@ def test_every_number_of_bits_rounds_the_master_once(dtype, rounding, residual):
         param, fields = format_.split(jnp.asarray(x), jnp.dtype(dtype), random)
         joined = format_.join(param, fields)
         want, kept = expected(x, dtype, extra, rounding, words, cut)
-        # No draw makes an infinity of what the dtype has a number for.
+        # No draw turns a number within the range of the dtype into an infinity.
         is_held = np.isfinite(cast(cast(x, dtype), np.float32))
         assert np.isfinite(np.asarray(joined)[is_held]).all()
         if residual == "stochastic":

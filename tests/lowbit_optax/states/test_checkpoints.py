@@ -64,7 +64,7 @@ def test_five_steps_a_checkpoint_and_five_more_are_ten_steps(
 
 
 SCALE = lowbit_optax.backoff_scale(4.0, period=3, smallest=2.0)
-# What steps, and what it makes of the parameters first.
+# The transformation, and the function that prepares its parameters.
 OTHERS = {
     "lpmm": (lowbit_optax.lpmm_adam(0.01), lowbit_optax.quantize_params),
     "block-scaled": (lowbit(optax.sgd(0.1, 0.9)), lowbit_optax.block_scale),

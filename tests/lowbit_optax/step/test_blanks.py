@@ -70,7 +70,7 @@ def test_arrays_of_the_state_are_found_by_name(optimizer):
     state = jax.eval_shape(optimizer(1e-2).init, params)
     for field in ("mu", "nu"):
         assert len(optax.tree.get_all_with_path(state, field)) == 1
-    # Two counts: the steps, by which roundings draw their bits, and Adam's.
+    # There are two counts: Adam's, and the steps that random bits depend on.
     with pytest.raises(KeyError, match="multiple"):
         optax.tree.get(state, "count")
     assert optax.tree.get(state.inner_state, "count").shape == ()

@@ -214,7 +214,7 @@ CHANGE = {
     "with_loss_scale": lambda tx: loss_scaled(halved(tx)),
     "accumulate_gradients": lambda tx: lowbit_optax.accumulate_gradients(halved(tx), 2),
 }
-# By ``step`` and by ``update``, which takes the place of ``apply_updates`` in these.
+# These run the step of ``lowbit`` in their ``update``, which raises the error too.
 WITHIN = ("with_loss_scale", "direct_updates", "accumulate_gradients")
 
 

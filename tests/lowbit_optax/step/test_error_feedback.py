@@ -180,7 +180,7 @@ def test_where_there_were_no_gradients_the_moment_stays_zero():
     mu = moment_of(state, "mu")["w"]
     assert not np.any(mu[:8])
     assert np.all(mu[8:] != 0)
-    # By weight decay, of which the rounding is unbiased.
+    # Weight decay alone moves these rows, and its rounding is unbiased.
     moved = np.asarray(new["w"] - params["w"], np.float64)[:8]
     wanted = (0.99**3 - 1) * np.asarray(params["w"], np.float64)[:8]
     assert abs(np.vdot(moved, wanted) / np.vdot(wanted, wanted) - 1) < 0.02
@@ -195,7 +195,7 @@ def test_where_there_were_no_gradients_the_moment_stays_zero():
     ids=["apply_if_finite", "loss scale"],
 )
 def test_a_step_that_is_skipped_changes_nothing(inner, scale, bad):
-    # Codes of a moment that the inner transformation keeps would be chosen anew.
+    # A moment that the inner transformation keeps is encoded again: codes may change.
     moments = cast(jnp.bfloat16) if scale is None else block_quantized(8)
     tx, params = feeding(inner, moments=moments), start()
     if scale is not None:

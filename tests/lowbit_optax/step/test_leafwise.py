@@ -54,7 +54,7 @@ ELEMENTWISE = {
     "block_rms": optax.chain(optax.clip_by_block_rms(0.05), optax.adamw(0.01)),
     "injected": optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(0.1, 0, 9)),
     "finite": optax.apply_if_finite(optax.adamw(0.01), 3),
-    # Of a zero that waits for the last step XLA drops the sign.
+    # Before the fourth step, the update is a zero, and XLA drops its sign.
     "multi_steps_waiting": optax.MultiSteps(optax.sgd(0.25, momentum=0.5), 4),
 }
 # No quotient by a scalar, and no sum of products that might be rounded once or twice.

@@ -161,7 +161,7 @@ def test_a_converted_run_keeps_its_noise_unless_another_seed_is_given():
 
 
 def other_masters(number):
-    """Of two starts whose bfloat16 parameters are the same."""
+    """The seed of a start; numbers 0 and 1 have the same bfloat16 parameters."""
     master = jnp.ones(64).at[0].add(number * 2.0**-12)
     tx = lowbit_optax.extra_bits_adamw(0.1)
     return lowbit_optax.from_master(tx, master, jnp.bfloat16)[1].seed

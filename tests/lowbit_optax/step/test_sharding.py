@@ -156,7 +156,7 @@ def test_other_ranks_and_meshes(placed, axis_type):
 
 
 QUANTISED = functools.partial(lowbit_optax.quantize_params, bits=12, block_size=64)
-# What steps, and what it makes of the parameters first.
+# The transformation, and the function that prepares its parameters.
 OTHERS = {
     "quantised": (lowbit_optax.lpmm_sgd(0.1, 0.9, block_size=64), QUANTISED),
     "quantised adam": (lowbit_optax.lpmm_adam(1e-2, block_size=64), QUANTISED),

@@ -1,7 +1,7 @@
-"""A step that the inner transformation skips leaves every master as it is.
+"""A step that the inner transformation skips changes no master.
 
-``lowbit`` encodes the moments again, which the inner transformation returns as it was
-given them. So their codes may change, by about as much as one rounding.
+The inner transformation returns the moments unchanged, and ``lowbit`` encodes them
+again. So their codes may change, by about as much as one rounding.
 """
 
 import jax

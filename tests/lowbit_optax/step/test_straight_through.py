@@ -235,7 +235,10 @@ TRAINING = {
 
 @functools.cache
 def by_optax(training, is_first_order):
-    """Of rate and parameters, in float32, with second derivatives or without."""
+    """Gradients by rate and parameters in float32, from optax's training.
+
+    With ``is_first_order``, no second derivatives of the inner loss enter them.
+    """
     inner, rate, steps, _ = TRAINING[training]
     stopped = lambda params: jax.lax.stop_gradient(inner_grads(params))
     grads = stopped if is_first_order else inner_grads

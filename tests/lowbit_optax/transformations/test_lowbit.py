@@ -54,7 +54,7 @@ def test_the_state_keeps_its_kind_in_init_steps_conditionals_and_scans(optimizer
     state = tx.init(params)
     assert_same_bits(jax.jit(tx.init)(params), state)
     kind, series = spec_of((params, state)), gradient_series(params, 3, jnp.bfloat16)
-    # Tracing is what would fail: branches must agree in every shape and dtype.
+    # Tracing fails unless the branches of cond agree in every shape and dtype.
     stacked = jax.tree.map(lambda *g: jnp.stack(g), *series)
     scan = functools.partial(_skipping_scan, tx)
     assert spec_of(jax.eval_shape(scan, params, stacked)) == kind
@@ -127,8 +127,8 @@ EXACT = {
 }
 
 
-# These sum over a leaf or all of them, and XLA chooses the order of a sum anew in every
-# program.
+# These sum over one leaf or over all leaves. XLA chooses the order of a sum separately
+# for every program.
 SUMMING = {
     "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01)),
     "lamb": optax.lamb(0.01),
