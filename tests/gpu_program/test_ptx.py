@@ -41,7 +41,8 @@ def kernel(body):
             .reg .b32 %r<20>; .reg .b64 %d<20>; .reg .pred %p<9>; .reg .b16 %h<9>;
             ld.param.u64 %d0, [pointer];
             mov.u32 %r0, %tid.x;
-            mad.lo.s32 %r0, %ctaid.x, {THREADS}, %r0;
+            mov.u32 %r10, %ntid.x;
+            mad.lo.s32 %r0, %ctaid.x, %r10, %r0;
             mul.wide.u32 %d2, %r0, 4;
             add.s64 %d1, %d0, %d2;
             ld.global.b32 %r1, [%d1];
@@ -255,6 +256,13 @@ def test_exchanges_in_a_warp(mode, lane, want):
     code = f"shfl.sync.{mode}.b32 %r2, %r1, {lane}, -1;"
     got = run(code + STORE, np.arange(THREADS))
     assert got.tolist() == [want(x) for x in range(THREADS)]
+
+
+def test_exchanges_in_a_block_smaller_than_a_warp():
+    code = "shfl.sync.down.b32 %r2, %r1, 2, 31, -1;"
+    got = run(code + STORE, np.arange(8), blocks=2)
+    assert got[[0, 1, 4, 5]].tolist() == [2, 3, 6, 7]
+    assert not set(got[[2, 3, 6, 7]].tolist()) & set(range(8))  # from no thread
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,9 @@ _MOST_THREADS = 8192
 _MOST_STEPS = 1_000_000
 """Of blocks that run at once. Those of a fused kernel take some thousands."""
 
+_UNSPECIFIED = np.uint32(0xA5A5A5A5)
+"""What a thread reads from one that was never started. PTX does not specify it."""
+
 _NOTHING = ("griddepcontrol", "membar", "fence")
 """Instructions that order one launch after another, which launches here always are."""
 
@@ -228,14 +231,15 @@ class _Blocks:
     def _exchange(self, instruction: Instruction, active: np.ndarray) -> None:
         result, operand, lane, clamp, members = instruction.operands
         _, mode = instruction.modifiers
-        if self.size % lanes.WARP or members != "-1":
+        warp = min(self.size, lanes.WARP)  # a block may have fewer threads than a warp
+        if self.size % warp or members != "-1":
             raise UnknownInstruction("it is not between the threads of whole warps")
         read = lambda name: self.registers.read(name, "b32", active)
-        sources, inside = lanes.sources(mode, read(lane), read(clamp))
-        lanes.require(active[sources] | ~active)
-        values = read(operand)
+        sources, inside, exists = lanes.sources(mode, read(lane), read(clamp), warp)
+        lanes.require(active[sources] | ~active | ~exists)
+        values = np.where(exists, read(operand)[sources], _UNSPECIFIED)
         result, _, predicate = result.partition("|")
-        self.registers.write(result, values[sources], "b32", active)
+        self.registers.write(result, values, "b32", active)
         if predicate:
             self.registers.write(predicate, inside, "pred", active)
 

@@ -10,20 +10,22 @@ _REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
 _REDUCTIONS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
-def sources(mode: str, lanes: np.ndarray, clamps: np.ndarray):
+def sources(mode: str, lanes: np.ndarray, clamps: np.ndarray, warp: int = WARP):
     """Whose register each thread gets by ``shfl``.
 
     Args:
       mode: ``bfly``, ``down``, ``up`` or ``idx``.
       lanes: the operand that says how far away, or which.
       clamps: the operand with the segment's mask in its upper half.
+      warp: how many threads of each warp exist, fewer than 32 in a small block.
 
     Returns:
-      ``(numbers of threads, whether each lies in the segment)``; a thread whose source
-      does not gets its own.
+      ``(numbers of threads, whether each lies in the segment, whether each exists)``. A
+      thread whose source lies outside of the segment, or does not exist, is given its
+      own number.
     """
     threads = np.arange(lanes.size)
-    lane, given = threads % WARP, lanes.astype(np.int64) & 31
+    lane, given = threads % warp, lanes.astype(np.int64) & 31
     clamp, segment = clamps.astype(np.int64) & 31, clamps.astype(np.int64) >> 8 & 31
     last = lane & segment | clamp & ~segment
     first = lane & segment
@@ -38,7 +40,8 @@ def sources(mode: str, lanes: np.ndarray, clamps: np.ndarray):
         inside = source <= last
     else:
         raise UnknownInstruction("the interpreter does not know this exchange")
-    return threads - lane + np.where(inside, source, lane), inside
+    exists = ~inside | (source < warp)
+    return threads - lane + np.where(inside & exists, source, lane), inside, exists
 
 
 def reduced(mode: str, numbers: np.ndarray) -> np.ndarray:
