@@ -89,7 +89,7 @@ def moved(arrays: Sequence, specs: Sequence[P], mesh) -> list[jax.Array]:
     ]
 
 
-def beside(x: jax.Array, other: jax.Array) -> jax.Array:
+def placed_like(x: jax.Array, other: jax.Array) -> jax.Array:
     """The array where another one of its rank is known to be."""
     here, there = (jax.typeof(array).sharding for array in (x, other))
     is_known = has_explicit_axes(here.mesh) and has_explicit_axes(there.mesh)

@@ -44,11 +44,12 @@ from pallas_kernels.platforms import (
 )
 from pallas_kernels.shards import has_explicit_axes
 
-_NEEDS_VALUES = (
+NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+"""What JAX raises where code that is traced computes with values."""
 
 
 def run(
@@ -73,7 +74,7 @@ def run(
     only_xla = only_xla or (implementation is None and is_eager)
     try:
         traced = trace_update(update, step)
-    except _NEEDS_VALUES:
+    except NEEDS_VALUES:
         # XLA can run a transformation that looks at values; no kernel can.
         if not only_xla or step.plan.takes_errors or step.plan.stored_first:
             raise
@@ -117,7 +118,7 @@ def _by_platform(
     kernels = Kernels(plan)
     # Any other choice would trace kernels for other platforms as well.
     name = "tpu" if on_tpus else launcher_name(None)
-    run = lambda: kernels.run(step.again(), name)
+    run = lambda: kernels.run(step.for_another_branch(), name)
     if on_tpus and warns:
         partitioned = left_to_xla(plan, perhaps_partitioned(plan))
         run = lambda: kernels.run(_warning(step, partitioned), name)
@@ -128,8 +129,10 @@ def _by_platform(
     if step.layer is None and is_for_one_cpu() and not _has_explicit_axes(step):
         large = plan_kernels(traced, is_exact=True).only_blocks()
         if large.kernels:
-            branches["cpu"] = lambda: Kernels(large).run(step.again(), "blocks")
-    default = lambda: by_xla(step.again())
+            branches["cpu"] = lambda: Kernels(large).run(
+                step.for_another_branch(), "blocks"
+            )
+    default = lambda: by_xla(step.for_another_branch())
     return jax.lax.platform_dependent(default=default, **branches)
 
 
@@ -148,12 +151,12 @@ def explained(
     reasons = plan.why_not(on_tpus=on_tpus)
     perhaps = perhaps_partitioned(plan) if on_tpus else {}
     for number, name in enumerate(step.names):
-        if number not in reasons:
+        if number in reasons:
+            texts[name] += f": {reasons[number]}"
+        elif number in plan.kernels:
             alone = "a kernel in a program for one device, else XLA"
             is_known = number not in perhaps
             texts[name] = "a kernel" if is_known else f"{alone}: {perhaps[number]}"
-        elif reasons[number]:
-            texts[name] += f": {reasons[number]}"
     return texts
 
 
@@ -170,7 +173,7 @@ def _warning(step: Step, left: Mapping[str, Left]) -> Step:
     """The step, which warns of these leaves if its program is for several devices."""
     message = warning_of(left.values())
     if message is None:
-        return step.again()
+        return step.for_another_branch()
     same = for_one_device(lambda x: [x], lambda x: [x], message)
     return dataclasses.replace(step, count=same(step.count)[0])
 

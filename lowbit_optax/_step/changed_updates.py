@@ -78,7 +78,7 @@ def check_updates(
 
 
 def check_state(state, params) -> None:
-    """Raise if a wrapper that cannot be traced is known to change updates.
+    """Raise if the state is of a wrapper that is known to change updates.
 
     ``optax.contrib.mechanize`` raises for gradients that have not the parameters'
     dtype, before it can be seen what it does with updates.

@@ -35,11 +35,11 @@ from lowbit_optax._step.multi_steps import (
     check_multi_steps_around,
     check_multi_steps_in,
 )
-from lowbit_optax._step.param_shardings import ParamShardings, told_shardings
+from lowbit_optax._step.param_shardings import ParamShardings, leaf_shardings
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.state import LowbitState, holds_lowbit
 from lowbit_optax._step.step import Step, draws_of_moments, random_of_leaves
-from lowbit_optax._step.stepper import Stepper
+from lowbit_optax._step.stepper import Stepper, marked
 from lowbit_optax._step.wide_params import warn_of_wide_params
 from lowbit_optax.formats.base import Residuals, WeightFormat
 from lowbit_optax.formats.moment_fields import fields_of
@@ -140,7 +140,7 @@ class Lowbit(Stepper):
             step, self.inner, self.implementation, extra_args, warns=self.warns
         )
         results = [
-            leaf.sent_home(x) for leaf, x in zip(step.leaves, results, strict=True)
+            leaf.moved_back(x) for leaf, x in zip(step.leaves, results, strict=True)
         ]
         if not landing.is_direct:
             results = guard.updates(results)
@@ -153,11 +153,16 @@ class Lowbit(Stepper):
         new_state = LowbitState(count, state.seed, residual, inner_state)
         return step.tree(results), new_state
 
-    def hoisted(self, grads, state, params, extra_args: dict):
-        """See :meth:`.Stepper.hoisted`: the constants of the inner update's jaxpr."""
-        step = self.open(params, state, grads, UNGUARDED, REPLACE)
+    def update_within(self, updates, state, params=None, **extra):
+        """See :meth:`.Stepper.update_within`.
+
+        It does leave a mark: the jaxpr of the inner update names what it holds.
+        """
+        if not context.current().wants_params:
+            return self.update(updates, state, params, **extra)
+        step = self.open(params, state, updates, UNGUARDED, REPLACE)
         update = optax.with_extra_args_support(self.inner).update
-        traced = trace_update(functools.partial(update, **extra_args), step)
+        traced = trace_update(functools.partial(update, **extra), step)
 
         def with_held(held) -> Lowbit:
             closed = ClosedJaxpr(traced.closed.jaxpr, held)
@@ -170,7 +175,8 @@ class Lowbit(Stepper):
             inner = optax.GradientTransformationExtraArgs(self.inner.init, update)
             return dataclasses.replace(self, inner=inner)
 
-        return list(traced.closed.consts), with_held
+        held = list(traced.closed.consts)
+        return marked(self, with_held, held, updates, state, params, {})
 
     def open(
         self, params, state, grads, guard: Guard | Unguarded, landing: Landing
@@ -198,21 +204,21 @@ class Lowbit(Stepper):
         drawn = leaves, state.seed, state.count, layer
         return Step(*drawn, treedef, plan, state, parts, guard, landing)
 
-    def told_shardings(self, params) -> list[NamedSharding | None]:
+    def leaf_shardings(self, params) -> list[NamedSharding | None]:
         """Where the leaves of parameters, or of a layer of them, lie on a mesh."""
         around = context.current()
         # A step that is analysed has one layer where the shardings are of all.
-        told = None if around.is_analysed else self.param_shardings
-        return told_shardings(told, params, around.layer)
+        given = None if around.is_analysed else self.param_shardings
+        return leaf_shardings(given, params, around.layer)
 
     def leaves(
-        self, names: Sequence[str], params: Sequence, told: Sequence | None = None
+        self, names: Sequence[str], params: Sequence, shardings: Sequence | None = None
     ) -> list[StoredLeaf]:
         """The leaves of parameters, without residuals.
 
         Args:
           names, params: paths and leaves.
-          told: what :meth:`told_shardings` gives; None in ``init``.
+          shardings: what :meth:`leaf_shardings` gives; None in ``init``.
 
         Raises:
           TypeError, ValueError: naming a leaf that its weight format cannot hold.
@@ -225,7 +231,7 @@ class Lowbit(Stepper):
                 sharding=sharding,
             )
             for name, leaf, sharding in zip(
-                names, params, told or [None] * len(params), strict=True
+                names, params, shardings or [None] * len(params), strict=True
             )
         ]
 
@@ -237,8 +243,8 @@ class Lowbit(Stepper):
         Raises:
           TypeError, ValueError: naming the leaf.
         """
-        told = self.told_shardings(treedef.unflatten(params))
-        leaves = self._placed(self.leaves(names, params, told), treedef)
+        shardings = self.leaf_shardings(treedef.unflatten(params))
+        leaves = self._placed(self.leaves(names, params, shardings), treedef)
         name = self.weights.residual_name
         if not isinstance(residual, Residuals) or residual.name != name:
             given = getattr(residual, "name", type(residual).__name__)
@@ -307,7 +313,7 @@ def _split(leaf: StoredLeaf, master) -> tuple[typing.Any, typing.Any]:
     if leaf.format is None:
         return leaf.param, None
     if master is not None:
-        master = leaf.beside(master)
+        master = leaf.moved_like_param(master)
         return master, _residual(leaf.format, master, leaf.param)
     return widen(leaf.format, leaf.param), leaf.format.init(leaf.param)
 

@@ -50,7 +50,7 @@ class StoredLeaf:
       format: its weight format; None for a leaf that passes through.
       residual: as the state holds it; None if there is none.
       grad: the gradient as the user gave it; None outside of a step.
-      home: where the user's parameter is, if this one was moved: see
+      spec_before: where the user's parameter is, if this one was moved: see
         :func:`on_whole_units`.
       sharding: where it lies on a mesh, if the user says so.
     """
@@ -60,7 +60,7 @@ class StoredLeaf:
     format: WeightFormat | None
     residual: typing.Any = None
     grad: typing.Any = None
-    home: PartitionSpec | None = None
+    spec_before: PartitionSpec | None = None
     sharding: NamedSharding | None = None
 
     def with_residual(self, residual) -> "StoredLeaf":
@@ -75,18 +75,18 @@ class StoredLeaf:
     def with_grad(self, grad) -> "StoredLeaf":
         """The leaf with its gradient, after checking that this belongs to it."""
         check_grad(self.name, grad, self.param)
-        return dataclasses.replace(self, grad=self.beside(grad))
+        return dataclasses.replace(self, grad=self.moved_like_param(grad))
 
-    def beside(self, x):
+    def moved_like_param(self, x):
         """An array of the parameter's shape, where the parameter was moved to."""
-        return x if self.home is None else shards.beside(x, self.param)
+        return x if self.spec_before is None else shards.placed_like(x, self.param)
 
-    def sent_home(self, x):
+    def moved_back(self, x):
         """An array that lies as the parameter does, where the user's parameter is."""
-        if self.home is None:
+        if self.spec_before is None:
             return x
         mesh = jax.typeof(self.param).sharding.mesh
-        return shards.moved([x], [self.home], mesh)[0]
+        return shards.moved([x], [self.spec_before], mesh)[0]
 
     def master(self):
         """The weight that the inner transformation sees."""
@@ -292,7 +292,7 @@ def on_whole_units(
         return leaf
     if sorted(before) == sorted(after):
         (moved,) = shards.moved([param], [spec], sharding.mesh)
-        return dataclasses.replace(leaf, param=moved, home=sharding.spec)
+        return dataclasses.replace(leaf, param=moved, spec_before=sharding.spec)
     axis = next(i for i, names in enumerate(before) if names and names != after[i])
     count = shards.count_of(sharding.mesh, before[axis])
     packed = " and ".join(f"{width}-bit fields" for width in bits)

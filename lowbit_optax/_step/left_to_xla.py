@@ -39,8 +39,8 @@ class Left(typing.NamedTuple):
 def left_to_xla(plan: KernelPlan, reasons: Mapping[int, str]) -> dict[str, Left]:
     """By path, the leaves that XLA updates for these reasons, by number.
 
-    Not among them are leaves that kernels are not meant for, such as scalars, and those
-    of which nothing is packed or quantised, which XLA updates in one pass.
+    Not among them are leaves of which nothing is packed or quantised, which XLA updates
+    in one pass.
     """
     step, found = plan.traced.step, {}
     for number, reason in sorted(reasons.items()):
@@ -49,7 +49,7 @@ def left_to_xla(plan: KernelPlan, reasons: Mapping[int, str]) -> dict[str, Left]
         moments = [x for x in stored if isinstance(x, BlockMomentFormat)]
         is_quantized = trees.is_quantized(leaf.param)
         is_packed = leaf.format is not None and bool(leaf.format.width)
-        if not reason or not (moments or is_quantized or is_packed):
+        if not (moments or is_quantized or is_packed):
             continue
         described, size = trees.describe(leaf.param), math.prod(leaf.param.shape)
         if is_quantized:

@@ -1,7 +1,8 @@
 """Where the user says that parameters lie on a mesh.
 
 While a step is traced under ``jax.jit``, arrays on automatic axes do not say where they
-lie. XLA:TPU cannot partition kernels, so kernels run there on the shards that are told.
+lie. XLA:TPU cannot partition kernels, so kernels run there on shards that the user has
+named.
 """
 
 import math
@@ -26,10 +27,10 @@ ParamShardings = typing.Any | Callable[[optax.Params], typing.Any] | None
 parameters to one."""
 
 
-def told_shardings(
+def leaf_shardings(
     given: ParamShardings, params: optax.Params, layer: Layer | None = None
 ) -> list[NamedSharding | None]:
-    """The sharding of each leaf of the parameters; None where it is not told.
+    """The sharding of each leaf of the parameters; None where it is not known.
 
     Args:
       given: see :data:`ParamShardings`.
@@ -49,9 +50,10 @@ def told_shardings(
         else leaf
         for name, leaf in zip(names, leaves, strict=True)
     )
-    what, told = "lowbit: param_shardings", given(whole) if callable(given) else given
+    what = "lowbit: param_shardings"
+    shardings = given(whole) if callable(given) else given
     found: list[NamedSharding | None] = []
-    each = named_shardings(what, told, whole, not_told=True)
+    each = named_shardings(what, shardings, whole, allows_none=True)
     for name, leaf, sharding in zip(names, leaves, each, strict=True):
         if name in layers:
             sharding = of_a_layer(sharding)
@@ -70,7 +72,7 @@ def named_shardings(
     params: optax.Params,
     mesh: Mesh | None = None,
     *,
-    not_told: bool = False,
+    allows_none: bool = False,
 ) -> list[NamedSharding | None]:
     """The NamedSharding of each leaf of the parameters.
 
@@ -79,7 +81,7 @@ def named_shardings(
       shardings: tree of NamedShardings and PartitionSpecs, a prefix of ``params``.
       params: tree of parameters.
       mesh: of the PartitionSpecs; if None, the one in force.
-      not_told: whether None and one device's shardings are accepted, and are None.
+      allows_none: whether None and one device's shardings are accepted, and are None.
     """
     names, leaves, _ = trees.named_leaves(params)
     found: list[NamedSharding | None] = []
@@ -91,7 +93,7 @@ def named_shardings(
             sharding = jax.tree.leaves(sharding)[0]
         if isinstance(sharding, PartitionSpec):
             sharding = NamedSharding(mesh_or_ambient(what, mesh, name), sharding)
-        if not_told and (
+        if allows_none and (
             sharding is None or isinstance(sharding, SingleDeviceSharding)
         ):
             found.append(None)

@@ -100,7 +100,7 @@ class Step(LeafStep):
     guard: Guard | Unguarded
     landing: Landing
 
-    def again(self) -> "Step":
+    def for_another_branch(self) -> "Step":
         """The same step for another branch of the program; they share no values."""
         return dataclasses.replace(self)
 

@@ -26,31 +26,10 @@ from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 class Stepper(abc.ABC):
     """The configuration behind a transformation that can step parameters directly."""
 
-    is_made_within: bool
-    """Whether it was made while a wrapper's update is traced, as
-    ``optax.inject_hyperparams`` makes it. Then it may hold values of that trace."""
-
-    def __new__(cls, *args, **kwargs):
-        del args, kwargs
-        new = super().__new__(cls)
-        object.__setattr__(new, "is_made_within", context.current().wants_params)
-        return new
-
     def __deepcopy__(self, memo) -> "Stepper":
         """Return itself. So a deep copy of a tree that holds it equals the original."""
         del memo
         return self
-
-    def hoisted(
-        self, grads: optax.Updates, state, params, extra_args: dict
-    ) -> "tuple[Sequence, Callable[[Sequence], Stepper]]":
-        """The values of the running trace that it holds, and itself with others.
-
-        Raises:
-          TypeError: if they cannot be taken out of it.
-        """
-        del grads, state, params, extra_args
-        raise TypeError(f"{type(self).__name__} was made by a wrapper's update")
 
     @abc.abstractmethod
     def init(self, params: optax.Params) -> typing.Any:
@@ -81,7 +60,18 @@ class Stepper(abc.ABC):
         """As in optax."""
         if not context.current().wants_params:
             return self.run(params, state, updates, ADD, extra)
-        return marked(self, updates, state, params, extra)
+        return marked(self, lambda _: self, (), updates, state, params, extra)
+
+    def update_within(
+        self, updates: optax.Updates, state, params: optax.Params | None = None, **extra
+    ) -> tuple[optax.Updates, typing.Any]:
+        """``update``, of a transformation that is made while an update is traced.
+
+        It may hold values of that trace, as ``optax.inject_hyperparams`` makes it, so
+        it cannot run after the trace has ended. It runs within, and leaves no mark.
+        """
+        with context.params_wanted(False):
+            return self.run(params, state, updates, ADD, extra)
 
     def step(
         self, params: optax.Params, state, grads: optax.Updates, **extra
@@ -92,7 +82,9 @@ class Stepper(abc.ABC):
     @property
     def transformation(self) -> optax.GradientTransformationExtraArgs:
         """The optax transformation of this configuration."""
-        return optax.GradientTransformationExtraArgs(self.init, self.update)
+        is_within = context.current().wants_params
+        update = self.update_within if is_within else self.update
+        return optax.GradientTransformationExtraArgs(self.init, update)
 
 
 def stepper_of(tx) -> Stepper | None:
@@ -120,14 +112,22 @@ def _results_of_update(
 
 
 def marked(
-    stepper: Stepper, grads: optax.Updates, state, params, extra_args: dict
+    stepper: Stepper,
+    with_held: Callable[[Sequence], Stepper],
+    held: Sequence,
+    grads: optax.Updates,
+    state,
+    params,
+    extra_args: dict,
 ) -> tuple[optax.Updates, typing.Any]:
-    """What stands for the updates and the new state of a transformation in a trace."""
-    held: Sequence = ()
-    with_held: Callable[[Sequence], Stepper] = lambda _: stepper
-    if stepper.is_made_within:
-        held, with_held = stepper.hoisted(grads, state, params, extra_args)
-        extra_args = {}
+    """What stands for the updates and the new state of a transformation in a trace.
+
+    Args:
+      stepper: the transformation.
+      with_held: the same with values in place of what it holds of the trace.
+      held: what it holds of the trace.
+      grads, state, params, extra_args: of the update.
+    """
     functions = {name: x for name, x in extra_args.items() if callable(x)}
     extra_args = {name: x for name, x in extra_args.items() if name not in functions}
     arguments = grads, state, params, extra_args, held

@@ -263,16 +263,15 @@ def is_direct(
         _, leaves, treedef = trees.named_leaves(params)
         grads = treedef.unflatten(jnp.zeros(x.shape, jnp.float32) for x in leaves)
         if stepper is not None:
-            with contextlib.suppress(TypeError):  # other arguments are missing
-                stepper.run(params, state, grads, REPLACE, extra_args)
+            stepper.run(params, state, grads, REPLACE, extra_args)
             return
         wide = optax.with_extra_args_support(tx)
         arguments = wide, params, state, grads, extra_args, UNGUARDED, None
         found.append(_chosen_trace(*arguments) is not None)
 
-    with context.analysis():
-        for each in (extra_args, value | extra_args):
-            jax.eval_shape(step, params, state, each)
+    # The transformation may need other arguments than these.
+    with context.analysis(), contextlib.suppress(TypeError):
+        jax.eval_shape(step, params, state, value | extra_args)
     return any(found) or stepper is not None
 
 

@@ -16,13 +16,10 @@ from jax.extend.core import primitives as p
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars, program_of
 from lowbit_optax._jaxprs.graph import Call, Graph, Node, is_zero, made_of, scalar_of
 from lowbit_optax._step import context, trees
+from lowbit_optax._step.backends import NEEDS_VALUES
 from lowbit_optax._step.changed_updates import check_state, check_updates
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.stepper import update_p
-
-_NEEDS_VALUES = (TypeError, ValueError, AttributeError, NotImplementedError)
-"""What wrappers raise on tracers if they compute with values. An error in the arguments
-occurs again, and is reported, when the wrapper updates."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -189,6 +186,7 @@ def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace | 
         with context.params_wanted():
             return tx.update(grads, state, params, **extra_args)
 
+    check_state(state, params)
     arguments = grads, state, params
     try:
         closed, shapes = jax.make_jaxpr(update, return_shape=True)(*arguments)
@@ -201,8 +199,7 @@ def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace | 
         whole = Graph(closed, selects=True)
         read = dataclasses.replace(traced, graph=whole)
         updates, nodes = read.outputs[0], trees.named_leaves(read._params)[1]
-    except _NEEDS_VALUES:
-        check_state(state, params)
+    except NEEDS_VALUES:
         return None
     check_updates(whole, updates, nodes, params)
     return None

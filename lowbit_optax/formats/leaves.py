@@ -46,7 +46,7 @@ def _joined(format_: WeightFormat, implementation: Implementation, param, residu
     if residual is None or not format_.width:
         return format_.join(param, residual)
     # Where shards would cut words, these are spread over another axis.
-    moved = shards.beside(param, residual)
+    moved = shards.placed_like(param, residual)
     (master,) = fused_update(
         _Join(format_.on_fields()),
         [Operand(moved), Operand(residual, format_.width)],
@@ -54,7 +54,7 @@ def _joined(format_: WeightFormat, implementation: Implementation, param, residu
         shape=param.shape,
         implementation=implementation,
     )
-    return shards.beside(master, param)
+    return shards.placed_like(master, param)
 
 
 def split_leaf(

@@ -339,14 +339,14 @@ class _Call:
         names, leaves, treedef = self._named
         grads = trees.parts_of(names, treedef, self.grads, "grads")
         lowbit = stepper_of(self.config.inner)
-        told: Sequence = [None] * len(names)
+        shardings: Sequence = [None] * len(names)
         if isinstance(lowbit, Lowbit):
-            told = lowbit.told_shardings(self.params)
+            shardings = lowbit.leaf_shardings(self.params)
         return Sums(
             [
                 StoredLeaf(name, leaf, None, sharding=sharding).with_grad(grad)
                 for name, leaf, sharding, grad in zip(
-                    names, leaves, told, grads, strict=True
+                    names, leaves, shardings, grads, strict=True
                 )
             ],
             self.state.seed,

@@ -35,7 +35,7 @@ def on_host(array):
     return array if is_on_host(array) else jax.device_put(array, _Space.Host)
 
 
-def beside(array, other):
+def placed_like(array, other):
     """The array in the memory that the other one lies in."""
     return on_host(array) if is_on_host(other) else on_device(array)
 

@@ -36,7 +36,7 @@ class Part:
       numbers: of its leaves, in the whole state.
       exclusive: those that are updated with the leaves, such as moments. The others,
         such as a count, are only read.
-      beside: other leaves that the transformation gets, too. Nothing reads what it
+      others: leaves that the transformation gets, too. Nothing reads what it
         makes of them.
     """
 
@@ -44,7 +44,7 @@ class Part:
     structure: typing.Any
     numbers: Sequence[int]
     exclusive: Sequence[int]
-    beside: Sequence[ParamLeaf] = ()
+    others: Sequence[ParamLeaf] = ()
 
     @property
     def names(self) -> list[str]:
@@ -133,13 +133,13 @@ class Parts:
 
     def in_loop(self, leaves: Sequence[ParamLeaf]) -> Part:
         """The part for leaves that a loop updates layer by layer."""
-        return self.beside_others(leaves, [n for x in leaves for n in self.stacks[x]])
+        return self.with_others(leaves, [n for x in leaves for n in self.stacks[x]])
 
-    def beside_others(self, leaves: Sequence[ParamLeaf], numbers: list[int]) -> Part:
+    def with_others(self, leaves: Sequence[ParamLeaf], numbers: list[int]) -> Part:
         """A part that steps on all leaves, and keeps these leaves and this state."""
         others = [leaf for leaf in self._loss.leaves if leaf not in leaves]
         return dataclasses.replace(
-            self.whole, leaves=leaves, exclusive=numbers, beside=others
+            self.whole, leaves=leaves, exclusive=numbers, others=others
         )
 
     @functools.cached_property

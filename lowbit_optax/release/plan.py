@@ -183,7 +183,7 @@ def _last(loss: TracedLoss, found: Sequence[Part], parts: Parts) -> Part:
     left = [n for n in parts.whole.numbers if n not in taken]
     part = parts.part(rest, is_last=True) if updated else parts.whole
     if isinstance(part, str) or set(part.numbers) != set(left):
-        return parts.beside_others(rest, left)
+        return parts.with_others(rest, left)
     return dataclasses.replace(part, exclusive=left)
 
 

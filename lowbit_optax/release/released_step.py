@@ -14,7 +14,7 @@ from lowbit_optax._step.layers import Layer
 from lowbit_optax.loss_scaling.guarded import Sizes, guarded
 from lowbit_optax.release.evaluation import Rule, carried, evaluate
 from lowbit_optax.release.float_state import as_floats, as_state
-from lowbit_optax.release.host_memory import beside, on_device, placed
+from lowbit_optax.release.host_memory import on_device, placed, placed_like
 from lowbit_optax.release.parts import Part
 from lowbit_optax.release.plan import ReleasePlan, loss_scaled, without_scale
 from lowbit_optax.release.traced_loss import TracedLoss
@@ -161,7 +161,7 @@ def _updating(
 
     def step(part: Part, params, numbered, gradients: ByPath, guard):
         """New parameters by path, and new values of the given leaves of the state."""
-        leaves = *part.leaves, *part.beside
+        leaves = *part.leaves, *part.others
         values = {leaf.name: params.get(leaf.name, leaf.value) for leaf in leaves}
         found = {leaf.name: leaf.zero_gradient() for leaf in leaves} | {
             name: transform(gradient) for name, gradient in gradients.items()
@@ -203,7 +203,7 @@ def _updating(
             counts = {n: numbered[n] for n in plan.parts.counts}
             any_update = Guard(factor, measured.updated > 0)
             new |= step(part, params, counts, gradients, any_update)[1]
-        return params, (jax.tree.map(beside, new, numbered), finite), measured
+        return params, (jax.tree.map(placed_like, new, numbered), finite), measured
 
     return rule
 

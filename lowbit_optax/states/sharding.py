@@ -86,7 +86,7 @@ def state_shardings(
     if mesh is None and not jax.sharding.get_mesh().empty:
         mesh = jax.sharding.get_mesh()
     if shardings is None:
-        shardings = _told(tx, params, mesh)
+        shardings = _shardings_of_params(tx, params, mesh)
     advice = functools.partial(_advice, tx, params)
     placed = _by_parameter(params, shardings, mesh, advice)
     if mesh is None:
@@ -133,13 +133,15 @@ def state_shardings(
     )
 
 
-def _told(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | None):
+def _shardings_of_params(
+    tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | None
+):
     """The ``param_shardings`` of a transformation; PartitionSpecs are of the mesh."""
     found: dict[str, NamedSharding | None] = {}
 
     def start(config, params):
-        told = config.told_shardings(params)
-        found.update(zip(trees.named_leaves(params)[0], told, strict=True))
+        known = config.leaf_shardings(params)
+        found.update(zip(trees.named_leaves(params)[0], known, strict=True))
         return config.start(params, {})
 
     with context.starting(start):
@@ -203,7 +205,7 @@ def _by_parameter(params, shardings, mesh: Mesh | None, advice: Callable[..., st
     placed = {}
     for path, leaf, sharding in zip(names, leaves, each, strict=True):
         name, shape = f"params{path}", tuple(leaf.shape)
-        assert sharding is not None, "each is told"
+        assert sharding is not None, "each is known"
         for axis, shards in uneven_axes(shape, sharding).items():
             raise ValueError(
                 f"state_shardings: axis {axis} of {name}, of shape {list(shape)}, "

@@ -12,9 +12,10 @@ import optax
 
 from lowbit_optax._arguments import check_transformation
 from lowbit_optax._numerics.landing import REPLACE
+from lowbit_optax._step import context
 from lowbit_optax._step.direct_update import DirectUpdate
 from lowbit_optax._step.guard import UNGUARDED
-from lowbit_optax._step.stepper import Stepper, stepper_of
+from lowbit_optax._step.stepper import Stepper
 from lowbit_optax.loss_scaling.guarded import guarded
 
 
@@ -31,13 +32,14 @@ class OtherUpdates(Stepper):
     def init(self, params: optax.Params):
         return self.inner.init(params)
 
-    def hoisted(self, grads, state, params, extra_args: dict):
-        """See :meth:`.Stepper.hoisted`."""
-        stepper = stepper_of(self.inner)
-        if stepper is None:
-            return super().hoisted(grads, state, params, extra_args)
-        held, with_held = stepper.hoisted(grads, state, params, extra_args)
-        return held, lambda held: type(self)(with_held(held).transformation)
+    def update(self, updates, state, params=None, **extra):
+        """As in optax. A step takes new parameters, which other updates only wrap."""
+        if not context.current().wants_params:
+            return super().update(updates, state, params, **extra)
+        inner = optax.with_extra_args_support(self.inner)
+        return inner.update(updates, state, params, **extra)
+
+    update_within = update
 
 
 class _Direct(OtherUpdates):

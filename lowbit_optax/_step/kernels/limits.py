@@ -43,8 +43,14 @@ def has_layers(leaf: StoredLeaf) -> bool:
     return all(not spec or spec[0] is None for spec in specs)
 
 
-def check_leaf(stored: StoredLeaf, weight: WeightRows) -> None:
-    """Raise unless a kernel can read and write a parameter, stored like this."""
+def is_small(leaf, weight: WeightRows) -> bool:
+    """Whether a parameter is a scalar or too small for a kernel of its own."""
+    fewest = MIN_PACKED_SIZE if weight.is_packed else 1
+    return not leaf.shape or math.prod(leaf.shape) < fewest
+
+
+def check_leaf(stored: StoredLeaf) -> None:
+    """Raise unless a kernel can read and write a parameter."""
     leaf = stored.param
     if isinstance(leaf, BlockScaledTensor):
         raise NotElementwise("kernels do not take block-scaled float8")
@@ -57,8 +63,6 @@ def check_leaf(stored: StoredLeaf, weight: WeightRows) -> None:
             f"it has more than {MAX_ELEMENTS} elements, and no layers along its first "
             "axis to update one by one"
         )
-    if leaf.size < (MIN_PACKED_SIZE if weight.is_packed else 1) or not leaf.shape:
-        raise NotElementwise("")  # no reason: left to XLA without an error
 
 
 def check_fields(arrays: Leaf) -> None:

@@ -25,6 +25,7 @@ from lowbit_optax._step.kernels.limits import (
     check_fields,
     check_leaf,
     check_result,
+    is_small,
     needs_loop,
 )
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
@@ -55,8 +56,8 @@ class KernelPlan:
     Args:
       traced: the inner update.
       kernels: by the numbers of their leaves.
-      reasons: by the numbers of the other leaves, why they have none. The reason is
-        empty for leaves that kernels are not meant for, such as scalars.
+      reasons: by the numbers of other leaves, why they have none. Small leaves, which
+        kernels are not meant for, are in neither.
       scalars: the table of scalars that the kernels read.
     """
 
@@ -66,18 +67,13 @@ class KernelPlan:
     scalars: Scalars
 
     def require(self) -> None:
-        """Raise a ValueError for the first leaf that no kernel can update.
-
-        Leaves whose reason is empty are left to XLA without an error.
-        """
+        """Raise a ValueError for the first leaf that no kernel can update."""
         for number, reason in self.reasons.items():
-            if reason:
-                name = self.traced.step.leaves[number].name
-                raise ValueError(
-                    f"lowbit: implementation is 'pallas', but no kernel can update "
-                    f"params{name}: {reason}. implementation=None uses XLA for such "
-                    "leaves"
-                )
+            name = self.traced.step.leaves[number].name
+            raise ValueError(
+                f"lowbit: implementation is 'pallas', but no kernel can update "
+                f"params{name}: {reason}. implementation=None uses XLA for such leaves"
+            )
 
     def arrays(self, step: Step, values: Mapping | None = None) -> dict[int, Leaf]:
         """What the kernels read and write, by the numbers of the leaves.
@@ -145,9 +141,12 @@ def plan_kernels(
     planner = _Planner(traced, scalars, is_exact, for_tpus)
     kernels: dict[int, LeafKernel] = {}
     reasons: dict[int, str] = {}
-    for i in range(len(traced.step.leaves)):
+    for i, leaf in enumerate(traced.step.leaves):
+        weight = WeightRows.of(leaf)
+        if is_small(leaf.param, weight):
+            continue
         try:
-            kernels[i] = planner.leaf(i)
+            kernels[i] = planner.leaf(i, weight)
         except NotElementwise as reason:
             reasons[i] = str(reason)
     if _reads_what_is_stored_first(traced, scalars, kernels, reasons):
@@ -197,14 +196,13 @@ class _Planner:
     is_exact: bool
     for_tpus: bool
 
-    def leaf(self, i: int) -> LeafKernel:
+    def leaf(self, i: int, weight: WeightRows) -> LeafKernel:
         """The kernel of a leaf; NotElementwise is raised if it has none."""
         step, nodes, graph = self.traced.step, self.traced.nodes, self.traced.graph
         leaf, update = step.leaves[i], nodes.updates[i]
         if self.traced.closed.effects:
             raise NotElementwise(f"it has side effects: {self.traced.closed.effects}")
-        weight = WeightRows.of(leaf)
-        check_leaf(leaf, weight)
+        check_leaf(leaf)
         if update.aval.dtype != jnp.float32:
             raise NotElementwise(f"its update is {update.aval.dtype}")
         adds = step.landing.is_direct if leaf.format is None else leaf.format.stores_sum

@@ -148,3 +148,31 @@ def test_a_step_happens_where_no_wrapper_skips_it():
         else:
             assert int(new_state.count) == 2
             assert all((got[name] != params[name]).any() for name in params)
+
+
+def loss_scaled(learning_rate):
+    tx = lowbit_optax.kahan_sgd(learning_rate)
+    return lowbit_optax.with_loss_scale(tx, lowbit_optax.static_scale(1.0))
+
+
+@pytest.mark.parametrize("make", [lowbit_optax.kahan_sgd, loss_scaled])
+def test_rates_are_injected_into_a_transformation_that_is_made_at_each_step(make):
+    injected = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)
+    params, state = run(injected(learning_rate=0.5), SERIES)
+    assert_same_bits(params, run(make(0.5), SERIES)[0])
+    assert float(state.hyperparams["learning_rate"]) == 0.5
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, AttributeError])
+def test_an_error_of_a_wrapper_is_raised_once(error):
+    calls = []
+
+    def update(updates, state, params=None):
+        calls.append(error)
+        raise error("of the wrapper")
+
+    broken = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    tx = optax.chain(broken, lowbit_optax.kahan_sgd(0.5))
+    with pytest.raises(error, match="of the wrapper"):
+        run(tx, SERIES[:1])
+    assert len(calls) == 1

@@ -65,7 +65,6 @@ AROUND = {
     "loss_scale": lambda make: lowbit_optax.with_loss_scale(
         make(RATE), lowbit_optax.static_scale(1.0)
     ),
-    "sums": lambda make: lowbit_optax.accumulate_gradients(make(RATE), 2),
 }
 
 
@@ -80,6 +79,14 @@ def test_inside_and_around_wrappers_it_gives_the_bits_of_step(optimizer, advance
     assert_same_bits(_run(advance, outside, params, series), want)
     inside = wrap(lambda learning_rate: direct_updates(alias(learning_rate)))
     assert_same_bits(_run(advance, inside, params, series), want)
+
+
+def test_sums_of_gradients_step_directly():
+    tx = lowbit_optax.accumulate_gradients(lowbit_adamw(RATE), 2)
+    params = model_params()
+    series = gradient_series(params, 4)
+    want = _run(lowbit_optax.step, tx, params, series)
+    assert_same_bits(_run(apply, direct_updates(tx), params, series), want)
 
 
 @pytest.mark.parametrize("boundary", ["jit", "eager", "cond"])
