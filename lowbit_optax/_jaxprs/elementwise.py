@@ -24,14 +24,15 @@ from jax import lax
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.graph import (
+    SUMS,
     Call,
     Graph,
     Node,
     constant,
     is_constant_number,
+    is_zero,
     made_of,
     primitive_of,
-    without_zero,
 )
 from lowbit_optax._jaxprs.leaf_program import MULTIPLY_ADD, Operation, Program, Ref
 
@@ -216,6 +217,15 @@ class _ProgramBuilder:
             return None
         operation = self.operations[number]
         return operation.inputs if operation.primitive is p.mul_p else None
+
+
+def without_zero(call: Call) -> Node | None:
+    """What a call adds 0 to, which changes nothing but a negative zero; or None."""
+    if call.primitive in SUMS:
+        for term, other in (call.inputs, call.inputs[::-1]):
+            if is_zero(other):
+                return term
+    return None
 
 
 def _between(outputs: Sequence[Node], inputs: Sequence[Node]) -> list[Call]:

@@ -278,15 +278,6 @@ def is_zero(node: Node) -> bool:
     return is_constant_number(node) and not np.any(np.asarray(node.constant))
 
 
-def without_zero(call: Call) -> Node | None:
-    """What a call adds 0 to, which changes nothing but a negative zero; or None."""
-    if call.primitive in SUMS:
-        for term, other in (call.inputs, call.inputs[::-1]):
-            if is_zero(other):
-                return term
-    return None
-
-
 class Graph:
     """A traced function's values.
 

@@ -2,7 +2,7 @@
 
 JAX differentiates the result. Each parameter passes through ``released`` before its
 first use. A scan over parameters that can be updated layer by layer runs as
-``released_loop``, the function that ``release.scan`` uses.
+a ``ReleasedLoop``, which ``release.scan`` is, too.
 
 The loss also passes a *token*, a small tree of floats, through every wrapper. No
 operation of the loss reads it. In the backward pass its cotangent visits the wrappers'
@@ -23,10 +23,11 @@ from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.graph import Node, called_jaxpr, run, value_of
 from lowbit_optax._jaxprs.program import ScanCall, Segment, without_barriers_on
 from lowbit_optax.release.float_state import FloatState
+from lowbit_optax.release.loop import Operands, ReleasedLoop
 from lowbit_optax.release.parts import Part
 from lowbit_optax.release.plan import ReleasePlan, Stretch
 from lowbit_optax.release.traced_loss import TracedLoss
-from lowbit_optax.release.wrappers import released, released_loop
+from lowbit_optax.release.wrappers import released
 
 Rule = Callable[..., tuple]
 """``(part, params, state, gradients, token, index) -> (params, state, token)``.
@@ -174,20 +175,20 @@ def _run_loop(stretch: Stretch, rule: Rule, known, state, token):
         None if n in {*of_layer, *of_codes} else value_of(node, known)
         for n, node in enumerate(call.inputs)
     ]
-    carry, ys, token = released_loop(
-        body,
-        update,
-        operands[: scan.constants],
-        operands[scan.constants : first_x],
-        [value_of(call.inputs[n], known) for n in of_layer[: len(plain)]],
-        state,
-        [operands[n] for n in of_xs],
-        token,
-        [
-            jax.ShapeDtypeStruct(x.gradient.shape[1:], x.gradient.dtype)
-            for x in quantized
-        ],
-        {"length": scan.length, "reverse": scan.reverse, "unroll": scan.unroll},
+    stand_ins = [
+        jax.ShapeDtypeStruct(x.gradient.shape[1:], x.gradient.dtype) for x in quantized
+    ]
+    how = {"length": scan.length, "reverse": scan.reverse, "unroll": scan.unroll}
+    loop = ReleasedLoop(body, update, how, stand_ins)
+    carry, ys, token = loop(
+        Operands(
+            shared=operands[: scan.constants],
+            init=operands[scan.constants : first_x],
+            layers=[value_of(call.inputs[n], known) for n in of_layer[: len(plain)]],
+            state=state,
+            xs=[operands[n] for n in of_xs],
+            token=token,
+        )
     )
     known.update(zip(call.outputs, (*carry, *ys), strict=True))
     return token

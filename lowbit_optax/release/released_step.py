@@ -12,13 +12,14 @@ from lowbit_optax._step import context
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.layers import Layer
 from lowbit_optax.loss_scaling.guarded import Sizes, guarded
+from lowbit_optax.release.barriers import alone, tied
 from lowbit_optax.release.evaluation import Rule, carried, evaluate
 from lowbit_optax.release.float_state import as_floats, as_state
 from lowbit_optax.release.host_memory import on_device, placed, placed_like
 from lowbit_optax.release.parts import Part
 from lowbit_optax.release.plan import ReleasePlan, loss_scaled, without_scale
 from lowbit_optax.release.traced_loss import TracedLoss
-from lowbit_optax.release.wrappers import alone, check_kept, tied
+from lowbit_optax.release.wrappers import check_kept
 
 ByPath = Mapping[str, typing.Any]
 

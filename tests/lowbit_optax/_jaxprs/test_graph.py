@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.extend.core import primitives as p
 
+from lowbit_optax._jaxprs.elementwise import without_zero
 from lowbit_optax._jaxprs.graph import (
     Graph,
     calls_between,
@@ -13,7 +14,6 @@ from lowbit_optax._jaxprs.graph import (
     is_zero,
     made_of,
     scalar_of,
-    without_zero,
 )
 
 pytestmark = pytest.mark.standard_promotion

@@ -1,0 +1,185 @@
+"""A scan over layers whose backward loop updates each layer.
+
+The backward loop carries the stacked parameters and their state. It reads one layer,
+computes its gradients, calls the update, and writes the new layer over the old one.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from lowbit_optax.release.barriers import tied
+from lowbit_optax.release.float_state import FloatState, as_floats, as_state
+from lowbit_optax.release.host_memory import is_on_host
+
+
+class Operands(typing.NamedTuple):
+    """The operands of a loop, whose cotangents its backward pass returns.
+
+    Args:
+      shared: arrays that every layer reads.
+      init: the first carry.
+      layers: arrays, stacked along their first axis.
+      state: of ``(codes, state)``. Codes are arrays of quantised layers.
+      xs: other stacked arrays, or None.
+      token: is returned unchanged. In the backward loop the update gets its cotangent
+        and returns a new one, which the update of the next layer gets.
+    """
+
+    shared: typing.Any
+    init: typing.Any
+    layers: list
+    state: FloatState
+    xs: typing.Any
+    token: typing.Any = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReleasedLoop:
+    """A scan that updates each layer in its backward loop; see :func:`.scan`.
+
+    Args:
+      body: ``(shared, carry, layer, codes, x) -> (carry, y)``.
+      update: ``(layer, (codes, state), gradients, token, index)`` to new ``(layer,
+        (codes, state), token)``. An array that it returns unchanged is not written.
+      how: length, reverse and unroll, as in ``jax.lax.scan``.
+      stand_ins: shapes of zeros that are appended to a layer, for the gradients of
+        quantised layers. ``update`` does not get these zeros, only their gradients.
+    """
+
+    body: Callable
+    update: Callable
+    how: dict[str, typing.Any]
+    stand_ins: Sequence[jax.ShapeDtypeStruct] = ()
+
+    def __call__(self, operands: Operands) -> tuple:
+        """``(carry, ys, token)``."""
+        read_back = _ReadBack()
+        forward = functools.partial(self._forward, read_back)
+        run = jax.custom_vjp(lambda *args: forward(*args)[0])
+        types = jax.tree.map(jax.typeof, operands.init)
+        run.defvjp(forward, functools.partial(self._backward, read_back, types))
+        return run(*operands)
+
+    def _forward(self, read_back: "_ReadBack", *args):
+        """The results, and what the backward pass needs."""
+        operands = Operands(*args)
+        shared, layers = operands.shared, operands.layers
+        codes, _ = as_state(operands.state)
+
+        def step(carry, inputs):
+            layer, codes, x = inputs
+            zeros = [jnp.zeros(like.shape, like.dtype) for like in self.stand_ins]
+            function = lambda *args: self.body(*args[:3], codes, *args[3:])
+            out, pull = jax.vjp(function, shared, carry, [*layer, *zeros], x)
+            known = jax.tree.leaves((shared, layer, codes, x))
+            return out[0], (out[1], read_back.save(pull, out, known))
+
+        stacks = layers, codes, operands.xs
+        carry, (ys, saved) = lax.scan(step, operands.init, stacks, **self.how)
+        residuals = shared, layers, operands.state, operands.xs, saved
+        return (carry, ys, operands.token), residuals
+
+    def _backward(self, read_back: "_ReadBack", init, residuals, cotangents):
+        """The cotangents of the operands: for layers and state, their new values.
+
+        ``init`` is the types of the first carry.
+        """
+        shared, layers, state, xs, saved = residuals
+        stacks = layers, as_state(state)
+        count = len(jax.tree.leaves(stacks)[0])
+        ct_carry, ct_ys, token = _without_integers(cotangents)
+
+        def step(loop, inputs):
+            ct_carry, ct_shared, token, stacks = loop
+            early, saved, ct_y, x = inputs
+            layer, codes = _layer_at(early, (stacks[0], stacks[1][0]), early)
+            known = jax.tree.leaves((shared, layer, codes, x))
+            found = _without_integers(read_back.pull(saved, known, (ct_carry, ct_y)))
+            (more, ct_carry, gradients, ct_x), later = tied((found, early))
+            # The layer is read a second time, so that gradients can use the memory of
+            # the first copy.
+            # XLA's CPU compiler, which drops barriers, would copy whole stacks instead.
+            index = lax.platform_dependent(
+                early, later, cpu=lambda x, _: x, default=lambda _, x: x
+            )
+            old = _layer_at(index, stacks, early)
+            *new, token = self.update(*old, gradients, token, index)
+            put = functools.partial(_put, index)
+            stacks = jax.tree.map(put, stacks, old, tuple(new))
+            ct_shared = jax.tree.map(jnp.add, ct_shared, more)
+            return (ct_carry, ct_shared, token, stacks), ct_x
+
+        zeros = jax.tree.map(jnp.zeros_like, _without_integers(shared))
+        (ct_carry, ct_shared, token, (layers, new_state)), ct_xs = lax.scan(
+            step,
+            (ct_carry, zeros, token, stacks),
+            (jnp.arange(count, dtype=jnp.int32), saved, ct_ys, xs),
+            **self.how | {"reverse": not self.how["reverse"]},
+        )
+        primals = shared, init, xs
+        ct_shared, ct_carry, ct_xs = _like(primals, (ct_shared, ct_carry, ct_xs))
+        return ct_shared, ct_carry, layers, as_floats(new_state), ct_xs, token
+
+
+class _ReadBack:
+    """Finds arrays that a layer's backward pass needs and that exist anyway.
+
+    The backward loop reads these again. The others the forward loop saves in stacks.
+    """
+
+    def save(self, pull, out, known: list) -> list:
+        """The arrays of the function ``pull`` that the forward loop has to save."""
+        leaves, self._structure = jax.tree.flatten(pull)
+        self._out = jax.tree.map(jax.typeof, out)
+        numbers = lambda x: (n for n, each in enumerate(known) if each is x)
+        self._origins = [next(numbers(leaf), None) for leaf in leaves]
+        pairs = zip(leaves, self._origins, strict=True)
+        return [x for x, number in pairs if number is None]
+
+    def pull(self, saved: list, known: list, cotangents):
+        """The function's results, from the arrays that the backward loop has."""
+        rest = iter(saved)
+        leaves = [next(rest) if n is None else known[n] for n in self._origins]
+        return self._structure.unflatten(leaves)(_like(self._out, cotangents))
+
+
+def _without_integers(tree):
+    """A tree with None for integers, which have no derivative, and for their zeros."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    return jax.tree.map(lambda x: x if is_float(x) else None, tree)
+
+
+def _like(primals, cotangents):
+    """Cotangents of these primals, with JAX's zeros where there is None."""
+    zero = lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0)
+    return jax.tree.map(
+        lambda x, ct: zero(x) if ct is None else ct, primals, cotangents
+    )
+
+
+def _layer_at(index, stacks, early):
+    """One layer of stacks.
+
+    ``early`` is the same index, known before the gradients are, when copies from host
+    memory can begin.
+    """
+    return jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(
+            x, early if is_on_host(x) else index, keepdims=False
+        ),
+        stacks,
+    )
+
+
+def _put(index, stack, old, new):
+    """The stack with a new layer, if it is another one than before."""
+    if new is old:
+        return stack
+    return lax.dynamic_update_index_in_dim(stack, new, index, 0)
