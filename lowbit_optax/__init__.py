@@ -16,7 +16,7 @@ from lowbit_optax.aliases import *
 from lowbit_optax.block_scaling import block_scale
 from lowbit_optax.formats import *
 from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
-from lowbit_optax.formats.moment_fields import declare_moments
+from lowbit_optax.formats.moment_fields import register_moments
 from lowbit_optax.loss_scaling import (
     LossScaleState,
     backoff_scale,
@@ -45,7 +45,7 @@ from lowbit_optax.states.masters import (
     from_master,
     master_weights,
     param_dtypes,
-    starting_from,
+    with_master,
 )
 from lowbit_optax.states.sharding import state_shardings
 from lowbit_optax.transformations.averaging import ema_of_params
@@ -91,7 +91,6 @@ __all__ = [
     "cancelled_updates",
     "convert",
     "current_loss_scale",
-    "declare_moments",
     "dequantize",
     "direct_updates",
     "ema_of_params",
@@ -107,16 +106,17 @@ __all__ = [
     "param_dtypes",
     "plan",
     "quantize_params",
+    "register_moments",
     "regularize",
     "scaled_value_and_grad",
     "split_array",
-    "starting_from",
     "state_shardings",
     "static_scale",
     "step",
     "step_memory",
     "step_report",
     "with_loss_scale",
+    "with_master",
 ]
 __all__ += _aliases.__all__
 __all__ += _formats.__all__

@@ -23,7 +23,7 @@ from lowbit_optax.states.masters import (
     from_master,
     is_bias_or_vector,
     param_dtypes,
-    starting_from,
+    with_master,
 )
 from lowbit_optax.transformations.direct import direct_updates
 from lowbit_optax.transformations.lowbit import step
@@ -168,7 +168,7 @@ class TrainState(train_state.TrainState):
         )
 
 
-def narrow(
+def cast_model(
     model: typing.Any,
     tx: optax.GradientTransformation,
     *,
@@ -180,7 +180,7 @@ def narrow(
 
     For trainers that make an ``nnx.Optimizer`` themselves, such as Tunix'::
 
-        trainer = PeftTrainer(model, narrow(model, tx), config)
+        trainer = PeftTrainer(model, cast_model(model, tx), config)
 
     Args:
       model: an nnx module with float32 parameters, which are replaced.
@@ -192,18 +192,18 @@ def narrow(
 
     Returns:
       ``tx``, whose first ``init`` starts from the float32 weights; see
-      :func:`lowbit_optax.starting_from`.
+      :func:`lowbit_optax.with_master`.
 
     >>> from flax import nnx
     >>> import lowbit_optax
     >>> model = nnx.Linear(64, 8, rngs=nnx.Rngs(0))
-    >>> tx = narrow(model, lowbit_optax.extra_bits_adamw(1e-3))
+    >>> tx = cast_model(model, lowbit_optax.extra_bits_adamw(1e-3))
     >>> model.kernel[...].dtype, model.bias[...].dtype
     (dtype(bfloat16), dtype('float32'))
     """
     master = nnx.state(model, wrt)
     params, _ = from_master(tx, master, param_dtypes(master, param_dtype, keep_float32))
-    start = starting_from(tx, master)
+    start = with_master(tx, master)
     nnx.update(model, params)  # and with it what master refers to
     return start
 
@@ -219,7 +219,7 @@ def nnx_optimizer(
     """An ``nnx.Optimizer`` from a float32 model, on the fast path.
 
     Args:
-      model, tx, wrt, param_dtype, keep_float32: as of :func:`narrow`, which narrows the
+      model, tx, wrt, param_dtype, keep_float32: as of :func:`cast_model`, which narrows the
         model's parameters.
 
     Returns:
@@ -235,4 +235,5 @@ def nnx_optimizer(
     dtype(bfloat16)
     """
     options = dict(wrt=wrt, param_dtype=param_dtype, keep_float32=keep_float32)
-    return nnx.Optimizer(model, narrow(model, direct_updates(tx), **options), wrt=wrt)
+    tx = cast_model(model, direct_updates(tx), **options)
+    return nnx.Optimizer(model, tx, wrt=wrt)

@@ -63,7 +63,7 @@ FAMILIES = {
     "kahan": _of(MOMENTUM, lo.kahan(), BFLOAT16),
     "stochastic_rounding": _of(MOMENTUM, lo.stochastic_rounding(), BFLOAT16),
     "stochastic_rounding, error into momentum": _of(
-        MOMENTUM, lo.stochastic_rounding(error_into="trace"), EIGHT, exact=False
+        MOMENTUM, lo.stochastic_rounding(error_feedback="trace"), EIGHT, exact=False
     ),
     "extra_bits(16)": _of(MOMENTUM, lo.extra_bits(16), "float32"),
     "extra_bits(8)": _of(MOMENTUM, lo.extra_bits(8), "float32"),

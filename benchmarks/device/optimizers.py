@@ -91,7 +91,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "extra_bits_adamw(bits=8)": _bind(lo.extra_bits_adamw, bits=8),
     'lowbit_adamw(moments="low")': _bind(lo.lowbit_adamw, moments="low"),
     "sr_adamw, error into 8-bit mu": _bind(
-        lo.sr_adamw, error_into="mu", moments=lo.block_quantized(8)
+        lo.sr_adamw, error_feedback="mu", moments=lo.block_quantized(8)
     ),
     "lpmm_adam, 12 bits": _bind(lo.lpmm_adam, quantised=True),
     "optax, float32": _float32,

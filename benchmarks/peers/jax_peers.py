@@ -118,7 +118,7 @@ def peers(fused_flash: bool = False) -> dict[str, Peer]:
     Args:
       fused_flash: flashoptim-jax by its kernels, which are for GPUs; else by XLA.
     """
-    into_mu = lowbit_optax.stochastic_rounding(error_into="mu")
+    into_mu = lowbit_optax.stochastic_rounding(error_feedback="mu")
     found = {
         BASELINE: _plain(_optax, jnp.float32),
         "optax.adamw, float32 master": _master(),

@@ -60,9 +60,9 @@ MORE = {
         optax.adamw(1e-3), moments=lo.block_quantized(4)
     ),
     '`lowbit_adamw(moments="low")`': lo.lowbit_adamw(1e-3, moments="low"),
-    '`sr_adamw(error_into="mu")`': lo.sr_adamw(1e-3, error_into="mu"),
+    '`sr_adamw(error_feedback="mu")`': lo.sr_adamw(1e-3, error_feedback="mu"),
     "the same, moments of 8 bits": lo.sr_adamw(
-        1e-3, error_into="mu", moments=lo.block_quantized(8)
+        1e-3, error_feedback="mu", moments=lo.block_quantized(8)
     ),
     "`lpmm_sgd`, 12 bits": lo.lpmm_sgd(1e-3, momentum=0.9),
 }

@@ -99,6 +99,6 @@ def main(argv: list[str] | None = None) -> None:
     steps = {
         "optax.adamw": optax.adamw(1e-3),
         "lowbit_adamw, told": alias(1e-3, param_shardings=told),
-        "lowbit_adamw": alias(1e-3, warns=False),
+        "lowbit_adamw": alias(1e-3, warn=False),
     }
     records.print_rows(facts(name, tx, mesh) for name, tx in steps.items())

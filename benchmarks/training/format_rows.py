@@ -109,7 +109,7 @@ def adamw() -> dict[str, Row]:
         look = {"color": pictures.COLORS[color], "style": style, "dtype": dtype}
         return of(optax.adamw, weights, moments, **look)
 
-    into = stochastic_rounding(error_into="mu")
+    into = stochastic_rounding(error_feedback="mu")
     return {
         "float32": of_float32(optax.adamw),
         "bfloat16, nearest": row(

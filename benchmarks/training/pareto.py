@@ -33,7 +33,7 @@ FOUR = block_quantized(4)
 WEIGHTS = {
     "nearest": lowbit_optax.nearest(),
     "stochastic": lowbit_optax.stochastic_rounding(),
-    "error into mu": lowbit_optax.stochastic_rounding(error_into="mu"),
+    "error into mu": lowbit_optax.stochastic_rounding(error_feedback="mu"),
     **{f"+{bits}": extra_bits(bits) for bits in (2, 4, 8, 16)},
     "Kahan": lowbit_optax.kahan(),
     **{f"LPMM {bits}": None for bits in (12, 10, 8)},

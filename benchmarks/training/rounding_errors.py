@@ -26,7 +26,7 @@ from lowbit_optax import extra_bits, stochastic_rounding
 MINUTES = 4
 NEEDS = ("sklearn",)
 
-FED = stochastic_rounding(error_into="mu")
+FED = stochastic_rounding(error_feedback="mu")
 BFLOAT16, FLOAT8 = jnp.bfloat16, jnp.float8_e4m3fn
 RATES = (1e-3, 1e-4, 1e-5)
 ROWS = {

@@ -58,11 +58,11 @@ def run(
     implementation: Implementation,
     extra_args: dict,
     *,
-    warns: bool = True,
+    warn: bool = True,
 ) -> Stepped:
     """Run a step with the implementation that is asked for, or the platform's best.
 
-    It warns of large leaves that XLA updates on an accelerator, if it ``warns``.
+    It warns of large leaves that XLA updates on an accelerator if ``warn`` is true.
 
     Raises:
       ValueError: if kernels are asked for and cannot update a leaf, naming it.
@@ -86,7 +86,7 @@ def run(
     if only_xla:
         return by_xla(step)
     if implementation is None:
-        return _by_platform(step, traced, by_xla, warns)
+        return _by_platform(step, traced, by_xla, warn)
     plan = plan_kernels(traced, for_tpus=implementation == "tpu")
     plan.require()
     if not plan.kernels:
@@ -95,7 +95,7 @@ def run(
 
 
 def _by_platform(
-    step: Step, traced: InnerUpdate, by_xla: Callable, warns: bool
+    step: Step, traced: InnerUpdate, by_xla: Callable, warn: bool
 ) -> Stepped:
     """Run a step with kernels on CUDA and TPUs, and with XLA elsewhere.
 
@@ -104,14 +104,14 @@ def _by_platform(
     """
     refusal, on_tpus = refused_gpu(), is_for_tpus(_mesh(step))
     if refusal is not None:
-        if warns:
+        if warn:
             cost = "which takes more time and memory"
             warn_once(f"lowbit: XLA runs the steps, {cost}: {refusal}")
         return by_xla(step)
     plan = plan_kernels(traced, for_tpus=on_tpus)
     reasons = plan.why_not(on_tpus=on_tpus)
     message = warning_of(left_to_xla(plan, reasons).values())
-    if warns and message and (on_tpus or target_gpu() is not None):
+    if warn and message and (on_tpus or target_gpu() is not None):
         warn_once(message)
     if not set(plan.kernels) - set(reasons):
         return by_xla(step)
@@ -119,7 +119,7 @@ def _by_platform(
     # Any other choice would trace kernels for other platforms as well.
     name = "tpu" if on_tpus else launcher_name(None)
     run = lambda: kernels.run(step.for_another_branch(), name)
-    if on_tpus and warns:
+    if on_tpus and warn:
         partitioned = left_to_xla(plan, perhaps_partitioned(plan))
         run = lambda: kernels.run(_warning(step, partitioned), name)
     branches = {"tpu" if on_tpus else "cuda": run}

@@ -63,7 +63,7 @@ class Lowbit(Stepper):
       min_size: leaves with fewer elements may be stored in a simpler format.
       implementation: see :data:`pallas_kernels.platforms.Implementation`.
       param_shardings: where the parameters lie on a mesh.
-      warns: whether ``init`` warns of float32 parameters, and a step of large leaves
+      warn: whether ``init`` warns of float32 parameters, and a step of large leaves
         that XLA updates on an accelerator.
     """
 
@@ -74,7 +74,7 @@ class Lowbit(Stepper):
     min_size: int
     implementation: Implementation = None
     param_shardings: ParamShardings = None
-    warns: bool = True
+    warn: bool = True
 
     def init(self, params: optax.Params):
         """The initial state, with which every master equals its parameter."""
@@ -90,7 +90,7 @@ class Lowbit(Stepper):
         if start is not None:
             return start(self, params)
         state = self.start(params, {})
-        if self.warns:
+        if self.warn:
             warn_of_wide_params(self.weights, *trees.named_leaves(params)[:2])
         return state
 
@@ -137,7 +137,7 @@ class Lowbit(Stepper):
             report(step, functools.partial(update, **extra_args), self.implementation)
             return jax.tree.map(jnp.zeros_like, step.tree(step.masters)), state
         results, residuals, inner_state = backends.run(
-            step, self.inner, self.implementation, extra_args, warns=self.warns
+            step, self.inner, self.implementation, extra_args, warn=self.warn
         )
         results = [
             leaf.moved_back(x) for leaf, x in zip(step.leaves, results, strict=True)
@@ -344,10 +344,10 @@ def _check_inner_state(inner_state, weights: WeightFormat) -> None:
             "recipes in the documentation show a lookahead that keeps the slow weights "
             "in its state"
         )
-    if weights.error_into and trees.all_of(optax.MultiStepsState, inner_state):
+    if weights.error_feedback and trees.all_of(optax.MultiStepsState, inner_state):
         raise ValueError(
-            "lowbit: error_into with optax.MultiSteps inside: an update after updates "
-            "of zero would shorten the moment to nothing; put MultiSteps around "
-            "lowbit, or use lowbit_optax.accumulate_gradients"
+            "lowbit: error_feedback with optax.MultiSteps inside: an update after "
+            "updates of zero would shorten the moment to nothing; put MultiSteps "
+            "around lowbit, or use lowbit_optax.accumulate_gradients"
         )
     check_multi_steps_in(inner_state)

@@ -80,7 +80,7 @@ def feedback_of(
         c_next = linear_factor(next_update, new_moment, graph)
     except NotLinear as reason:
         raise ValueError(
-            f"lowbit: error_into: the update of params{name} is not linear in each "
+            f"lowbit: error_feedback: the update of params{name} is not linear in each "
             f"element of its moment: {reason}. Accepted are moments such as Adam's mu "
             "and SGD's trace; not Muon's, Lion's and AdaBelief's, and no update that "
             "is clipped by element after its moment"

@@ -114,12 +114,12 @@ class InnerUpdate:
     def _feedback(self, number: int, part: int | None) -> Feedback | None:
         leaf, nodes = self.step.leaves[number], self.nodes
         update = nodes.updates[number]
-        if leaf.format is None or leaf.format.error_into is None:
+        if leaf.format is None or leaf.format.error_feedback is None:
             return None
         if update.is_scalar or is_zero(update):
             return None
         if part is None:
-            raise no_moment_for_errors(leaf.name, leaf.format.error_into)
+            raise no_moment_for_errors(leaf.name, leaf.format.error_feedback)
         return feedback_of(
             leaf.name,
             part,

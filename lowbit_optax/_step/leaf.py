@@ -150,7 +150,7 @@ def advanced(
         new, after, result = format_.advance(
             param, residual, update, random, landing, ahead
         )
-        if format_.error_into is None:
+        if format_.error_feedback is None:
             return Landed(result, after)
         error = format_.error(param, residual, update, new, after)
         return Landed(result, after, error)

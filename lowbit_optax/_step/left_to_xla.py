@@ -85,7 +85,7 @@ def warning_of(left: Collection[Left]) -> str | None:
         "float32 arrays of their masters and moments, which takes a multiple of a "
         f"kernel's time, and about {total / 2**20:.0f} MiB of temporary memory on all "
         "devices together. lowbit_optax.explain(tx, params) lists such leaves; "
-        "warns=False turns this warning off"
+        "warn=False turns this warning off"
     )
 
 

@@ -148,7 +148,7 @@ class MomentPlan:
           ValueError: if a parameter has several such moments, or none has one. One that
             is frozen needs none.
         """
-        fields = [leaf.format and leaf.format.error_into for leaf in self.leaves]
+        fields = [leaf.format and leaf.format.error_feedback for leaf in self.leaves]
         if all(field is None for field in fields):
             return [None] * len(fields)
         found: dict[tuple[str | None, str], int] = {}
@@ -156,8 +156,8 @@ class MomentPlan:
             place = moment.field, moment.leaf
             if moment.field in fields and place in found:
                 raise ValueError(
-                    f"lowbit: error_into is {moment.field!r}, and params{moment.leaf} "
-                    "has several moments of this name"
+                    f"lowbit: error_feedback is {moment.field!r}, and "
+                    f"params{moment.leaf} has several moments of this name"
                 )
             found[place] = i
         existing = {field for field, _ in found}
@@ -358,10 +358,11 @@ def _of_another(state, expected: trees.PyTreeDef) -> ValueError:
 def no_moment_for_errors(name: str, field: str) -> ValueError:
     """The error of a leaf that has no moment to take its rounding errors."""
     return ValueError(
-        f"lowbit: error_into is {field!r}, but the inner transformation has no float32 "
-        f"moment of that name for params{name}; accepted is the field of its momentum, "
+        f"lowbit: error_feedback is {field!r}, but the inner transformation has no "
+        f"float32 moment of that name for params{name}; accepted is the field of its "
+        "momentum, "
         "such as 'mu' of optax.adamw or 'trace' of optax.sgd(..., momentum=0.9), or "
-        "error_into=None"
+        "error_feedback=None"
     )
 
 

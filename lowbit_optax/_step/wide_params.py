@@ -54,5 +54,5 @@ def warn_of_wide_params(
         f"lowbit: most parameters are float32; params{name} is "
         f"{trees.describe(largest)}. Weight formats hold only parameters in fewer "
         f"bits, so these stay as they are. To narrow them, use {fix}. To keep them in "
-        "float32 and store only the moments in fewer bits, pass warns=False"
+        "float32 and store only the moments in fewer bits, pass warn=False"
     )

@@ -55,7 +55,7 @@ def kahan_adamw(
       moments: formats of m (``mu``) and v (``nu``); ``cast(jnp.bfloat16)``, rounded
         stochastically, if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warns`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -100,7 +100,7 @@ def sr_adamw(
     mask: Mask = None,
     *,
     nesterov: bool = False,
-    error_into: str | None = None,
+    error_feedback: str | None = None,
     moments: Moments = None,
     **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
@@ -112,18 +112,18 @@ def sr_adamw(
         w   = SR(w - eta_t (a + d w))
 
     SR rounds to one of the two nearest numbers, so that the mean is right. Parameters
-    and state take 6 bytes per bfloat16 parameter. With ``error_into="mu"`` m takes what
-    SR has lost, and gives it back, in no byte more.
+    and state take 6 bytes per bfloat16 parameter. With ``error_feedback="mu"``, m takes
+    what SR has lost, and gives it back, in no byte more.
 
     Args:
       learning_rate: eta, a number or a schedule.
       b1, b2, eps, eps_root, mu_dtype, mask, nesterov: as in ``optax.adamw``.
       weight_decay: d, decoupled.
-      error_into: None, or ``"mu"``; see :func:`lowbit_optax.stochastic_rounding`.
+      error_feedback: None, or ``"mu"``; see :func:`lowbit_optax.stochastic_rounding`.
       moments: formats of m (``mu``) and v (``nu``); ``cast(jnp.bfloat16)``, rounded
         stochastically, if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warns`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -151,7 +151,7 @@ def sr_adamw(
     moments = BFLOAT16_MOMENTS if moments is None else moments
     arguments = learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask
     inner = checked("sr_adamw", moments, optax.adamw, *arguments, nesterov=nesterov)
-    weights = formats.stochastic_rounding(error_into=error_into)
+    weights = formats.stochastic_rounding(error_feedback=error_feedback)
     return lowbit(inner, weights=weights, moments=moments, **options)
 
 
@@ -195,7 +195,7 @@ def extra_bits_adamw(
         :func:`lowbit_optax.extra_bits`.
       moments: formats of m (``mu``) and v (``nu``); ``"float32"`` if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warns`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -263,7 +263,7 @@ def lowbit_adamw(
       bits: extra bits of the weights; 8 if None.
       moments: formats of m (``mu``) and v (``nu``); ``block_quantized(8)`` if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warns`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -322,7 +322,7 @@ def lowbit_lion(
       bits: extra bits of the weights; 8 if None.
       moments: format of m (``mu``); ``block_quantized(8)`` if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warns`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.

@@ -14,7 +14,7 @@ from lowbit_optax._step import trees
 from lowbit_optax._step.context import layerwise
 from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax.aliases.common import check_learning_rate, check_numbers, checked
-from lowbit_optax.formats.moment_fields import declare_moments
+from lowbit_optax.formats.moment_fields import register_moments
 from lowbit_optax.transformations.lowbit import lowbit
 from lowbit_optax.transformations.options import Options, takes_options
 
@@ -37,7 +37,7 @@ class MomentumState(typing.NamedTuple):
     mu: typing.Any
 
 
-declare_moments(MomentumState, averages=("mu",), orthogonalized=("mu",))
+register_moments(MomentumState, averages=("mu",), orthogonalized=("mu",))
 
 
 @takes_options
@@ -90,7 +90,7 @@ def lowbit_muon(
       moments: formats of Muon's m (``mu``) and of AdamW's (``mu``, ``nu``);
         ``block_quantized(8)`` if None, whose codes of Muon's m are linear.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warns`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.

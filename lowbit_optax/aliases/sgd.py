@@ -51,7 +51,7 @@ def kahan_sgd(
       moments: format of the momentum; ``cast(jnp.bfloat16)``, rounded stochastically,
         if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warns`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -94,7 +94,7 @@ def sr_sgd(
     accumulator_dtype: typing.Any = None,
     *,
     weight_decay: float | None = None,
-    error_into: str | None = None,
+    error_feedback: str | None = None,
     moments: Moments = None,
     **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
@@ -106,20 +106,20 @@ def sr_sgd(
 
     SR rounds to one of the two nearest numbers, so that the mean is right. Without
     momentum m_t is g_t. Parameters and state take 4 bytes per bfloat16 parameter, 2
-    without momentum. With ``error_into="trace"`` m takes what SR has lost, and gives it
-    back, in no byte more.
+    without momentum. With ``error_feedback="trace"``, m takes what SR has lost, and
+    gives it back, in no byte more.
 
     Args:
       learning_rate: eta, a number or a schedule.
       momentum: beta, or None for no momentum.
       nesterov, accumulator_dtype: as in ``optax.sgd``.
       weight_decay: d, added to the gradient (not decoupled); 0 if None.
-      error_into: None, or ``"trace"``, which needs a momentum; see
+      error_feedback: None, or ``"trace"``, which needs a momentum; see
         :func:`lowbit_optax.stochastic_rounding`.
       moments: format of the momentum; ``cast(jnp.bfloat16)``, rounded stochastically,
         if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warns`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -147,7 +147,7 @@ def sr_sgd(
     moments = BFLOAT16_MOMENTS if moments is None else moments
     arguments = learning_rate, momentum, nesterov, accumulator_dtype
     inner = sgd("sr_sgd", moments, *arguments, weight_decay=weight_decay)
-    weights = formats.stochastic_rounding(error_into=error_into)
+    weights = formats.stochastic_rounding(error_feedback=error_feedback)
     return lowbit(inner, weights=weights, moments=moments, **options)
 
 
@@ -188,7 +188,7 @@ def extra_bits_sgd(
         :func:`lowbit_optax.extra_bits`.
       moments: format of the momentum; ``"float32"`` if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warns`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -252,7 +252,7 @@ def lowbit_sgd(
       bits: extra bits of the weights; 8 if None.
       moments: format of the momentum; ``block_quantized(8)`` if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warns`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.

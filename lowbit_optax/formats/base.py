@@ -102,7 +102,7 @@ class WeightFormat:
         return None
 
     @property
-    def error_into(self) -> str | None:
+    def error_feedback(self) -> str | None:
         """The field of the moments that take the errors of storing masters; or None.
 
         Where there is one, ``stores_sum`` must be false: see
@@ -211,8 +211,8 @@ class WeightFormat:
           random: the leaf's random bits at this step.
           landing: how the new parameter takes the old one's place, see
             :mod:`lowbit_optax._numerics.landing`.
-          ahead: for formats with ``error_into``, how far the momentum will still move
-            the new master; NaN where the error of rounding it is lost.
+          ahead: for formats with ``error_feedback``, how far the momentum will still
+            move the new master; NaN where the error of rounding it is lost.
 
         Returns:
           ``(new param, new residual, result)``. The result is what the step returns for

@@ -232,7 +232,7 @@ def block_quantized(
     bits, ``"sqrt"`` with 4), Muon's momentum as ``"linear"``, and other moments as
     ``"companded"``. Muon makes all directions of a matrix equally large, so that noise
     in the weak ones counts, and equal steps have the least. Second moments are
-    those of optax's states and of :func:`lowbit_optax.declare_moments`, and in other
+    those of optax's states and of :func:`lowbit_optax.register_moments`, and in other
     states the fields that have optax's names, such as ``nu``, ``v`` and ``exp_avg_sq``.
     All codes store them without a sign. A second moment that is not zero never becomes
     zero, because its root divides the update.

@@ -42,8 +42,8 @@ class BlockScaledWeights(WeightFormat):
         return self.format.stores_sum
 
     @property
-    def error_into(self):
-        return self.format.error_into
+    def error_feedback(self):
+        return self.format.error_feedback
 
     def sum_stream(self, dtype):
         return self.format.sum_stream(E4M3)

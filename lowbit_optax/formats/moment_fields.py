@@ -96,7 +96,7 @@ _OPTAX = {
 _DECLARED: dict[type, MomentFields] = {}
 
 
-def declare_moments(
+def register_moments(
     state_class: type,
     *,
     averages: Iterable[str] = (),
@@ -128,7 +128,7 @@ def declare_moments(
     >>> class MyState(typing.NamedTuple):
     ...     fast: typing.Any
     ...     squares: typing.Any
-    >>> declare_moments(
+    >>> register_moments(
     ...     MyState, averages=("fast", "squares"), second_moments=("squares",)
     ... )
     """
@@ -137,7 +137,7 @@ def declare_moments(
         fields = tuple(x.name for x in dataclasses.fields(state_class))
     if not isinstance(state_class, type) or fields is None:
         raise TypeError(
-            f"declare_moments: state_class is {state_class!r}; accepted is a "
+            f"register_moments: state_class is {state_class!r}; accepted is a "
             "NamedTuple class or a dataclass, such as optax.ScaleByAdamState"
         )
     bounds = dict(bounds or {})
@@ -148,7 +148,7 @@ def declare_moments(
     for name in (*sum(lists, ()), *bounds, *bounds.values()):
         if name not in fields:
             raise ValueError(
-                f"declare_moments: {state_class.__name__} has no field {name!r}; it "
+                f"register_moments: {state_class.__name__} has no field {name!r}; it "
                 f"has {', '.join(fields)}"
             )
     _DECLARED[state_class] = found

@@ -133,11 +133,11 @@ class StochasticRounding(WeightFormat):
     sum_rounding: Rounding = "nearest"
     significand: Significand | None = None
     # It is only read, where a field serves as a property does.
-    error_into: str | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
+    error_feedback: str | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @property
     def stores_sum(self) -> bool:
-        return self.sum_rounding == "nearest" and self.error_into is None
+        return self.sum_rounding == "nearest" and self.error_feedback is None
 
     def check(self, dtype):
         return why_not(self.significand, dtype)
@@ -255,15 +255,15 @@ def stochastic_rounding(
     *,
     sum_rounding: Rounding = "nearest",
     float_format: FloatFormat | None = None,
-    error_into: str | None = None,
+    error_feedback: str | None = None,
 ) -> WeightFormat:
     """No residual; the parameter is rounded stochastically, which keeps its mean.
 
         p' = SR(float32(p) + update)
 
-    With ``error_into="mu"`` what rounding has lost is not noise that stays, because the
-    first moment takes it and gives it back over the next steps. Then p' is the one of
-    the two neighbours that is nearer to where weight and moment will end:
+    With ``error_feedback="mu"`` what rounding has lost is not noise that stays, because
+    the first moment takes it and gives it back over the next steps. Then p' is the one
+    of the two neighbours that is nearer to where weight and moment will end:
 
         e = p + update - p';    mu' = mu - e (a - b1) / (eta b1),    a = 1 - eta lambda
         p' nearest to p + update - mu (eta b1) / (a - b1)
@@ -276,8 +276,8 @@ def stochastic_rounding(
         updates below 2^-25 of the parameter. ``"stochastic"`` keeps the mean at any
         learning rate; see :func:`lowbit_optax.extra_bits`.
       float_format: as for :func:`lowbit_optax.nearest`.
-      error_into: the field of the moments in the inner state that takes the rounding
-        error: ``"mu"`` of Adam and its like, ``"trace"`` of SGD with momentum. Updates
+      error_feedback: the field of the moments in the inner state that takes the
+        rounding error: ``"mu"`` of Adam and its like, ``"trace"`` of SGD with momentum. Updates
         below float32's resolution add up there as well. A learning rate may fall as it
         likes. Where a schedule more than doubles it in one step, from 0 as well, the
         moment is shortened in proportion, at this one step. If you set it by hand,
@@ -296,16 +296,16 @@ def stochastic_rounding(
       (arXiv 2601.22101), for errors in the momentum.
 
     >>> stochastic_rounding()
-    StochasticRounding(sum_rounding='nearest', significand=None, error_into=None)
+    StochasticRounding(sum_rounding='nearest', significand=None, error_feedback=None)
     """
     check_rounding("stochastic_rounding: sum_rounding", sum_rounding)
-    if error_into is not None and not isinstance(error_into, str):
+    if error_feedback is not None and not isinstance(error_feedback, str):
         raise TypeError(
-            f"stochastic_rounding: error_into is {error_into!r}, and must be None or "
-            "the name of a moment, such as 'mu'"
+            f"stochastic_rounding: error_feedback is {error_feedback!r}, and must be "
+            "None or the name of a moment, such as 'mu'"
         )
     significand = significand_of("stochastic_rounding", float_format)
-    return StochasticRounding(sum_rounding, significand, error_into)
+    return StochasticRounding(sum_rounding, significand, error_feedback)
 
 
 def master_copy() -> WeightFormat:

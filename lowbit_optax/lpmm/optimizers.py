@@ -55,7 +55,7 @@ def lpmm_sgd(
       rounding: of weights and momentum, ``"stochastic"`` or ``"nearest"``; stochastic
         if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warns`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation for trees from :func:`lowbit_optax.quantize_params`.
@@ -122,7 +122,7 @@ def lpmm_adam(
       momentum_bits, block_size, rounding: of m, as in :func:`lpmm_sgd`. v is stored by
         ``block_quantized(8)``, in which no value becomes 0.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warns`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation for trees from :func:`lowbit_optax.quantize_params`.

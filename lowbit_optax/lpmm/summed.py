@@ -21,7 +21,7 @@ from lowbit_optax._step.parallel_trees import in_parallel_trees, leaf_by_leaf
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.stepper import Stepper
 from lowbit_optax.formats import MomentFormat
-from lowbit_optax.formats.moment_fields import declare_moments
+from lowbit_optax.formats.moment_fields import register_moments
 from lowbit_optax.lpmm.sums import Sums, zeros
 
 
@@ -37,7 +37,7 @@ class SummedState(typing.NamedTuple):
     accumulators: typing.Any
 
 
-declare_moments(SummedState, averages=("accumulators",))
+register_moments(SummedState, averages=("accumulators",))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ class LeafReport(typing.NamedTuple):
       lost: ``#{u != 0 and round(p + u) == p} / #{u != 0}``, the share of updates that
         rounding the parameter to nearest would cancel.
       moved: ``<d, u> / <u, u>``, how far the master goes over how far it should. With
-        ``error_into`` it runs ahead of its momentum and waits for it.
+        ``error_feedback`` it runs ahead of its momentum and waits for it.
       noise: ``|d - u| / |u|``, the error of that movement.
       overflows: how many new weights are not finite, though master and update are.
       nonfinite_grads: how many elements of the gradient are not finite.

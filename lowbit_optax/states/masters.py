@@ -126,7 +126,7 @@ def from_master(
         return params, tx.init(params)
 
 
-def starting_from(
+def with_master(
     tx: optax.GradientTransformation, master: optax.Params
 ) -> optax.GradientTransformation:
     """A transformation whose ``init`` keeps the low bits of these float32 weights.
@@ -135,7 +135,7 @@ def starting_from(
     already::
 
         params, _ = lowbit_optax.from_master(tx, master, jnp.bfloat16)
-        trainer = Trainer(params, lowbit_optax.starting_from(tx, master))
+        trainer = Trainer(params, lowbit_optax.with_master(tx, master))
 
     The first ``init`` of arrays lets go of ``master``. From then on ``init`` of shapes,
     and under ``jax.jit``, is ``tx``'s own.
@@ -155,7 +155,7 @@ def starting_from(
     >>> import jax.numpy as jnp, lowbit_optax
     >>> tx, master = lowbit_optax.extra_bits_sgd(0.1), {"w": jnp.float32(0.1)}
     >>> params, _ = lowbit_optax.from_master(tx, master, jnp.bfloat16)
-    >>> state = starting_from(tx, master).init(params)
+    >>> state = with_master(tx, master).init(params)
     >>> master_weights(params, state)["w"]
     Array(0.1, dtype=float32)
     """
@@ -166,8 +166,8 @@ def starting_from(
         are_arrays = all(map(_is_concrete, leaves))
         if names and are_arrays and not held:
             raise ValueError(
-                "starting_from: this transformation has started already, and has let "
-                "go of its float32 weights; call starting_from again"
+                "with_master: this transformation has started already, and has let "
+                "go of its float32 weights; call with_master again"
             )
         is_asked_otherwise = context.current().start is not None
         if is_asked_otherwise or not names or not held:
@@ -245,7 +245,7 @@ def _masters_of(names, leaves, masters) -> dict[str, typing.Any]:
     for name, leaf, master in itertools.zip_longest(names, leaves, masters):
         if leaf is None or master is None or leaf.shape != master.shape:
             raise ValueError(
-                f"starting_from: params{name or ''} is {trees.describe(leaf)}, but "
+                f"with_master: params{name or ''} is {trees.describe(leaf)}, but "
                 f"master has {trees.describe(master)} there; accepted are trees with "
                 "the same leaves in the same order"
             )

@@ -58,7 +58,7 @@ def ema_of_params(
       weights: format of the average; ``extra_bits(8, sum_rounding="stochastic")`` if
         None: 1 byte per parameter beside the average itself.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warns`` of :func:`lowbit_optax.lowbit`. Without a seed, the average draws
+        ``warn`` of :func:`lowbit_optax.lowbit`. Without a seed, the average draws
         other noise than an optimizer of the same parameters.
 
     Returns:

@@ -33,7 +33,7 @@ def lowbit(
     min_size: int | None = None,
     implementation: Implementation = None,
     param_shardings: ParamShardings = None,
-    warns: bool | None = None,
+    warn: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Run an optax transformation in float32 on parameters kept in fewer bits.
 
@@ -91,7 +91,7 @@ def lowbit(
         parameters to one; PartitionSpecs are of the mesh in force. Kernels for TPUs
         need it there, as XLA cannot partition them. It changes nothing on GPUs, nor on
         explicit axes, whose arrays know where they lie.
-      warns: whether ``init``, outside ``jax.jit``, warns once if most parameters are
+      warn: whether ``init``, outside ``jax.jit``, warns once if most parameters are
         float32, and a step if XLA updates large leaves on a GPU or a TPU; True if None.
         Pass False to keep float32 parameters and store only the moments in fewer bits.
         See also :func:`lowbit_optax.explain`.
@@ -140,7 +140,7 @@ def lowbit(
         min_size,
         implementation,
         param_shardings,
-        warns is None or warns,
+        warn is None or warn,
     ).transformation
 
 

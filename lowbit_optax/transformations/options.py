@@ -20,7 +20,7 @@ class Options(typing.TypedDict, total=False):
     min_size: int | None
     implementation: Implementation
     param_shardings: ParamShardings
-    warns: bool | None
+    warn: bool | None
 
 
 def takes_options(function: _Function) -> _Function:

@@ -207,7 +207,7 @@ MORE = {
     ),
     "low moments": (lowbit_optax.extra_bits(8), "low", 10.8, 97),
     "errors into 8-bit mu": (
-        lowbit_optax.stochastic_rounding(error_into="mu"),
+        lowbit_optax.stochastic_rounding(error_feedback="mu"),
         EIGHT,
         10.3,
         115.5,

@@ -31,7 +31,7 @@ def test_kernels_update_a_large_stack_in_place(make_step, axis):
 
 
 def test_a_large_stack_that_is_sharded_over_its_layers_has_no_loop():
-    tx = lowbit_optax.extra_bits_sgd(1e-3, bits=8, warns=False)
+    tx = lowbit_optax.extra_bits_sgd(1e-3, bits=8, warn=False)
     mesh = gpu_mesh(8, AxisType.Explicit)
     step = lower_step(tx, LLAMA_70B, mesh=mesh, spec=P("d"))
     assert not collectives(step.compiled)

@@ -38,7 +38,7 @@ STEPS = {
     ),
     "error into mu": lowbit_optax.lowbit(
         optax.adamw(1e-3),
-        weights=lowbit_optax.stochastic_rounding(error_into="mu"),
+        weights=lowbit_optax.stochastic_rounding(error_feedback="mu"),
         moments=lowbit_optax.block_quantized(8),
     ),
     "lpmm_adam": lowbit_optax.lpmm_adam(1e-3),

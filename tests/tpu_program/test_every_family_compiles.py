@@ -54,9 +54,9 @@ FAMILIES = {
     "kahan_adamw": kahan_adamw(1e-3),
     "kahan_sgd": kahan_sgd(1e-3, momentum=0.9, rounding="stochastic"),
     "sr_adamw": sr_adamw(1e-3),
-    "errors": sr_adamw(1e-3, error_into="mu"),
+    "errors": sr_adamw(1e-3, error_feedback="mu"),
     "errors in 8 bits": sr_sgd(
-        1e-3, momentum=0.9, error_into="trace", moments=block_quantized()
+        1e-3, momentum=0.9, error_feedback="trace", moments=block_quantized()
     ),
     "lion": lowbit_lion(1e-4),
     "sgd": lowbit_sgd(1e-3, momentum=0.9, nesterov=True),

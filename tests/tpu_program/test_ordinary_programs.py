@@ -110,7 +110,7 @@ def test_several_chips_by_plain_jit_are_left_to_xla_which_is_said(monkeypatch):
             step = _compiled(lowbit_optax.lowbit_adamw(1e-3), _rows(mesh))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            _compiled(lowbit_optax.lowbit_adamw(1e-3, warns=False), _rows(mesh))
+            _compiled(lowbit_optax.lowbit_adamw(1e-3, warn=False), _rows(mesh))
     assert "tpu_custom_call" not in step.as_text()
 
 

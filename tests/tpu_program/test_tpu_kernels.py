@@ -129,7 +129,7 @@ def test_narrow_shards_are_left_to_xla_on_their_devices():
 def test_automatic_axes_are_left_to_xla():
     # XLA:TPU cannot partition kernels.
     mesh = tpu_mesh("v6e:2x2", (2, 2), ("a", "b"))
-    tx = lowbit_optax.lowbit_adamw(1e-3, warns=False)
+    tx = lowbit_optax.lowbit_adamw(1e-3, warn=False)
     step = lower_step(tx, LEAF, mesh=mesh, spec=P("a"))
     assert step.fused_launches == 0
     assert step.collectives == []

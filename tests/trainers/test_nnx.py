@@ -21,9 +21,9 @@ from side_by_side import (
     squared_error,
 )
 
-from lowbit_optax.training import narrow
+from lowbit_optax.training import cast_model
 
-LINES = ("tx = narrow(model, lowbit_optax.lowbit_adamw(learning_rate))",)
+LINES = ("tx = cast_model(model, lowbit_optax.lowbit_adamw(learning_rate))",)
 
 
 class Network(nnx.Module):
@@ -56,7 +56,7 @@ def _start(tx, dtype, mesh=None):
     with jax.set_mesh(mesh or _mesh(1)):
         model = Network(nnx.Rngs(0))
         if dtype == jnp.bfloat16:
-            tx = narrow(model, tx)
+            tx = cast_model(model, tx)
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 

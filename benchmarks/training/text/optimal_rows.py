@@ -77,7 +77,7 @@ def _in(weights=None, moments=None, inner=adamw):
 
 _FOUR = {"mu": block_quantized(4), "nu": block_quantized(4)}
 _EXACT = {"sum_rounding": "stochastic"}
-_INTO = stochastic_rounding(error_into="mu")
+_INTO = stochastic_rounding(error_feedback="mu")
 
 ROWS = {
     "float32": format_rows.of_float32(adamw),

@@ -146,7 +146,7 @@ FORMATS = {
     "toward zero": lowbit_optax.extra_bits(8, rounding="toward_zero"),
     "stochastic sums": lowbit_optax.extra_bits(12, sum_rounding="stochastic"),
     "stochastic": lowbit_optax.stochastic_rounding(),
-    "error into trace": lowbit_optax.stochastic_rounding(error_into="trace"),
+    "error into trace": lowbit_optax.stochastic_rounding(error_feedback="trace"),
     "master copy": lowbit_optax.master_copy(),
     "nearest": lowbit_optax.nearest(),
 }

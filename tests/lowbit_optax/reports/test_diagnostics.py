@@ -39,8 +39,8 @@ def test_it_says_what_the_next_step_does_in_every_weight_format():
     master, grads = normal(0), normal(1)
     quantized = lowbit_optax.quantize_params({"w": master}, bits=8)
     txs = {name: sgd(weights) for name, weights in FORMATS.items()}
-    into = lowbit_optax.stochastic_rounding(error_into="trace")
-    txs["error_into"] = lowbit(optax.sgd(RATE, 0.9), weights=into, min_size=0)
+    into = lowbit_optax.stochastic_rounding(error_feedback="trace")
+    txs["error_feedback"] = lowbit(optax.sgd(RATE, 0.9), weights=into, min_size=0)
 
     @jax.jit
     def run():

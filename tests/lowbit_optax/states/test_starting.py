@@ -8,7 +8,7 @@ from flax import nnx
 from optimizers import assert_same_bits
 
 import lowbit_optax
-from lowbit_optax import from_master, kahan_adamw, lowbit_adamw, starting_from
+from lowbit_optax import from_master, kahan_adamw, lowbit_adamw, with_master
 from lowbit_optax.states.checkpoints import storage_formats
 from lowbit_optax.training import narrow, nnx_optimizer
 
@@ -33,7 +33,7 @@ def _master():
 def test_init_makes_the_state_of_from_master(optimizer, wrap):
     tx, master = wrap(optimizer(1e-2)), _master()
     params, want = from_master(tx, master, jnp.bfloat16)
-    start = starting_from(tx, master)
+    start = with_master(tx, master)
     shapes = jax.eval_shape(start.init, params)
     assert jax.tree.structure(shapes) == jax.tree.structure(want)
     assert_same_bits(start.init(params), want)
@@ -46,7 +46,7 @@ def test_init_makes_the_state_of_from_master(optimizer, wrap):
 
 
 def test_parameters_of_another_model_are_refused():
-    tx = starting_from(lowbit_adamw(1e-2), _master())
+    tx = with_master(lowbit_adamw(1e-2), _master())
     other = {"kernel": jnp.ones((64, 64), jnp.bfloat16), "bias": jnp.ones(9)}
     with pytest.raises(ValueError, match=r"params\['bias'\] is float32\[9\], but"):
         tx.init(other)

@@ -1,4 +1,4 @@
-"""With ``error_into`` a moment takes what rounding a weight has lost.
+"""With ``error_feedback`` a moment takes what rounding a weight has lost.
 
 With ``w' = a w + c m + ...`` and ``m' = b m + ...``, the sum ``w + c m / (a - b)`` of
 weight and moment after a step is what it is without rounding.
@@ -27,7 +27,7 @@ SGD = functools.partial(optax.sgd, momentum=0.9)
 
 def feeding(inner, field="mu", **options):
     options = {"moments": "float32"} | options
-    return lowbit(inner, weights=stochastic_rounding(error_into=field), **options)
+    return lowbit(inner, weights=stochastic_rounding(error_feedback=field), **options)
 
 
 def start(dtype=jnp.bfloat16):
@@ -118,7 +118,7 @@ def distances(weights, moments, dtype, rate=1e-3, steps=400):
 def test_most_of_the_noise_of_stochastic_rounding_is_gone(moments):
     exact = distances(lowbit_optax.master_copy(), moments, jnp.float32)
     plain = distances(stochastic_rounding(), moments, jnp.bfloat16)
-    fed = distances(stochastic_rounding(error_into="mu"), moments, jnp.bfloat16)
+    fed = distances(stochastic_rounding(error_feedback="mu"), moments, jnp.bfloat16)
     assert plain > 1.05 * exact
     assert fed - exact < 0.5 * (plain - exact)
 
@@ -150,7 +150,7 @@ REFUSED = {
     ),
     "sgd": (feeding(SGD(1e-3)), r"no float32 moment.*params\['w'\]"),
     "no momentum": (
-        lowbit_optax.sr_sgd(1e-3, error_into="trace"),
+        lowbit_optax.sr_sgd(1e-3, error_feedback="trace"),
         r"no float32 moment.*params\['w'\]",
     ),
     "narrow": (
@@ -168,7 +168,7 @@ REFUSED = {
 @pytest.mark.parametrize(("tx", "message"), REFUSED.values(), ids=REFUSED)
 def test_updates_that_are_not_linear_in_a_moment_are_refused(tx, message):
     params = start()
-    with pytest.raises(ValueError, match=f"error_into.*{message}"):
+    with pytest.raises(ValueError, match=f"error_feedback.*{message}"):
         tx.update(params, tx.init(params), params)
 
 
@@ -211,7 +211,7 @@ def test_a_step_that_is_skipped_changes_nothing(inner, scale, bad):
 
 def test_multi_steps_inside_is_refused():
     inner = optax.MultiSteps(ADAMW(1e-3), 3).gradient_transformation()
-    with pytest.raises(ValueError, match=r"error_into with optax\.MultiSteps inside"):
+    with pytest.raises(ValueError, match=r"error_feedback with optax\.MultiSteps in"):
         feeding(optax.apply_if_finite(inner, 3)).init(start())
 
 

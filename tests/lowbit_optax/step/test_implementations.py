@@ -82,7 +82,7 @@ SUMS = {
     "all_bits": extra_bits(sum_rounding="stochastic"),
     "stochastic": stochastic_rounding(sum_rounding="stochastic"),
 }
-INTO_TRACE = {"weights": stochastic_rounding(error_into="trace")}
+INTO_TRACE = {"weights": stochastic_rounding(error_feedback="trace")}
 # By row the dtype of the parameters, options, and the kernels.
 OTHERS = {
     # An odd width takes longer to compile: its period is 32 rows.

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.standard_promotion
 
 FORMATS = {name: x for name, x in ALL_FORMATS.items() if name != "extra_bits_16"} | {
     "stochastic_sum": lowbit_optax.stochastic_rounding(sum_rounding="stochastic"),
-    "error_into_mu": lowbit_optax.stochastic_rounding(error_into="mu"),
+    "error_into_mu": lowbit_optax.stochastic_rounding(error_feedback="mu"),
     "kahan_16_bit_unit": lowbit_optax.kahan(arithmetic="param"),
     "extra_bits_8_sum": lowbit_optax.extra_bits(8, sum_rounding="stochastic"),
     "extra_bits_most": lowbit_optax.extra_bits(),

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings(f"error:{SAID}"),
 ]
 
-FIX = r"param_dtypes.*TrainState\.from_master.*nnx_optimizer.*warns=False"
+FIX = r"param_dtypes.*TrainState\.from_master.*nnx_optimizer.*warn=False"
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ STARTS = {
     "from_master": lambda tx, params: lowbit_optax.from_master(
         tx, params, lowbit_optax.param_dtypes(params, jnp.bfloat16)
     ),
-    "starting_from": lambda tx, params: lowbit_optax.starting_from(tx, params).init(
+    "with_master": lambda tx, params: lowbit_optax.with_master(tx, params).init(
         lowbit_optax.from_master(tx, params, jnp.bfloat16)[0]
     ),
     "TrainState.from_master": lambda tx, params: training.TrainState.from_master(
@@ -115,8 +115,8 @@ def test_nothing_is_said_of_what_narrows_or_only_asks(start):
 
 
 def test_who_wants_only_moments_in_fewer_bits_can_say_so():
-    lowbit(optax.adamw(1e-3), warns=False).init(_params())
-    kahan_adamw(1e-3, warns=False).init(_params())
+    lowbit(optax.adamw(1e-3), warn=False).init(_params())
+    kahan_adamw(1e-3, warn=False).init(_params())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=SAID)
         kahan_adamw(1e-3).init(_params())
