@@ -219,8 +219,8 @@ def nnx_optimizer(
     """An ``nnx.Optimizer`` from a float32 model, on the fast path.
 
     Args:
-      model, tx, wrt, param_dtype, keep_float32: as of :func:`cast_model`, which narrows the
-        model's parameters.
+      model, tx, wrt, param_dtype, keep_float32: as of :func:`cast_model`, which narrows
+        the model's parameters.
 
     Returns:
       flax's own optimizer, of :func:`lowbit_optax.direct_updates`.

@@ -277,11 +277,12 @@ def stochastic_rounding(
         learning rate; see :func:`lowbit_optax.extra_bits`.
       float_format: as for :func:`lowbit_optax.nearest`.
       error_feedback: the field of the moments in the inner state that takes the
-        rounding error: ``"mu"`` of Adam and its like, ``"trace"`` of SGD with momentum. Updates
-        below float32's resolution add up there as well. A learning rate may fall as it
-        likes. Where a schedule more than doubles it in one step, from 0 as well, the
-        moment is shortened in proportion, at this one step. If you set it by hand,
-        between two steps, do not double it. Leaves of rank 0 are rounded as without it.
+        rounding error: ``"mu"`` of Adam and its like, ``"trace"`` of SGD with
+        momentum. Updates below float32's resolution add up there as well. A learning
+        rate may fall as it likes. Where a schedule more than doubles it in one step,
+        from 0 as well, the moment is shortened in proportion, at this one step. If you
+        set it by hand, between two steps, do not double it. Leaves of rank 0 are
+        rounded as without it.
 
     Returns:
       A weight format. State: 0 bytes per parameter.
