@@ -92,9 +92,7 @@ def init_sharded(tx, mesh, dtype):
         master = init_params(key)
         if dtype == jnp.float32:
             return master, tx.init(master)
-        is_norm = lambda path, leaf: "norm" in path  # they stay float32
-        dtypes = lowbit_optax.param_dtypes(master, dtype, is_norm)
-        return lowbit_optax.from_master(tx, master, dtypes)
+        return lowbit_optax.from_master(tx, master, dtype)  # norms stay float32
 
     key = jax.random.key(0)
     params, _ = jax.eval_shape(init, key)

@@ -85,10 +85,8 @@ def train(args):
     graph, params = nnx.split(model, nnx.Param)
     if args.optimizer == "adamw":
         state = tx.init(params)
-    else:  # norms stay float32
-        is_norm = lambda path, leaf: "norm" in path
-        dtypes = lowbit_optax.param_dtypes(params, jnp.bfloat16, is_norm)
-        params, state = lowbit_optax.from_master(tx, params, dtypes)
+    else:  # normalisations stay float32
+        params, state = lowbit_optax.from_master(tx, params)
 
     def batch(step):
         random = np.random.default_rng(step)

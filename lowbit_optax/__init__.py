@@ -11,6 +11,7 @@ from importlib import metadata as _metadata
 
 from lowbit_optax import aliases as _aliases
 from lowbit_optax import formats as _formats
+from lowbit_optax._step.kept_float32 import param_dtypes
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.aliases import *
 from lowbit_optax.block_scaling import block_scale
@@ -44,7 +45,6 @@ from lowbit_optax.states.conversion import convert
 from lowbit_optax.states.masters import (
     from_master,
     master_weights,
-    param_dtypes,
     with_master,
 )
 from lowbit_optax.states.sharding import state_shardings

@@ -18,13 +18,8 @@ except ModuleNotFoundError as error:
         "pip install 'lowbit-optax[flax]'"
     ) from error
 
-from lowbit_optax.states.masters import (
-    KeepFloat32,
-    from_master,
-    is_bias_or_vector,
-    param_dtypes,
-    with_master,
-)
+from lowbit_optax._step.kept_float32 import KeepFloat32, is_bias_or_norm
+from lowbit_optax.states.masters import from_master, with_master
 from lowbit_optax.transformations.direct import direct_updates
 from lowbit_optax.transformations.lowbit import step
 
@@ -53,20 +48,26 @@ class TrainState(train_state.TrainState):
         params: typing.Any,
         tx: optax.GradientTransformation,
         param_dtype: jax.typing.DTypeLike | None = None,
-        keep_float32: KeepFloat32 = is_bias_or_vector,
+        keep_float32: KeepFloat32 = is_bias_or_norm,
         **kwargs,
     ) -> typing.Self:
         """A state at step 0; with ``param_dtype``, of narrowed parameters.
 
         Args:
-          apply_fn: as in flax, usually ``model.apply``.
-          params: tree of parameters.
-          tx: an optax transformation.
-          param_dtype: if given, ``params`` are float32 and are narrowed as
-            :meth:`from_master` does; without it this is flax's ``create``.
-          keep_float32: with ``param_dtype``, which leaves stay float32; see
-            :func:`lowbit_optax.param_dtypes`.
+          apply_fn: as in flax, usually ``model.apply``. If the model is to compute in
+            ``param_dtype``, give its layers that ``dtype``: flax promotes to the widest
+            of its inputs.
+          params: tree of parameters; with ``param_dtype``, of float32 weights.
+          tx: an optax transformation; with ``param_dtype``, of this package, alone or
+            inside optax's wrappers.
+          param_dtype, keep_float32: ``dtype`` and ``keep_float32`` of
+            :func:`lowbit_optax.from_master`. Without ``param_dtype`` this is flax's
+            ``create``.
           **kwargs: other fields.
+
+        Raises:
+          ValueError: with ``param_dtype``, if ``tx`` keeps no lowbit state, or cannot
+            hold a leaf's dtype.
 
         >>> import jax.numpy as jnp, lowbit_optax
         >>> state = TrainState.create(
@@ -78,58 +79,11 @@ class TrainState(train_state.TrainState):
         >>> state.params["kernel"].dtype, state.params["bias"].dtype
         (dtype(bfloat16), dtype('float32'))
         """
-        if param_dtype is not None:
-            return cls.from_master(
-                apply_fn=apply_fn,
-                params=params,
-                tx=tx,
-                param_dtype=param_dtype,
-                keep_float32=keep_float32,
-                **kwargs,
-            )
-        return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
-
-    @classmethod
-    def from_master(
-        cls,
-        *,
-        apply_fn: typing.Any,
-        params: typing.Any,
-        tx: optax.GradientTransformation,
-        param_dtype: jax.typing.DTypeLike = jnp.bfloat16,
-        keep_float32: KeepFloat32 = is_bias_or_vector,
-        **kwargs,
-    ) -> typing.Self:
-        """A state at step 0 from float32 weights, whose low bits the residuals keep.
-
-        Args:
-          apply_fn: as in flax. If the model is to compute in ``param_dtype``, give its
-            layers that ``dtype``: flax promotes to the widest of its inputs.
-          params: tree of float32 weights, as ``model.init`` makes them.
-          tx: a transformation of this package, alone or inside optax's wrappers.
-          param_dtype: of the parameters.
-          keep_float32: called with a leaf's path and the leaf, it says whether the leaf
-            stays float32. The default keeps leaves named ``bias`` and leaves of fewer
-            than two axes, such as the scales of normalisations. See
-            :func:`lowbit_optax.param_dtypes`.
-          **kwargs: other fields.
-
-        Raises:
-          ValueError: if ``tx`` keeps no lowbit state, or cannot hold a leaf's dtype.
-
-        >>> import jax.numpy as jnp, lowbit_optax
-        >>> state = TrainState.from_master(
-        ...     apply_fn=None,
-        ...     params={"kernel": jnp.full((64, 64), 0.1)},
-        ...     tx=lowbit_optax.extra_bits_adamw(1e-3),
-        ... )
-        >>> lowbit_optax.master_weights(state.params, state.opt_state)["kernel"][0, 0]
-        Array(0.1, dtype=float32)
-        """
+        if param_dtype is None:
+            return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         overwrite = OVERWRITE_WITH_GRADIENT in params
         masters = params["params"] if overwrite else params
-        dtypes = param_dtypes(masters, param_dtype, keep_float32)
-        trained, opt_state = from_master(tx, masters, dtypes)
+        trained, opt_state = from_master(tx, masters, param_dtype, keep_float32)
         params = {**params, "params": trained} if overwrite else trained
         return cls(
             step=0,
@@ -174,7 +128,7 @@ def cast_model(
     *,
     wrt: typing.Any = nnx.Param,
     param_dtype: jax.typing.DTypeLike = jnp.bfloat16,
-    keep_float32: KeepFloat32 = is_bias_or_vector,
+    keep_float32: KeepFloat32 = is_bias_or_norm,
 ) -> optax.GradientTransformation:
     """Narrow the parameters of an nnx model; the low bits are for the optimizer.
 
@@ -187,7 +141,7 @@ def cast_model(
       tx: a transformation of this package, alone or inside optax's wrappers.
       wrt: which variables are parameters, as of ``nnx.Optimizer``.
       param_dtype: of the parameters that are narrowed.
-      keep_float32: which stay float32; see :func:`lowbit_optax.param_dtypes`. Paths end
+      keep_float32: which stay float32; see :func:`lowbit_optax.from_master`. Paths end
         with ``.value``.
 
     Returns:
@@ -202,7 +156,7 @@ def cast_model(
     (dtype(bfloat16), dtype('float32'))
     """
     master = nnx.state(model, wrt)
-    params, _ = from_master(tx, master, param_dtypes(master, param_dtype, keep_float32))
+    params, _ = from_master(tx, master, param_dtype, keep_float32)
     start = with_master(tx, master)
     nnx.update(model, params)  # and with it what master refers to
     return start
@@ -214,7 +168,7 @@ def nnx_optimizer(
     *,
     wrt: typing.Any = nnx.Param,
     param_dtype: jax.typing.DTypeLike = jnp.bfloat16,
-    keep_float32: KeepFloat32 = is_bias_or_vector,
+    keep_float32: KeepFloat32 = is_bias_or_norm,
 ) -> nnx.Optimizer:
     """An ``nnx.Optimizer`` from a float32 model, on the fast path.
 

@@ -109,7 +109,7 @@ def train(name: str, steps: int, rate: float, seed, images):
         begun = [(params, tx.init(params)) for params in masters]
     else:
         tx = lowbit_optax.lowbit(tx, weights=RUNS[name], moments="float32", min_size=0)
-        begun = [lowbit_optax.from_master(tx, p, jnp.bfloat16) for p in masters]
+        begun = [lowbit_optax.from_master(tx, p, jnp.bfloat16, None) for p in masters]
     wide = lambda params: jax.tree.map(lambda x: x.astype(jnp.float32), params)
     fooled = lambda logits, real: optax.sigmoid_binary_cross_entropy(
         logits, jnp.full(logits.shape, real)

@@ -73,8 +73,7 @@ def train(name: str, rate: float, params, batches):
     tx = optax.sgd(optax.cosine_decay_schedule(rate, len(batches)), 0.9)
     if weights is not None:
         tx = lowbit_optax.lowbit(tx, weights=weights, moments="float32")
-        dtypes = lowbit_optax.param_dtypes(params, dtype)
-        params, state = lowbit_optax.from_master(tx, params, dtypes)
+        params, state = lowbit_optax.from_master(tx, params, dtype)
     else:
         state = tx.init(params)
     widen = lambda params: jax.tree.map(lambda x: x.astype(jnp.float32), params)

@@ -75,7 +75,7 @@ def train(mode: str, master, batches):
         loss, *carry = step(*carry, tokens)
         return tuple(carry), loss
 
-    start = lowbit_optax.from_master(tx, master, jnp.bfloat16)
+    start = lowbit_optax.from_master(tx, master, jnp.bfloat16, None)
     return jax.lax.scan(body, start, batches)[1]
 
 

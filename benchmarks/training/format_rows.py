@@ -51,11 +51,13 @@ class Row(NamedTuple):
         if self.dtype == "mxfp8":
             scale = functools.partial(lowbit_optax.block_scale, axis=_summed_axis)
             return lowbit_optax.from_master(tx, master, jax.eval_shape(scale, master))
-        is_norm = lambda path, leaf: "norm" in path
-        dtypes = lowbit_optax.param_dtypes(master, self.dtype, is_norm)
         if self.has_master:
-            return lowbit_optax.from_master(tx, master, dtypes)
-        params = jax.tree.map(lambda x, dtype: x.astype(dtype), master, dtypes)
+            return lowbit_optax.from_master(tx, master, self.dtype, is_norm)
+
+        def narrowed(path, x):
+            return x if is_norm(jax.tree_util.keystr(path), x) else x.astype(self.dtype)
+
+        params = jax.tree_util.tree_map_with_path(narrowed, master)
         return params, tx.init(params)
 
     def bytes_per_parameter(self, model: GPT) -> float:
@@ -64,6 +66,12 @@ class Row(NamedTuple):
         master = jax.eval_shape(model.init, jax.random.key(0))
         params, _ = jax.eval_shape(functools.partial(self.start, tx), master)
         return lowbit_optax.memory_report(tx, params).bytes_per_param
+
+
+def is_norm(path: str, leaf) -> bool:
+    """Whether a leaf is of a normalisation, which stays float32."""
+    del leaf
+    return "norm" in path
 
 
 def _summed_axis(path: str) -> int | None:

@@ -88,7 +88,7 @@ def start(name: str, tx, master):
         return params, tx.init(params)
     if name == FLOAT32:
         return master, tx.init(master)
-    return lowbit_optax.from_master(tx, master, jnp.bfloat16)
+    return lowbit_optax.from_master(tx, master, jnp.bfloat16, None)
 
 
 def bits_of(name: str) -> float:

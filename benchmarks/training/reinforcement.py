@@ -129,9 +129,7 @@ def train(name: str, rate: float, args) -> dict:
     row = ROWS[name]
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
     tx = lowbit_optax.lowbit(inner, weights=row.weights, moments=row.moments)
-    is_norm = lambda path, leaf: "norm" in path
-    dtypes = lowbit_optax.param_dtypes(pretrained(), jnp.bfloat16, is_norm)
-    begun = lowbit_optax.from_master(tx, pretrained(), dtypes)
+    begun = lowbit_optax.from_master(tx, pretrained(), jnp.bfloat16)
     text = stdlib_text.load().held_out
     rewards, shares = [], []
     for seed in range(args.seeds):

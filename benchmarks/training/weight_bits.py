@@ -67,7 +67,7 @@ def trained(weights, steps, train, test, key):
     tx, state = inner, inner.init(params)
     if weights is not None:
         tx = lowbit_optax.lowbit(inner, weights=weights, moments="float32", min_size=0)
-        params, state = lowbit_optax.from_master(tx, params, jnp.bfloat16)
+        params, state = lowbit_optax.from_master(tx, params, jnp.bfloat16, None)
     x, y = train
 
     def body(carry, key):

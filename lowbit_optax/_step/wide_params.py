@@ -1,7 +1,6 @@
 """A warning for float32 parameters, which no weight format stores in fewer bits."""
 
 import math
-import re
 from collections.abc import Sequence
 
 import jax
@@ -10,6 +9,7 @@ from jax.core import Tracer
 
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
+from lowbit_optax._step.kept_float32 import is_bias_or_norm
 from lowbit_optax._step.left_to_xla import warn_once
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.quantized_weights import QuantizedWeights
@@ -17,16 +17,13 @@ from lowbit_optax.formats.quantized_weights import QuantizedWeights
 _FEWEST = 4096
 """With fewer elements than this there is no memory to save."""
 
-_KEPT = re.compile("bias|norm|scale")
-"""In the paths of leaves that are float32 although the matrices are narrow."""
-
 
 def warn_of_wide_params(
     weights: WeightFormat, names: Sequence[str], params: Sequence
 ) -> None:
     """Warn once if most of the parameters are float32, and name the functions to use.
 
-    Vectors, biases and normalisations do not count, because ``param_dtypes`` keeps them
+    Vectors, biases and normalisations do not count, because ``from_master`` keeps them
     in float32. Traced parameters do not count either: ``jax.eval_shape`` only asks for
     shapes.
     """
@@ -35,7 +32,7 @@ def warn_of_wide_params(
         for name, x in zip(names, params, strict=True)
         if isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer)
         if trees.is_float(x) and not is_narrow(x.dtype)
-        if x.ndim > 1 and not _KEPT.search(name.lower())
+        if not is_bias_or_norm(name, x)
     }
     size = sum(x.size for x in wide.values())
     floats = [x for x in params if trees.is_quantized(x) or trees.is_float(x)]
@@ -43,10 +40,9 @@ def warn_of_wide_params(
         return
     name, largest = max(wide.items(), key=lambda item: item[1].size)
     fix = (
-        "params, state = lowbit_optax.from_master(tx, params, "
-        "lowbit_optax.param_dtypes(params, jnp.bfloat16)), or with flax "
-        "lowbit_optax.training.TrainState.from_master(apply_fn=..., params=params, "
-        "tx=tx) or lowbit_optax.training.nnx_optimizer(model, tx)"
+        "params, state = lowbit_optax.from_master(tx, params), or with flax "
+        "lowbit_optax.training.TrainState.create(apply_fn=..., params=params, tx=tx, "
+        "param_dtype=jnp.bfloat16) or lowbit_optax.training.nnx_optimizer(model, tx)"
     )
     if isinstance(weights, QuantizedWeights):
         fix = "params = lowbit_optax.quantize_params(params, bits=12) before tx.init"

@@ -22,7 +22,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-8
 
 IsMatrix = Callable[[str, typing.Any], bool]
-"""Of a leaf's path and the leaf, as ``keep`` of :func:`lowbit_optax.param_dtypes`."""
+"""Of a leaf's path and the leaf, like ``keep_float32`` of ``from_master``."""
 
 
 class MomentumState(typing.NamedTuple):

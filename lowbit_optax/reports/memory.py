@@ -152,9 +152,9 @@ class MemoryReport:
         return "\n".join([*table, *_float32_moments_notes(self.leaves), *self._notes()])
 
     def _table(self) -> list[str]:
-        shown = ["params", "residual", "moments", "total"]
-        if self.total.accumulators:
-            shown.insert(3, "accumulators")
+        parts = ["params", "residual", "moments", "accumulators", "other"]
+        is_some = lambda part: any(getattr(leaf, part) for leaf in self.leaves)
+        shown = [*parts[:3], *filter(is_some, parts[3:]), "total"]
         rows = [["leaf", "parameters", "dtype", *shown, "f32 master"]]
         for leaf in (*self.leaves, self.total):
             parts = (getattr(leaf, part) for part in (*shown, "float32_master"))
@@ -170,7 +170,7 @@ class MemoryReport:
             notes.append(
                 f"{share:.0%} of the parameters are float32 and pass through, which "
                 f"makes the saving small:\nthey and their state take {wide:,} of the "
-                "bytes. from_master with param_dtypes\nnarrows float32 weights and "
+                "bytes. from_master narrows float32\nweights and "
                 "keeps as many low bits as the weight format does."
             )
         if self.changed_updates:

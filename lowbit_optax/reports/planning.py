@@ -13,6 +13,11 @@ import optax
 from lowbit_optax._arguments import check_number
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._step.engine import InexactWeightsError
+from lowbit_optax._step.kept_float32 import (
+    KeepFloat32,
+    is_bias_or_norm,
+    narrowed_dtypes,
+)
 from lowbit_optax._step.moment_slots import Moments, NoSuchMomentError
 from lowbit_optax.formats import (
     block_quantized,
@@ -25,12 +30,7 @@ from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.lpmm import quantize_params
 from lowbit_optax.reports.memory import MemoryReport, aligned, memory_report
 from lowbit_optax.reports.step_memory import StepMemory, step_memory
-from lowbit_optax.states.masters import (
-    KeepFloat32,
-    from_master,
-    is_bias_or_vector,
-    param_dtypes,
-)
+from lowbit_optax.states.masters import from_master
 from lowbit_optax.transformations.lowbit import lowbit
 
 _ANY_RATE = 1e-3  # the memory does not depend on it
@@ -171,7 +171,7 @@ def plan(
     *,
     optimizer: Callable[[typing.Any], optax.GradientTransformation] = optax.adamw,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
-    keep_float32: KeepFloat32 = is_bias_or_vector,
+    keep_float32: KeepFloat32 = is_bias_or_norm,
     other_bytes: float = 0,
     devices: int = 1,
     stacked: Callable[[str], bool] | None = None,
@@ -198,7 +198,7 @@ def plan(
       device_bytes: the budget of one device.
       optimizer: ``learning_rate -> optax transformation``.
       dtype: of the parameters that are narrowed.
-      keep_float32: which are not; see :func:`param_dtypes`. Quantised weights follow
+      keep_float32: which are not; see :func:`from_master`. Quantised weights follow
         :func:`quantize_params` instead.
       other_bytes: what a device holds besides: activations, batches, the program.
       devices: over how many parameters, state and gradients are sharded evenly.
@@ -230,8 +230,10 @@ def plan(
     _check_optimizer(optimizer)
     dtype = float_dtype("plan: dtype", dtype)
     # Narrowed here for its checks, whose errors name the leaf.
-    narrow = _shapes(params, param_dtypes(params, dtype, keep_float32))
-    wide = _shapes(params, param_dtypes(params, jnp.float32, keep_float32))
+    shapes_in = lambda dtype: _shapes(
+        params, narrowed_dtypes("plan: dtype", params, dtype, keep_float32)
+    )
+    narrow, wide = shapes_in(dtype), shapes_in(jnp.float32)
     rows = []
     for choice in _CHOICES:
         shapes = wide if choice.weights is None else narrow
@@ -281,7 +283,7 @@ def _started(
     if choice.bits is not None:
         weights = quantize_params(weights, bits=choice.bits)
     elif choice.weights is not None:
-        return from_master(tx, weights, param_dtypes(weights, dtype, keep_float32))
+        return from_master(tx, weights, dtype, keep_float32)
     return weights, tx.init(weights)
 
 

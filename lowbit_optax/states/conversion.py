@@ -19,6 +19,11 @@ from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import DrawsToNearest, ToNearest
 from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax._step import trees
+from lowbit_optax._step.kept_float32 import (
+    KeepFloat32,
+    dtypes_of,
+    is_bias_or_norm,
+)
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.state import LowbitState
@@ -44,7 +49,8 @@ def convert(
     from_tx: optax.GradientTransformation,
     to_tx: optax.GradientTransformation,
     *,
-    dtypes: typing.Any = None,
+    dtype: typing.Any = None,
+    keep_float32: KeepFloat32 = is_bias_or_norm,
 ) -> tuple[optax.Params, optax.OptState]:
     """Go on with a run in other formats: other weights, moments, bits, or plain optax.
 
@@ -84,12 +90,11 @@ def convert(
       state: ``from_tx``'s state of these parameters.
       from_tx: the transformation that ``state`` was made by.
       to_tx: the transformation to go on with.
-      dtypes: of the new parameters: one dtype, or a tree that is a prefix of
-        ``params``, of dtypes, arrays or shapes, such as :func:`param_dtypes` makes. A
-        quantised weight in it (``jax.eval_shape`` of :func:`quantize_params` or of
-        :func:`block_scale`) stands for one like it. If None, parameters keep theirs;
-        but those that ``from_tx`` holds in few bits, and ``to_tx`` does not, become
-        float32. So float32 parameters stay float32, which ``lowbit`` lets pass.
+      dtype, keep_float32: of the new parameters, as of :func:`from_master`. A tree may
+        have arrays and shapes in it as well, for their dtypes; a quantised weight
+        (``jax.eval_shape`` of :func:`quantize_params` or of :func:`block_scale`) stands
+        for one like it. If ``dtype`` is None, parameters keep theirs; but those that
+        ``from_tx`` holds in few bits, and ``to_tx`` does not, become float32.
 
     Returns:
       ``(params, state)`` for ``to_tx``.
@@ -98,19 +103,19 @@ def convert(
       ValueError: if ``state`` is not one of ``from_tx`` for ``params``, if ``to_tx``
         keeps other state in float32, or if its weight format cannot hold a leaf. The
         error names the leaf, what was given and what is accepted.
-      TypeError: if a leaf is no array, or ``dtypes`` has something else in it.
+      TypeError: if a leaf is no array, or ``dtype`` has something else in it.
 
     >>> import jax.numpy as jnp, optax, lowbit_optax
     >>> lowbit = lowbit_optax.extra_bits_adamw(1e-3)
-    >>> params, state = lowbit_optax.from_master(lowbit, jnp.full(3, 0.1), jnp.bfloat16)
+    >>> params, state = lowbit_optax.from_master(lowbit, jnp.full((1, 3), 0.1))
     >>> params, state = convert(params, state, lowbit, optax.adamw(1e-3))
     >>> params
-    Array([0.1, 0.1, 0.1], dtype=float32)
-    >>> convert(params, state, optax.adamw(1e-3), lowbit, dtypes=jnp.bfloat16)[0]
-    Array([0.100098, 0.100098, 0.100098], dtype=bfloat16)
+    Array([[0.1, 0.1, 0.1]], dtype=float32)
+    >>> convert(params, state, optax.adamw(1e-3), lowbit, dtype=jnp.bfloat16)[0]
+    Array([[0.100098, 0.100098, 0.100098]], dtype=bfloat16)
     """
     source = decoded_run(from_tx, params, state)
-    shapes = _new_shapes(source, params, to_tx, dtypes)
+    shapes = _new_shapes(source, params, to_tx, dtype, keep_float32)
     names, leaves, treedef = trees.named_leaves(shapes)
     by_name = dict(zip(names, leaves, strict=True))
     nodes, around = recorded_nodes(to_tx, shapes)
@@ -237,11 +242,12 @@ def _check_alike(given, wanted) -> None:
     )
 
 
-def _new_shapes(source: DecodedRun, params, to_tx, dtypes):
+def _new_shapes(source: DecodedRun, params, to_tx, dtype, keep_float32: KeepFloat32):
     """The parameters to be made: a tree of shapes, and quantised weights of shapes."""
     names, leaves, treedef = trees.named_leaves(params)
-    if dtypes is not None:
-        kinds = trees.leaves_of_prefix("convert: dtypes", dtypes, params)
+    if dtype is not None:
+        dtypes = dtypes_of("convert: dtype", params, dtype, keep_float32)
+        kinds = trees.leaves_of_prefix("convert: dtype", dtypes, params)
         return treedef.unflatten(map(_shape, names, leaves, kinds))
     logical = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     nodes, _ = recorded_nodes(to_tx, treedef.unflatten(logical))
@@ -267,7 +273,7 @@ def _shape(name: str, leaf, kind):
     is_array = hasattr(kind, "shape") and not isinstance(kind, np.dtype | type)
     if is_array and tuple(kind.shape) != tuple(leaf.shape):
         raise ValueError(
-            f"convert: params{name} has shape {list(leaf.shape)}, but dtypes has "
+            f"convert: params{name} has shape {list(leaf.shape)}, but dtype has "
             f"{list(kind.shape)} there"
         )
     if trees.is_quantized(kind):
@@ -275,10 +281,10 @@ def _shape(name: str, leaf, kind):
         return trees.abstract(kind)
     try:
         given = getattr(kind, "dtype", None) if is_array else kind
-        dtype = float_dtype("convert: dtypes", given)
+        dtype = float_dtype("convert: dtype", given)
     except TypeError as error:
         raise TypeError(
-            f"convert: dtypes has {kind!r} for params{name}; accepted are "
+            f"convert: dtype has {kind!r} for params{name}; accepted are "
             "floating-point dtypes such as bfloat16, arrays, and quantised weights"
         ) from error
     return jax.ShapeDtypeStruct(leaf.shape, dtype)

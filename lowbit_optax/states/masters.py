@@ -1,17 +1,16 @@
 """Float32 masters out of a training state, and a training state out of masters."""
 
 import itertools
-import re
 import typing
-from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
 
 from lowbit_optax._jaxprs.traced_once import traced_once
-from lowbit_optax._numerics.dtypes import dtype_of, float_dtype
+from lowbit_optax._numerics.dtypes import dtype_of
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._numerics.straight_through import (
@@ -21,6 +20,11 @@ from lowbit_optax._numerics.straight_through import (
 )
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, is_blank
+from lowbit_optax._step.kept_float32 import (
+    KeepFloat32,
+    dtypes_of,
+    is_bias_or_norm,
+)
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
@@ -28,9 +32,6 @@ from lowbit_optax.formats.block_scaled_weights import BlockScaledWeights
 from lowbit_optax.formats.leaves import format_named, join_leaf
 from lowbit_optax.formats.quantized_weights import QuantizedWeights
 from lowbit_optax.states.decoded import Recorded, check_one_state_each, recorded_nodes
-
-KeepFloat32 = Callable[[str, typing.Any], bool]
-"""``keep_float32(path, leaf)``: whether a parameter stays in float32."""
 
 
 def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:
@@ -77,7 +78,10 @@ def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:
 
 
 def from_master(
-    tx: optax.GradientTransformation, master: optax.Params, dtypes
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    dtype: typing.Any = jnp.bfloat16,
+    keep_float32: KeepFloat32 = is_bias_or_norm,
 ) -> tuple[optax.Params, optax.OptState]:
     """Start training from float32 weights without losing their low bits.
 
@@ -86,28 +90,38 @@ def from_master(
     Args:
       tx: a transformation made by :func:`lowbit_optax.lowbit`, alone or inside optax's
         wrappers.
-      master: tree of float32 weights.
-      dtypes: the parameters' dtype, or a tree of dtypes that is a prefix of
-        ``master``, such as :func:`param_dtypes` makes. A quantised weight in it, such
-        as ``jax.eval_shape`` of :func:`block_scale` has, stands for one like it. Leaves
-        that are not floating-point keep theirs.
+      params: tree of float32 weights, as ``model.init`` makes them.
+      dtype: of the parameters that are narrowed. Or a tree that is a prefix of
+        ``params``, of a dtype for each leaf; a quantised weight in it, such as
+        ``jax.eval_shape`` of :func:`block_scale` has, stands for one like it. Leaves
+        that are not floating-point keep their dtype.
+      keep_float32: called with a leaf's path, such as ``"['dense']['bias']"``, and the
+        leaf, it says whether the leaf keeps the dtype that it has. The default keeps
+        biases, vectors and normalisations; None narrows every leaf. A tree of dtypes
+        decides without it.
 
     Returns:
-      ``(params, state)``: ``tx.init``'s state, with the residuals of ``master``.
+      ``(params, state)``: narrowed parameters, and ``tx.init``'s state of them, whose
+      residuals keep the bits that narrowing drops.
 
     Raises:
       ValueError: if ``tx`` keeps no lowbit state, or if a leaf's dtype is one that its
         weight format cannot hold, or not of floats; the error names the leaf.
-      TypeError: if a leaf is not an array, or ``dtypes`` has something else in it.
+      TypeError: if a leaf is not an array, or ``dtype`` is no floating-point dtype.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> tx = lowbit_optax.extra_bits_sgd(0.1)
-    >>> params, state = from_master(tx, {"w": jnp.float32(0.1)}, jnp.bfloat16)
-    >>> params["w"], master_weights(params, state)["w"]
-    (Array(0.100098, dtype=bfloat16), Array(0.1, dtype=float32))
+    >>> params = {"kernel": jnp.full((1, 2), 0.1), "bias": jnp.ones(2)}
+    >>> params, state = from_master(tx, params)
+    >>> params
+    {'bias': Array([1., 1.], dtype=float32),
+     'kernel': Array([[0.100098, 0.100098]], dtype=bfloat16)}
+    >>> master_weights(params, state)["kernel"]
+    Array([[0.1, 0.1]], dtype=float32)
     """
-    names, masters, treedef = trees.named_leaves(master)
-    kinds = trees.leaves_of_prefix("from_master: dtypes", dtypes, master, "master")
+    names, masters, treedef = trees.named_leaves(params)
+    dtypes = dtypes_of("from_master: dtype", params, dtype, keep_float32)
+    kinds = trees.leaves_of_prefix("from_master: dtype", dtypes, params)
     leaves = list(map(_rounded, names, masters, kinds))
     formats = _formats(tx, names, leaves, treedef)
     wide = {
@@ -116,14 +130,14 @@ def from_master(
         if name in formats
     }
     # Formats that store an unsigned residual need a parameter rounded toward zero.
-    params = treedef.unflatten(
+    new = treedef.unflatten(
         traced_once(_narrowed, formats[name], leaf.dtype)(wide[name])
         if name in formats
         else leaf
         for name, leaf in zip(names, leaves, strict=True)
     )
     with context.starting(lambda config, params: config.start(params, wide)):
-        return params, tx.init(params)
+        return new, tx.init(new)
 
 
 def with_master(
@@ -134,7 +148,7 @@ def with_master(
     For trainers that call ``tx.init`` themselves, on parameters that are narrow
     already::
 
-        params, _ = lowbit_optax.from_master(tx, master, jnp.bfloat16)
+        params, _ = lowbit_optax.from_master(tx, master)
         trainer = Trainer(params, lowbit_optax.with_master(tx, master))
 
     The first ``init`` of arrays lets go of ``master``. From then on ``init`` of shapes,
@@ -182,64 +196,6 @@ def with_master(
     return tx._replace(init=init)
 
 
-def is_bias_or_vector(path: str, leaf) -> bool:
-    """The default rule of :func:`param_dtypes`: biases and vectors stay in float32.
-
-    It keeps every leaf named ``bias``, including the bias of an attention layer, whose
-    axes are heads and features. It also keeps every leaf of fewer than two axes, such
-    as the scale of a normalisation. These leaves are a small part of a model's memory.
-    It narrows matrices, convolutions and embeddings.
-
-    >>> import jax.numpy as jnp
-    >>> is_bias_or_vector("['query']['bias']", jnp.ones((8, 64)))
-    True
-    >>> is_bias_or_vector("['query']['kernel']", jnp.ones((512, 8, 64)))
-    False
-    """
-    # The paths of nnx end with .value.
-    return leaf.ndim < 2 or bool(re.search(r"\bbias\b\W*(value)?$", path))
-
-
-def param_dtypes(
-    params: optax.Params,
-    dtype: jax.typing.DTypeLike,
-    keep_float32: KeepFloat32 = is_bias_or_vector,
-) -> optax.Params:
-    """The dtype of each parameter: narrow for most, float32 for biases and vectors.
-
-    Args:
-      params: tree of arrays or ShapeDtypeStructs, float32 as a rule.
-      dtype: of the leaves that are narrowed, such as ``jnp.bfloat16``.
-      keep_float32: called with a leaf's path, such as ``"['dense']['bias']"``, and the
-        leaf; where it is true the leaf keeps the dtype that it has. The default keeps
-        leaves named ``bias`` and leaves of fewer than two axes. Normalisations that are
-        stacked over layers have two: ``lambda path, leaf: leaf.ndim < 2 or "bias" in
-        path or "norm" in path.lower()`` keeps them too.
-
-    Returns:
-      A tree of dtypes like ``params``, for :func:`from_master`. Leaves that are not
-      floating-point keep their dtype.
-
-    Raises:
-      TypeError: if ``dtype`` is not a floating-point dtype, or a leaf is not an array.
-
-    >>> import jax.numpy as jnp
-    >>> params = {"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4)}
-    >>> param_dtypes(params, jnp.bfloat16)
-    {'bias': dtype('float32'), 'kernel': dtype(bfloat16)}
-    """
-    narrow = float_dtype("param_dtypes: dtype", dtype)
-
-    def choose(path, leaf) -> np.dtype:
-        name = jax.tree_util.keystr(path)
-        if not hasattr(leaf, "dtype") or not hasattr(leaf, "ndim"):
-            raise TypeError(f"param_dtypes: params{name} is {leaf!r}, not an array")
-        kept = not trees.is_float(leaf) or keep_float32(name, leaf)
-        return np.dtype(leaf.dtype) if kept else narrow
-
-    return jax.tree_util.tree_map_with_path(choose, params)
-
-
 def _masters_of(names, leaves, masters) -> dict[str, typing.Any]:
     """The float32 weights by the paths of the parameters."""
     for name, leaf, master in itertools.zip_longest(names, leaves, masters):
@@ -285,22 +241,22 @@ def _narrowed(format_: WeightFormat, dtype: np.dtype, master: jax.Array) -> jax.
 
 
 def _rounded(name: str, x, kind) -> jax.Array:
-    """A leaf in the dtype that ``dtypes`` has for it, if it is a float."""
+    """A leaf in the dtype that ``kind`` is, if it is a float."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise TypeError(f"from_master: master{name} is {x!r}, not an array")
+        raise TypeError(f"from_master: params{name} is {x!r}, not an array")
     if trees.is_quantized(x) or not trees.is_float(x):
         return x
     if trees.is_quantized(kind):
         if tuple(kind.shape) != tuple(x.shape):
             raise ValueError(
-                f"from_master: dtypes has {trees.describe(kind)} for master{name}, "
+                f"from_master: dtype has {trees.describe(kind)} for params{name}, "
                 f"which is {trees.describe(x)}"
             )
         return kind.quantized(widened(x))
-    dtype = dtype_of(f"from_master: the dtype of master{name}", kind)
+    dtype = dtype_of(f"from_master: the dtype of params{name}", kind)
     if not is_narrow(dtype) and dtype not in (np.float32, np.float64):
         raise ValueError(
-            f"from_master: dtypes has {dtype} for master{name}, which is "
+            f"from_master: dtype has {dtype} for params{name}, which is "
             f"{trees.describe(x)}; accepted are {', '.join(map(str, NARROW_DTYPES))}, "
             "and float32"
         )

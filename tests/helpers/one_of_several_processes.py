@@ -47,8 +47,7 @@ def weights(seed: int = 0):
 
 def start(tx, master):
     """Parameters and state of float32 weights."""
-    dtypes = lowbit_optax.param_dtypes(master, jnp.bfloat16)
-    return lowbit_optax.from_master(tx, master, dtypes)
+    return lowbit_optax.from_master(tx, master)
 
 
 def step(tx, params, state, target):

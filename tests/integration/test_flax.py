@@ -73,10 +73,9 @@ def test_train_state_is_flaxs_in_every_bit(make_params, tx):
         assert_same_bits(ours.params[key], series[-1][key])
 
 
-@pytest.mark.parametrize("make", ["create", "from_master"])
-def test_float32_parameters_become_narrow_and_lose_nothing(make):
+def test_float32_parameters_become_narrow_and_lose_nothing():
     model, variables = _float32_model()
-    state = getattr(training.TrainState, make)(
+    state = training.TrainState.create(
         apply_fn=model.apply, params=variables, tx=LOW, param_dtype=jnp.bfloat16
     )
     dtypes = {
@@ -114,7 +113,9 @@ def test_scales_of_float8_layers_are_not_narrowed():
         "params": {"kernel": jnp.full((64, 64), 0.1)},
         "_overwrite_with_gradient": {"scale": jnp.ones((3, 3))},
     }
-    state = training.TrainState.from_master(apply_fn=None, params=params, tx=LOW)
+    state = training.TrainState.create(
+        apply_fn=None, params=params, tx=LOW, param_dtype=jnp.bfloat16
+    )
     assert state.params["params"]["kernel"].dtype == jnp.bfloat16
     assert state.params["_overwrite_with_gradient"]["scale"].dtype == jnp.float32
     state = state.apply_gradients(grads=params)

@@ -159,7 +159,7 @@ def test_with_scales_of_1_it_trains_as_float8_arrays_do(name):
     x = x.at[::32].set(448.0)
     like = jax.eval_shape(functools.partial(block_scale, min_size=0), x)
     blocks, state = lowbit_optax.from_master(tx, x, like)
-    plain, plain_state = lowbit_optax.from_master(tx, x, jnp.float8_e4m3fn)
+    plain, plain_state = lowbit_optax.from_master(tx, x, jnp.float8_e4m3fn, None)
     blocks, state = train(tx, blocks, state, series, lowbit_optax.step)
     plain, plain_state = train(tx, plain, plain_state, series, lowbit_optax.step)
     np.testing.assert_array_equal(blocks.scales_e8m0, 127)

@@ -30,7 +30,7 @@ def begun():
 
 def converted(run, from_tx, to_tx, dtypes=None):
     """``convert``, jitted: else each of its operations is compiled by itself."""
-    by = dict(from_tx=from_tx, to_tx=to_tx, dtypes=dtypes)
+    by = dict(from_tx=from_tx, to_tx=to_tx, dtype=dtypes)
     return jax.jit(functools.partial(convert, **by))(*run)
 
 

@@ -78,7 +78,7 @@ def test_weights_and_compensations_are_of_the_format_from_the_start(bits):
     def run(master, grads):
         found = {}
         for name, tx in txs.items():
-            start = lowbit_optax.from_master(tx, {"w": master}, BF16)
+            start = lowbit_optax.from_master(tx, {"w": master}, BF16, None)
             stepped = lowbit_optax.step(tx, *start, {"w": grads})
             masters = lowbit_optax.master_weights(*stepped)["w"]
             found[name] = start, stepped, masters

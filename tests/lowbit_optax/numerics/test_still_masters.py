@@ -170,7 +170,7 @@ def test_a_rate_of_0_moves_no_master(dtype, advance, implementation):
         min_size=0,
         implementation=implementation,
     )
-    params, state = lowbit_optax.from_master(tx, masters(), dtype)
+    params, state = lowbit_optax.from_master(tx, masters(), dtype, None)
     assert_still(tx, params, state, advance)
 
 
@@ -205,7 +205,7 @@ WAITING = {
 @pytest.mark.parametrize(("wrap", "advance"), WAITING.values(), ids=WAITING.keys())
 def test_a_step_without_an_update_moves_no_master(dtype, wrap, advance):
     tx = wrap(weights_only(optax.sgd(0.5), TOWARD_ZERO, min_size=0))
-    params, state = lowbit_optax.from_master(tx, masters(), dtype)
+    params, state = lowbit_optax.from_master(tx, masters(), dtype, None)
     grads = jnp.resize(jnp.float32([1, -1]), params.shape)
     if isinstance(state, lowbit_optax.LossScaleState):
         grads *= jnp.inf
@@ -242,7 +242,7 @@ def test_updates_take_masters_through_zero_as_steps_do(dtype, rounding, implemen
             one = lambda carry, grads: (advance(tx, *carry, grads), None)
             return jax.lax.scan(one, (params, state), series)[0]
 
-        return run(*lowbit_optax.from_master(tx, start, dtype), series)
+        return run(*lowbit_optax.from_master(tx, start, dtype, None), series)
 
     params, state = trained(update)
     wanted, wanted_state = trained(lowbit_optax.step)

@@ -183,7 +183,7 @@ def test_every_step_cuts_the_float32_sum_off(dtype, rounding, advance, implement
         min_size=0,
         implementation=implementation,
     )
-    params, state = lowbit_optax.from_master(tx, jnp.asarray(master), dtype)
+    params, state = lowbit_optax.from_master(tx, jnp.asarray(master), dtype, None)
     master = cut_off(master, dtype, 6)
     advance = jax.jit(functools.partial(advance, tx))
     for _ in range(4):
@@ -198,7 +198,7 @@ def test_aliases_and_split_arrays_cut_masters_off(alias):
     x = np.random.default_rng(2).normal(size=(64, 64)).astype(np.float32)
     options = dict(rounding="toward_zero", residual_rounding="toward_zero")
     tx = getattr(lowbit_optax, alias)(0.0, bits=5, min_size=0, **options)
-    params, state = lowbit_optax.from_master(tx, jnp.asarray(x), jnp.bfloat16)
+    params, state = lowbit_optax.from_master(tx, jnp.asarray(x), jnp.bfloat16, None)
     want = cut_off(x, jnp.bfloat16, 5)
     assert_same(lowbit_optax.master_weights(params, state), want)
     split = lowbit_optax.split_array(x, jnp.bfloat16, truncated(5))

@@ -67,7 +67,7 @@ def test_training_goes_on_from_packed_weights_bit_for_bit():
     tx = lowbit_optax.lowbit(optax.sgd(2.0**-6), weights=weights)
     normal = np.random.default_rng(0).normal(size=(9, 64, 64))
     params, *series = map(jnp.asarray, normal.astype(np.float32))
-    params, state = lowbit_optax.from_master(tx, params, jnp.bfloat16)
+    params, state = lowbit_optax.from_master(tx, params, jnp.bfloat16, None)
     step = jax.jit(functools.partial(lowbit_optax.step, tx))
 
     @jax.jit

@@ -46,7 +46,7 @@ def test_it_says_what_the_next_step_does_in_every_weight_format():
     def run():
         found = {}
         for name, tx in txs.items():
-            params, state = lowbit_optax.from_master(tx, {"w": master}, BF16)
+            params, state = lowbit_optax.from_master(tx, {"w": master}, BF16, None)
             found[name] = stepped(tx, params, state)
         found["8 bits"] = stepped(sgd(), quantized, sgd().init(quantized))
         return found

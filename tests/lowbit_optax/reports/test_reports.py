@@ -90,10 +90,10 @@ def test_the_printed_table():
     lines = text.splitlines()
     assert lines[0] == "bytes per parameter"
     assert [" ".join(line.split()) for line in lines[1:5]] == [
-        "leaf parameters dtype params residual moments total f32 master",
-        "['dense']['kernel'] 1,048,576 bfloat16 2.000 1.000 8.000 11.000 14.000",
-        "['norm'] 1,024 float32 4.000 0.000 8.000 12.500 12.000",
-        "total 1,049,600 2.002 0.999 8.000 11.001 13.998",
+        "leaf parameters dtype params residual moments other total f32 master",
+        "['dense']['kernel'] 1,048,576 bfloat16 2.000 1.000 8.000 0.000 11.000 14.000",
+        "['norm'] 1,024 float32 4.000 0.000 8.000 0.500 12.500 12.000",
+        "total 1,049,600 2.002 0.999 8.000 0.000 11.001 13.998",
     ]
     total = 1024 * 1024 * 11 + 1024 * 12 + 12 + 512
     usual = 1024 * 1024 * 14 + 1024 * 12
@@ -213,7 +213,7 @@ def test_float32_parameters_that_make_the_saving_small_are_told_of():
     text = " ".join(str(report).split())
     assert "75% of the parameters are float32 and pass through" in text
     assert f"they and their state take {wide.total:,} of the bytes" in text
-    assert "from_master with param_dtypes narrows float32 weights" in text
+    assert "from_master narrows float32 weights" in text
     few = params | {"wide": jax.ShapeDtypeStruct((64,), jnp.float32)}
     assert "pass through" not in str(memory_report(tx, few))
     # QuantizedTensors are float32 to a program that reads them, and are stored in bits.

@@ -81,7 +81,7 @@ def _converted():
 
     def to_all(params, state):
         return {
-            name: convert(params, state, FLOAT32, tx, dtypes=dtypes)
+            name: convert(params, state, FLOAT32, tx, dtype=dtypes, keep_float32=None)
             for name, (tx, dtypes, *_) in FORMATS.items()
         }
 
@@ -114,7 +114,7 @@ def test_every_pair_of_formats_loses_what_the_two_cannot_hold_and_no_more():
         return {
             (first, second): convert(
                 *runs[first], FORMATS[first][0], FORMATS[second][0],
-                dtypes=FORMATS[second][1],
+                dtype=FORMATS[second][1], keep_float32=None,
             )
             for first in FORMATS
             for second in FORMATS
@@ -166,7 +166,7 @@ def test_weights_come_back_from_float32_bit_for_bit():
         for name in few_bits:
             tx, dtypes = FORMATS[name][:2]
             wide = convert(*runs[name], tx, FLOAT32)
-            back[name] = convert(*wide, FLOAT32, tx, dtypes=dtypes)
+            back[name] = convert(*wide, FLOAT32, tx, dtype=dtypes, keep_float32=None)
             masters[name] = wide[0], convert(*back[name], tx, FLOAT32)[0]
         return back, masters
 
@@ -195,11 +195,11 @@ def test_a_relative_moment_keeps_its_codes_where_the_other_gets_fewer_bits():
         _adamw(extra_bits(8), {"mu": mu, "nu": block_quantized(bits)})
         for bits in (8, 4)
     )
-    params, state = lowbit_optax.from_master(old, MASTER_MODEL, BF16)
+    params, state = lowbit_optax.from_master(old, MASTER_MODEL, BF16, None)
     params, state = train(old, params, state, gradient_series(params, 3))
     wide = convert(params, state, old, FLOAT32)
     _, got = convert(params, state, old, new)
-    _, want = convert(*wide, FLOAT32, new, dtypes=BF16)
+    _, want = convert(*wide, FLOAT32, new, dtype=BF16, keep_float32=None)
     assert_same_bits(got.inner_state[0].mu, state.inner_state[0].mu)
     assert_same_bits(got.inner_state, want.inner_state)
 
@@ -242,7 +242,7 @@ def test_wrappers_keep_their_state(wrap):
         )
         there = convert(params, state, from_tx, to_tx)
         wide = convert(params, state, from_tx, plain)
-        back = convert(*wide, plain, from_tx, dtypes=BF16)
+        back = convert(*wide, plain, from_tx, dtype=BF16, keep_float32=None)
         ahead = lowbit_optax.step(to_tx, *there, gradient_series(params, 1)[0])
         return (params, state), there, wide, back, ahead
 
@@ -314,7 +314,7 @@ def test_a_run_with_integers_and_booleans_goes_on_after_a_step(optimizer):
         step = lambda run, tx: lowbit_optax.step(tx, *run, grads)
         runs = [step((params, low.init(params)), low)]
         for from_tx, to_tx in itertools.pairwise([low, kahans, plain, low]):
-            run = convert(*runs[-1], from_tx, to_tx, dtypes=BF16)
+            run = convert(*runs[-1], from_tx, to_tx, dtype=BF16, keep_float32=None)
             step(run, to_tx)  # its state is one that a step takes
             runs.append(run)
         return runs
@@ -336,7 +336,9 @@ def test_shards_stay_where_they_are_and_have_the_same_bits():
         lambda x: x + jnp.asarray(0.5, x.dtype) if x.ndim else x, state
     )
     change = jax.jit(
-        functools.partial(convert, from_tx=from_tx, to_tx=to_tx, dtypes=BF16)
+        functools.partial(
+            convert, from_tx=from_tx, to_tx=to_tx, dtype=BF16, keep_float32=None
+        )
     )
     want = change(params, state)
     at = lambda x: jax.device_put(
@@ -383,20 +385,20 @@ REFUSED = {
         r"keeps bfloat16\[64, 24\]",
     ),
     "too many bits for the dtype": (
-        _adamw(kahan()), _adamw(kahan()), _adamw(extra_bits(16)), dict(dtypes=F16),
+        _adamw(kahan()), _adamw(kahan()), _adamw(extra_bits(16)), dict(dtype=F16),
         r"params\['bias'\]: float16 takes 0 to 13 extra bits, not 16",
     ),
     "an integer dtype": (
-        FLOAT32, FLOAT32, FLOAT32, dict(dtypes=jnp.int8),
-        r"dtypes has .*int8.* for params\['bias'\]; accepted are floating-point",
+        FLOAT32, FLOAT32, FLOAT32, dict(dtype=jnp.int8),
+        r"convert: dtype .*int8.*accepted are floating",
     ),
     "dtypes of other leaves": (
-        FLOAT32, FLOAT32, FLOAT32, dict(dtypes={"kernel": BF16}),
-        "dtypes must have the structure of params",
+        FLOAT32, FLOAT32, FLOAT32, dict(dtype={"kernel": BF16}),
+        "dtype must have the structure of params",
     ),
     "shapes of other parameters": (
-        FLOAT32, FLOAT32, FLOAT32, dict(dtypes=_OTHER),
-        r"params\['kernel'\] has shape \[64, 24\], but dtypes has \[8, 8\] there",
+        FLOAT32, FLOAT32, FLOAT32, dict(dtype=_OTHER),
+        r"params\['kernel'\] has shape \[64, 24\], but dtype has \[8, 8\] there",
     ),
     "parameters that a wrapper makes": (
         optax.flatten(_adamw(kahan())), optax.flatten(_adamw(kahan())), FLOAT32, {},
@@ -414,4 +416,6 @@ def test_what_does_not_belong_together_is_refused(
     params = model_params()
     state = initial(made_by, given.get("params", params))
     with pytest.raises((ValueError, TypeError), match=message):
-        convert(params, state, from_tx, to_tx, dtypes=given.get("dtypes"))
+        convert(
+            params, state, from_tx, to_tx, dtype=given.get("dtype"), keep_float32=None
+        )

@@ -26,10 +26,10 @@ from lowbit_optax import (
     from_master,
     kahan,
     master_weights,
-    param_dtypes,
     training,
 )
 from lowbit_optax._step.blanks import is_blank
+from lowbit_optax._step.kept_float32 import is_bias_or_norm
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -46,7 +46,7 @@ def _sgd(weights, rate=0.1):
 
 def _errors(tx, master, dtype=jnp.bfloat16):
     """|joined - master| over the spacing of bfloat16 around each master."""
-    params, state = from_master(tx, master, dtype)
+    params, state = from_master(tx, master, dtype, None)
     masters = master_weights(params, state)
     spacing = jax.tree.map(lambda x: 2.0 ** (np.floor(np.log2(np.abs(x))) - 7), master)
     return jax.tree.map(lambda a, b, s: np.abs(a - b) / s, masters, master, spacing)
@@ -84,7 +84,7 @@ def test_round_trip_keeps_what_the_format_keeps(name):
 @pytest.mark.parametrize("name", ALL_FORMATS)
 def test_from_master_gives_a_state_like_inits(name):
     tx = _sgd(ALL_FORMATS[name])
-    params, state = from_master(tx, _master(), jnp.bfloat16)
+    params, state = from_master(tx, _master(), jnp.bfloat16, None)
     assert spec_of(state) == spec_of(tx.init(params))
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
     kernel = params["kernel"].astype(jnp.float32)
@@ -103,7 +103,7 @@ def test_where_every_bit_is_kept_training_is_that_of_the_float32_master(weights)
     master = _master()
     inner = optax.adamw(0.01)
     tx = weights_only(inner, weights, min_size=0)
-    params, state = from_master(tx, master, jnp.bfloat16)
+    params, state = from_master(tx, master, jnp.bfloat16, None)
     assert_same_bits(master_weights(params, state), master)
     series = gradient_series(params, 20)
     got, state = train(tx, params, state, series)
@@ -122,7 +122,7 @@ def test_masters_of_wrapped_states_start_whole_and_move_with_training(name):
         lambda learning_rate: _sgd(extra_bits(16), learning_rate), other
     )
     master = _master()
-    params, state = from_master(tx, master, jnp.bfloat16)
+    params, state = from_master(tx, master, jnp.bfloat16, None)
     assert spec_of(state) == spec_of(tx.init(params))
     masters = master_weights(params, state)
     rounded = jax.tree.map(lambda p: p.astype(jnp.float32), params)
@@ -146,7 +146,7 @@ def test_masters_of_wrapped_states_start_whole_and_move_with_training(name):
 
 def test_formats_without_residuals_start_where_a_wrapper_flattens_the_parameters():
     tx, master = optax.flatten(lowbit_optax.sr_sgd(0.1)), _master()
-    params, state = from_master(tx, master, jnp.bfloat16)
+    params, state = from_master(tx, master, jnp.bfloat16, None)
     assert_same_bits(params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), master))
     assert spec_of(state) == spec_of(tx.init(params))
 
@@ -164,17 +164,35 @@ def test_dtypes_may_be_a_prefix_of_the_tree():
 
 def test_vectors_and_scalars_stay_float32_by_default():
     master = _master() | {"steps": jnp.arange(6).reshape(2, 3), "none": None}
-    dtypes = param_dtypes(master, jnp.bfloat16)
-    assert dtypes == {
-        "kernel": jnp.dtype("bfloat16"),
-        "bias": jnp.dtype("float32"),
-        "scale": jnp.dtype("float32"),
-        "steps": jnp.dtype("int32"),
+    params, state = from_master(_sgd(extra_bits(16)), master)
+    assert jax.tree.map(lambda x: x.dtype.name, params) == {
+        "kernel": "bfloat16",
+        "bias": "float32",
+        "scale": "float32",
+        "steps": "int32",
         "none": None,
     }
-    params, state = from_master(_sgd(extra_bits(16)), master, dtypes)
-    assert jax.tree.map(lambda x: x.dtype, params) == dtypes
     assert_same_bits(master_weights(params, state), master)
+
+
+@pytest.mark.parametrize(
+    ("path", "is_kept"),
+    [
+        ("['layers']['LayerNorm_0']['scale']", True),
+        ("['layers']['ln_1']['weight']", True),
+        ("['ln_f']", True),
+        (".layers[0].norm1.weight", True),
+        ("['query']['bias'].value", True),
+        ("['query_bias']", True),
+        ("['layers']['mlp']['kernel'].value", False),
+        ("['normal_net']['kernel']", False),
+        ("['embedding']", False),
+        ("", False),
+    ],
+)
+def test_stacked_normalisations_and_biases_stay_float32(path, is_kept):
+    assert is_bias_or_norm(path, jnp.ones((12, 64))) == is_kept
+    assert is_bias_or_norm(path, jnp.ones(64))
 
 
 def _linen_attention():
@@ -209,10 +227,7 @@ def _assert_biases_stay(dtypes):
 
 @pytest.mark.parametrize("make", [_linen_attention, _nnx_attention, _equinox_layers])
 def test_biases_of_several_axes_stay_float32(make):
-    master = make()
-    dtypes = param_dtypes(master, jnp.bfloat16)
-    _assert_biases_stay(dtypes)
-    params, _ = from_master(lowbit_optax.kahan_adamw(0.1), master, dtypes)
+    params, _ = from_master(lowbit_optax.kahan_adamw(0.1), make())
     _assert_biases_stay(jax.tree.map(lambda x: x.dtype, params))
 
 
@@ -240,9 +255,10 @@ def test_the_rule_gets_paths_and_leaves_and_shapes_are_enough():
         seen[path] = leaf.shape
         return "norm" in path
 
-    dtypes = param_dtypes(shapes, "bfloat16", keep_float32=keep)
-    assert dtypes["block"]["norm"] == jnp.float32
-    assert set(jax.tree.leaves(dtypes["w"])) == {jnp.dtype("bfloat16")}
+    start = lambda params: from_master(_sgd(kahan()), params, "bfloat16", keep)
+    params, _ = jax.eval_shape(start, shapes)
+    assert params["block"]["norm"].dtype == jnp.float32
+    assert {x.dtype for x in jax.tree.leaves(params["w"])} == {jnp.dtype("bfloat16")}
     assert seen["['block']['norm']"] == (3, 8)
     assert seen["['w']['kernel']"] == (64, 24)
 

@@ -10,7 +10,7 @@ from optimizers import assert_same_bits
 import lowbit_optax
 from lowbit_optax import from_master, kahan_adamw, lowbit_adamw, with_master
 from lowbit_optax.states.checkpoints import storage_formats
-from lowbit_optax.training import narrow, nnx_optimizer
+from lowbit_optax.training import cast_model, nnx_optimizer
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -32,7 +32,7 @@ def _master():
 @pytest.mark.parametrize("optimizer", [lowbit_adamw, kahan_adamw])
 def test_init_makes_the_state_of_from_master(optimizer, wrap):
     tx, master = wrap(optimizer(1e-2)), _master()
-    params, want = from_master(tx, master, jnp.bfloat16)
+    params, want = from_master(tx, master, jnp.bfloat16, None)
     start = with_master(tx, master)
     shapes = jax.eval_shape(start.init, params)
     assert jax.tree.structure(shapes) == jax.tree.structure(want)
@@ -74,8 +74,7 @@ def test_nnxs_optimizer_starts_from_a_float32_model():
     assert model.first.kernel[...].dtype == jnp.bfloat16
     assert model.first.bias[...].dtype == jnp.float32
 
-    dtypes = lowbit_optax.param_dtypes(master, jnp.bfloat16)
-    params, state = from_master(tx, master, dtypes)
+    params, state = from_master(tx, master)
     found = nnx.as_pure(optimizer.opt_state)
     assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(state))
     held = nnx.as_pure(nnx.state(model, nnx.Param))
@@ -94,7 +93,7 @@ def test_nnxs_optimizer_starts_from_a_float32_model():
 def test_trainers_that_make_the_optimizer_get_a_narrow_model():
     model = _Model()
     kernel = model.second.kernel[...]
-    tx = narrow(model, lowbit_optax.extra_bits_adamw(1e-2))
+    tx = cast_model(model, lowbit_optax.extra_bits_adamw(1e-2))
     held = nnx.Optimizer(model, tx, wrt=nnx.Param)
     params = nnx.as_pure(nnx.state(model, nnx.Param))
     masters = lowbit_optax.master_weights(params, nnx.as_pure(held.opt_state))

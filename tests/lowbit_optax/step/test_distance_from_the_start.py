@@ -87,7 +87,7 @@ def test_exact_weights_give_float32s_estimates(name):
     inner, master = MEASURING[name][0], {"w": _weights()}
     want = _estimates(_states(inner(), master, inner().init(master)))
     tx = lowbit(inner(), weights=extra_bits(), moments="float32", min_size=0)
-    got = _estimates(_states(tx, *from_master(tx, master, jnp.bfloat16)))
+    got = _estimates(_states(tx, *from_master(tx, master, jnp.bfloat16, None)))
     np.testing.assert_allclose(got, want, rtol=1e-3)
 
 
@@ -107,13 +107,13 @@ def test_d_adaptation_reads_no_distance():
     master = {"w": _weights()}
     want = _estimates(_states(inner, master, inner.init(master)))
     tx = lowbit(inner, min_size=0)
-    got = _estimates(_states(tx, *from_master(tx, master, jnp.bfloat16)))
+    got = _estimates(_states(tx, *from_master(tx, master, jnp.bfloat16, None)))
     np.testing.assert_allclose(got, want, rtol=0.05)
 
 
 def test_a_run_can_leave_but_not_enter_rounded_weights():
     exact = lowbit(contrib.dog(1.0), weights=extra_bits())
-    run = from_master(exact, {"w": _weights()}, jnp.bfloat16)
+    run = from_master(exact, {"w": _weights()}, jnp.bfloat16, None)
     convert = functools.partial(lowbit_optax.convert, *run, exact)
     assert convert(contrib.dog(1.0))[0]["w"].dtype == jnp.float32
     with pytest.raises(ValueError, match=r"rounding of params\['w'\]"):

@@ -102,7 +102,7 @@ def distances(weights, moments, dtype, rate=1e-3, steps=400):
     best = jnp.asarray(random.normal(size=SHAPE), jnp.float32)
     noise = jnp.asarray(random.normal(size=(steps, *SHAPE)), jnp.float32)
     tx = lowbit(optax.adam(rate), weights=weights, moments=moments)
-    params, state = lowbit_optax.from_master(tx, best, dtype)
+    params, state = lowbit_optax.from_master(tx, best, dtype, None)
 
     def body(carry, noise):
         params, state = carry

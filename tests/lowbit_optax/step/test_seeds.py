@@ -164,14 +164,16 @@ def other_masters(number):
     """The seed of a start; numbers 0 and 1 have the same bfloat16 parameters."""
     master = jnp.ones(64).at[0].add(number * 2.0**-12)
     tx = lowbit_optax.extra_bits_adamw(0.1)
-    return lowbit_optax.from_master(tx, master, jnp.bfloat16)[1].seed
+    return lowbit_optax.from_master(tx, master, jnp.bfloat16, None)[1].seed
 
 
 def converted(number):
     params, float32 = {"w": normal(0, (64, 32)) + number}, optax.adamw(0.1)
     tx = adamw(0.1, extra_bits(8))
     state = float32.init(params)
-    return lowbit_optax.convert(params, state, float32, tx, dtypes=jnp.bfloat16)[1].seed
+    return lowbit_optax.convert(
+        params, state, float32, tx, dtype=jnp.bfloat16, keep_float32=None
+    )[1].seed
 
 
 def accumulated(number):

@@ -172,7 +172,7 @@ def test_a_step_has_the_derivatives_of_optax(route, dtype, name, implementation)
 def test_masters_have_the_derivatives_of_parameters(dtype, name):
     tx = lowbit_of(name)(adamw(RATE))
     masters = lambda params, state: weighted(lowbit_optax.master_weights(params, state))
-    start = lambda master: lowbit_optax.from_master(tx, master, dtype)
+    start = lambda master: lowbit_optax.from_master(tx, master, dtype, None)
 
     @jax.jit
     def compute(params):

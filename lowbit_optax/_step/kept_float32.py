@@ -1,0 +1,104 @@
+"""Which parameters stay float32 when the others are narrowed."""
+
+import re
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from lowbit_optax._numerics.dtypes import float_dtype
+from lowbit_optax._step import trees
+
+KeepFloat32 = Callable[[str, typing.Any], bool] | None
+"""``keep_float32(path, leaf)``: whether a parameter stays float32; None keeps none."""
+
+_NORM = re.compile(r"norm(?!al)|^ln(_|\d|$)")
+
+
+def is_bias_or_norm(path: str, leaf) -> bool:
+    """The default of ``keep_float32``: whether a leaf is a bias or a normalisation's.
+
+    It keeps leaves of fewer than two axes, leaves whose name ends with ``bias`` or is
+    ``scale``, and all leaves of a module whose name says that it normalises, such as
+    ``LayerNorm_0`` or ``ln_1``. So it keeps the bias of an attention layer, whose axes
+    are heads and features, and scales that are stacked over layers. These leaves are a
+    small part of a model's memory. It narrows matrices, convolutions and embeddings.
+
+    Args:
+      path: of the leaf, as ``jax.tree_util.keystr`` writes it.
+      leaf: an array, or its shape and dtype.
+
+    >>> import jax.numpy as jnp
+    >>> is_bias_or_norm("['query']['bias']", jnp.ones((8, 64)))
+    True
+    >>> is_bias_or_norm("['layers']['ln_1']['weight']", jnp.ones((12, 64)))
+    True
+    >>> is_bias_or_norm("['query']['kernel']", jnp.ones((512, 8, 64)))
+    False
+    """
+    # The paths of nnx end with .value.
+    words = [x for x in re.findall(r"\w+", path.lower()) if x != "value"]
+    name = words[-1] if words else ""
+    is_small = leaf.ndim < 2 or name.endswith("bias") or name == "scale"
+    return is_small or any(map(_NORM.search, words))
+
+
+def param_dtypes(
+    params: optax.Params,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    keep_float32: KeepFloat32 = is_bias_or_norm,
+) -> optax.Params:
+    """The dtypes that :func:`lowbit_optax.from_master` gives to parameters.
+
+    Args:
+      params: tree of arrays or ShapeDtypeStructs, float32 as a rule.
+      dtype, keep_float32: as of :func:`lowbit_optax.from_master`.
+
+    Returns:
+      A tree of dtypes like ``params``.
+
+    Raises:
+      TypeError: if ``dtype`` is not a floating-point dtype, or a leaf is not an array.
+
+    >>> import jax.numpy as jnp
+    >>> param_dtypes({"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4)})
+    {'bias': dtype('float32'), 'kernel': dtype(bfloat16)}
+    """
+    return narrowed_dtypes("param_dtypes: dtype", params, dtype, keep_float32)
+
+
+def narrowed_dtypes(what: str, params, dtype, keep_float32: KeepFloat32):
+    """The dtype of each parameter: ``dtype``, or its own if it stays as it is.
+
+    Args:
+      what: the name of ``dtype``, for errors.
+      params: tree of arrays or ShapeDtypeStructs.
+      dtype: of the floating-point leaves that are narrowed.
+      keep_float32: see :data:`KeepFloat32`.
+
+    Raises:
+      TypeError: if ``dtype`` is not a floating-point dtype, or a leaf is not an array.
+    """
+    narrow = float_dtype(what, dtype)
+
+    def choose(path, leaf) -> np.dtype:
+        name = jax.tree_util.keystr(path)
+        if not hasattr(leaf, "dtype") or not hasattr(leaf, "ndim"):
+            raise TypeError(f"{what}: params{name} is {leaf!r}, not an array")
+        is_kept = keep_float32 is not None and keep_float32(name, leaf)
+        is_narrowed = trees.is_float(leaf) and not is_kept
+        return narrow if is_narrowed else np.dtype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(choose, params)
+
+
+def dtypes_of(what: str, params, dtype, keep_float32: KeepFloat32):
+    """The dtypes of parameters: :func:`narrowed_dtypes`, or a tree that is given.
+
+    Such a tree is a prefix of the parameters, and decides alone.
+    """
+    is_one = jax.tree_util.treedef_is_leaf(jax.tree.structure(dtype))
+    return narrowed_dtypes(what, params, dtype, keep_float32) if is_one else dtype
