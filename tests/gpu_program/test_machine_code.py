@@ -1,7 +1,5 @@
 """The reader of machine code, tested on kernels whose counts are known."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -41,10 +39,17 @@ def pallas(kernel, n=SIDE * SIDE, block=512, warps=4, dtype=F32):
     )
 
 
-def only_kernel(fn, *args, trips=None):
-    lowered = lower_for(gpu_mesh(), fn, *args)
-    (kernel,) = program(lowered, trips and {"small": trips}).kernels.values()
+def only_kernel(fn, *args):
+    (kernel,) = program(lower_for(gpu_mesh(), fn, *args)).kernels.values()
     return kernel
+
+
+def grids(kernel):
+    return {launch.grid for launch in kernel.launches}
+
+
+def loaded_bits(kernel):
+    return [access.bits for access in kernel.accesses if not access.store]
 
 
 def vector(n=SIDE * SIDE, dtype=F32):
@@ -103,11 +108,11 @@ def test_an_xla_fusion():
     kernel = only_kernel(
         lambda x: x * 2 + 1, jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
     )
-    assert kernel.block == (128, 1, 1)
     (launch,) = kernel.launches
-    assert launch == Launch(kernel.grid, kernel.block, 0)
+    assert launch.block == (128, 1, 1)
+    assert launch.shared == 0
     assert launch.threads * 4 == SIDE**2
-    assert kernel.global_loads == {128: 1}
+    assert loaded_bits(kernel) == [128]
     assert kernel.global_stores == {128: 1}
     assert kernel.masked_stores == 0
     assert kernel.opcodes()["FADD"] == 8
@@ -129,15 +134,15 @@ def test_a_reduction_declares_shared_memory():
     kernels = program(lower_for(gpu_mesh(), jnp.sum, vector())).kernels
     assert any(k.static_shared for k in kernels.values())
     assert {len(k.launches) for k in kernels.values()} == {1}
-    assert len({k.grid for k in kernels.values()}) == 2
+    first, second = map(grids, kernels.values())
+    assert first != second
 
 
 @pytest.mark.parametrize("trips", [48, 96, 1000])
 def test_a_pallas_loop(trips):
     kernel = only_kernel(roots(trips), vector())
     assert kernel.name == "small"
-    assert kernel.grid == (SIDE**2 // 512, 1, 1)
-    assert kernel.block == (128, 1, 1)
+    assert kernel.launches == (Launch((SIDE**2 // 512, 1, 1), (128, 1, 1), 0),)
     assert kernel.opcodes()["MUFU.RSQ"] + kernel.opcodes()["MUFU.SQRT"] == 4 * trips
     # All else in the loop is executed as often as the square roots.
     inside = sum(
@@ -189,7 +194,7 @@ def test_widths(dtype, block, bits):
         y[:] = x[:] + x[:]
 
     found = only_kernel(pallas(kernel, block=block, dtype=dtype), vector(dtype=dtype))
-    assert found.global_loads == {bits: 1}
+    assert loaded_bits(found) == [bits]
     assert found.global_stores == {bits: 1}
 
 
@@ -202,11 +207,6 @@ def test_trips_that_are_data():
     assert None in [loop.trips for loop in lost.loops]
     with pytest.raises(UnknownTrips, match="small"):
         lost.executed()
-    assert lost.executed(unknown=20) > lost.executed(unknown=10) > lost.executed(0)
-    given = only_kernel(pallas(kernel), vector(), trips=[10] * len(lost.loops))
-    assert given.executed() == pytest.approx(lost.executed(unknown=10))
-    with pytest.raises(ValueError, match="trip counts for"):
-        only_kernel(pallas(kernel), vector(), trips=[10] * (len(lost.loops) + 1))
 
 
 def counted(start, step, test, stop):
@@ -285,7 +285,6 @@ def test_a_loop_in_a_loop():
     assert sines(kernel) == 63
     outer, inner = kernel.loops
     assert (outer.trips, inner.trips) == (7, 9)
-    assert (outer.depth, inner.depth) == (0, 1)
     assert outer.body > inner.body
 
 
@@ -296,14 +295,10 @@ def test_a_loop_whose_trips_another_one_sets():
 
 
 def test_a_loop_of_unknown_trips_in_a_loop():
-    body = NESTED.format(inner="%r1")
-    kernel = code_of(body)
+    kernel = code_of(NESTED.format(inner="%r1"))
     assert [loop.trips for loop in kernel.loops] == [7, None]
     with pytest.raises(UnknownTrips, match="1 of its 2 loops"):
         kernel.executed()
-    assert sines(kernel, unknown=4) == 28
-    assert sines(code_of(body, trips={"k": [None, 4]})) == 28
-    assert sines(code_of(body, trips={"k": [5, 4]})) == 20
 
 
 def test_a_loop_left_early_on_data_is_unknown():
@@ -365,7 +360,6 @@ def test_launches_of_one_kernel_add_up():
     kernel = code_of("", launches={"k": launches})
     threads = 4 * 2 * 64 + 32
     assert instructions_per_parameter(kernel, 7) == kernel.executed() * threads / 7
-    assert kernel.grid is kernel.block is None
     with pytest.raises(ValueError, match="no launch"):
         instructions_per_parameter(code_of(""), 7)
 
@@ -381,7 +375,8 @@ def test_kernels_of_one_name():
         lower_for(gpu_mesh(), lambda x: pallas(root)(pallas(double)(x)), vector())
     ).kernels
     assert len(found) == 2
-    assert {math.prod(k.grid) for k in found.values()} == {SIDE**2 // 512}
+    for kernel in found.values():
+        assert grids(kernel) == {(SIDE**2 // 512, 1, 1)}
 
 
 def test_missing_tools_are_named(monkeypatch):

@@ -18,8 +18,6 @@ from tools.gpu_program.launch import Launch
 from tools.gpu_program.machine_code.kernel import Kernel
 from tools.gpu_program.machine_code.trip_counts import kernel_facts
 
-Trips = Sequence[int | None]
-
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -37,15 +35,11 @@ def missing_tools() -> str | None:
     return f"needs {' and '.join(missing)}: install the gpu-program extra"
 
 
-def program(
-    lowered: jax.stages.Lowered, trips: Mapping[str, Trips] | None = None
-) -> Program:
+def program(lowered: jax.stages.Lowered) -> Program:
     """Compile a program and read its kernels' machine code.
 
     Args:
       lowered: from ``targets.lower_for``.
-      trips: kernels' names to the trip counts of their loops, in the order of
-        ``Kernel.loops``; None in place of a count for one to be found.
     """
     dump = compile_with_dump(lowered)
     launches, found = launches_of(dump.thunks), {}
@@ -54,21 +48,18 @@ def program(
         launches[kernel.name].append(kernel.launch)
         sources[kernel.ptx] = None
     for source in sources:
-        found |= kernels_of_ptx(source, launches, trips)
+        found |= kernels_of_ptx(source, launches)
     return Program(dump.compiled, found)
 
 
 def kernels_of_ptx(
-    source: str,
-    launches: Mapping[str, Sequence[Launch]] | None = None,
-    trips: Mapping[str, Trips] | None = None,
+    source: str, launches: Mapping[str, Sequence[Launch]] | None = None
 ) -> dict[str, Kernel]:
     """Compile PTX and read its kernels' machine code.
 
     Args:
       source: PTX.
       launches: kernels' names to their launches, if known.
-      trips: as in :func:`program`.
     """
     architecture = re.findall(r"^\s*\.target (\w+)", source, re.M)[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +87,7 @@ def kernels_of_ptx(
             spill_loads=number(r"(\d+) bytes spill loads"),
             static_shared=number(r"(\d+) bytes smem"),
             launches=tuple((launches or {}).get(name, ())),
-            **kernel_facts(code[name], (trips or {}).get(name)),
+            **kernel_facts(code[name]),
         )
     return found
 
