@@ -7,6 +7,7 @@ import typing
 import jax
 
 from tools.hlo_arrays import Array, arrays
+from tools.hlo_entry import read_entry
 
 COLLECTIVES = (
     "all-gather",
@@ -86,34 +87,27 @@ def entry(compiled: jax.stages.Compiled) -> list[Instruction]:
 
     An asynchronous pair is one. Loops are not looked into.
     """
-    _, _, lines = text(compiled).partition("\nENTRY")
-    pattern = r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)"
-    parsed = [
-        found.groups() for x in lines.splitlines() if (found := re.match(pattern, x))
-    ]
+    nodes = read_entry(text(compiled))
     types: dict[str, tuple[Array, ...]] = {}
     ends: dict[str, tuple[Array, ...]] = {}
-    for name, type_text, op, operands, _ in parsed:
-        types[name] = arrays(type_text)
-        # ``name#1`` is part 1 of a tuple.
-        types |= {f"{name}#{n}": (part,) for n, part in enumerate(types[name])}
-        if op.endswith("-done"):
-            ends |= dict.fromkeys(_names(operands), types[name])
-    # The tuple of an asynchronous pair's start has its operands too.
+    for node in nodes:
+        types[node.name] = parts = arrays(node.shape)
+        types |= {f"{node.name}#{n}": (part,) for n, part in enumerate(parts)}
+        if node.op.endswith("-done"):
+            ends |= dict.fromkeys(node.operands, parts)
     return [
         _moving(
-            name,
-            op,
-            ends.get(name, types[name]),
-            [types.get(x, ()) for x in _names(operands)],
+            node.name,
+            node.op,
+            # The tuple of an asynchronous pair's start has its operands too.
+            ends.get(node.name, types[node.name]),
+            [types.get(x, ()) for x in node.operands],
         )
-        for name, _, op, operands, rest in parsed
-        if op not in _WITHOUT_WORK and not op.endswith(_ENDS) and _IN_PLACE not in rest
+        for node in nodes
+        if node.op not in _WITHOUT_WORK
+        and not node.op.endswith(_ENDS)
+        and _IN_PLACE not in node.attributes
     ]
-
-
-def _names(operands: str) -> list[str]:
-    return re.findall(r"%([\w.\-]+(?:#\d+)?)", operands)
 
 
 def _moving(name: str, op: str, written, operands) -> Instruction:

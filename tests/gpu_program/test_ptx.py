@@ -30,7 +30,7 @@ from tools.gpu_program.targets import gpu_mesh, lower_for
 
 THREADS = 64
 
-MODULES = ("bits", "buffers", "floats", "lanes", "memory", "parser", "schedule")
+MODULES = ("bits", "buffers", "floats", "lanes", "memory", "parser")
 
 
 def kernel(body):

@@ -12,8 +12,9 @@ import lowbit_optax
 
 pytest.importorskip("libtpu", reason="needs the tpu-program extra")
 
+from tools.gpu_program.targets import compile_for
 from tools.tpu_program.steps import lower_lpmm_step, lower_step
-from tools.tpu_program.targets import TARGETS, compile_for, tpu_mesh
+from tools.tpu_program.targets import TARGETS, tpu_mesh
 
 LEAF = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
 STEPS = {

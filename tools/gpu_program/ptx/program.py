@@ -17,7 +17,7 @@ from tools.gpu_program.ptx.faults import Fault
 from tools.gpu_program.ptx.interpreter import execute
 from tools.gpu_program.ptx.memory import Memory
 from tools.gpu_program.ptx.parser import Kernel, parse
-from tools.gpu_program.ptx.schedule import Node, read_entry
+from tools.hlo_entry import Node, read_entry
 
 _GAP = 4096
 """Bytes between allocations, so that what leaves one meets no other."""
@@ -205,9 +205,9 @@ class _Run:
 
 def _constant(node: Node) -> np.ndarray:
     kind = node.shape.partition("[")[0]
-    if "..." in node.value or kind not in _DTYPES:
+    if "..." in node.arguments or kind not in _DTYPES:
         raise Unsupported(f"{node.name}: its constant is not in the program's text")
-    words = re.findall(r"[^\s{},]+", node.value)
+    words = re.findall(r"[^\s{},]+", node.arguments)
     if kind == "pred":
         return np.array([word == "true" for word in words])
     number = int if kind[0] in "su" else float
