@@ -6,7 +6,7 @@ from unittest import mock
 import jax
 import pytest
 
-from tools import hlo_arrays, hlo_entry
+from tools import hlo_arrays, hlo_nodes
 from tools.hlo import copies, kernels
 
 PROGRAM = """HloModule step, is_scheduled=true
@@ -41,7 +41,7 @@ def test_an_operand_that_is_part_of_a_tuple_counts_alone(part, operand):
     assert copies(program) == [1024]
 
 
-@pytest.mark.parametrize("module", [hlo_arrays, hlo_entry])
+@pytest.mark.parametrize("module", [hlo_arrays, hlo_nodes])
 def test_examples_in_docstrings(module):
     results = doctest.testmod(module)
     assert results.attempted

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tools.gpu_program.machine_code import Launch
-from tools.gpu_program.ptx import (
+from tools.gpu_program.ptx import floats, interpreter
+from tools.gpu_program.ptx.faults import (
     Divergence,
     Endless,
     Misaligned,
@@ -19,13 +20,10 @@ from tools.gpu_program.ptx import (
     Race,
     Uninitialised,
     UnknownInstruction,
-    Unsupported,
-    compile_program,
-    floats,
-    interpreter,
 )
 from tools.gpu_program.ptx.memory import Memory
 from tools.gpu_program.ptx.parser import parse
+from tools.gpu_program.ptx.program import Unsupported, compile_program
 from tools.gpu_program.targets import gpu_mesh, lower_for
 
 THREADS = 64

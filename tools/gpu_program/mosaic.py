@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator
+from unittest import mock
 
 from tools.gpu_program.launch import Launch
 
@@ -39,20 +40,10 @@ class MosaicKernel:
 _known: dict[str, MosaicKernel] = {}
 
 
-@contextlib.contextmanager
-def dumped_to(folder: str) -> Iterator[None]:
+def dumped_to(folder: str) -> contextlib.AbstractContextManager:
     """Has Mosaic write what it compiles into this folder."""
     wanted = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ |= wanted
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return mock.patch.dict(os.environ, wanted)
 
 
 def remember(hlo: str, folder: str) -> None:

@@ -5,7 +5,7 @@ gradients, so no array has the size of a sequence squared, or of a sequence by t
 vocabulary. On a mesh parameters are gathered where they are used (FSDP).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +32,11 @@ class Llama(NamedTuple):
     vocabulary: int = 128256
     piece: int = 512
 
-    def shapes(self, dtype: Any = BF16) -> dict:
-        """ShapeDtypeStructs: matrices in `dtype`, scales of norms in float32."""
+    def shapes(self) -> dict:
+        """ShapeDtypeStructs: matrices in bfloat16, scales of norms in float32."""
         depth, width, inner = self.layers, self.width, self.inner
         keys = width // self.heads * self.shared_heads
-        matrix = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+        matrix = lambda *shape: jax.ShapeDtypeStruct(shape, BF16)
         scales = lambda *shape: jax.ShapeDtypeStruct(shape, F32)
         return {
             "embedding": matrix(self.vocabulary, width),

@@ -8,29 +8,21 @@ text. Both come with the ``gpu-program`` extra.
 """
 
 from tools.gpu_program.machine_code.compilation import (
-    Program,
     kernels_of_ptx,
     missing_tools,
     program,
     run_tool,
 )
 from tools.gpu_program.machine_code.kernel import (
-    Access,
-    Block,
     Kernel,
     Launch,
-    Loop,
     UnknownTrips,
     instructions_per_parameter,
 )
 
 __all__ = [
-    "Access",
-    "Block",
     "Kernel",
     "Launch",
-    "Loop",
-    "Program",
     "UnknownTrips",
     "instructions_per_parameter",
     "kernels_of_ptx",

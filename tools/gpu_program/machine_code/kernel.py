@@ -33,7 +33,6 @@ class Access:
     how often one thread does, a loop of unknown trips counted once.
     """
 
-    opcode: str
     bits: int
     store: bool
     masked: bool

@@ -81,7 +81,6 @@ def _access(instruction: Instruction, block: Block) -> Access:
         if match
     ]
     return Access(
-        opcode=instruction.opcode,
         bits=bits[0] if bits else 32,
         store=instruction.base in _WRITES_MEMORY,
         masked=instruction.guard is not None or block.masked,

@@ -15,29 +15,3 @@ approximating units, for which correctly rounded functions stand in (``rcp``, ``
 by an ulp or two; the order of memory accesses between threads, beyond the absence of
 races; payloads of NaNs; time.
 """
-
-from tools.gpu_program.ptx.faults import (
-    Divergence,
-    Endless,
-    Fault,
-    Misaligned,
-    OutOfBounds,
-    Race,
-    Uninitialised,
-    UnknownInstruction,
-)
-from tools.gpu_program.ptx.program import Program, Unsupported, compile_program
-
-__all__ = [
-    "Divergence",
-    "Endless",
-    "Fault",
-    "Misaligned",
-    "OutOfBounds",
-    "Program",
-    "Race",
-    "Uninitialised",
-    "UnknownInstruction",
-    "Unsupported",
-    "compile_program",
-]

@@ -17,7 +17,7 @@ from tools.gpu_program.ptx.faults import Fault
 from tools.gpu_program.ptx.interpreter import execute
 from tools.gpu_program.ptx.memory import Memory
 from tools.gpu_program.ptx.parser import Kernel, parse
-from tools.hlo_entry import Node, read_entry
+from tools.hlo_nodes import Node, read_entry
 
 _GAP = 4096
 """Bytes between allocations, so that what leaves one meets no other."""

@@ -1,7 +1,9 @@
-"""The entry computation of a compiled program, from its HLO text."""
+"""The instructions of a compiled program, from its HLO text."""
 
 import dataclasses
 import re
+
+_LINE = re.compile(r"\s*(ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:, (.*)|$)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +48,10 @@ def read_entry(text: str) -> list[Node]:
     ... }''')[2].operands
     ('y#1',)
     """
-    _, _, entry = text.partition("\nENTRY")
-    pattern = re.compile(
-        r"\s*(ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:, (.*)|$)"
-    )
-    found = filter(None, map(pattern.match, entry.splitlines()))
+    return read_nodes(text.partition("\nENTRY")[2])
+
+
+def read_nodes(text: str) -> list[Node]:
+    """The instructions of all computations."""
+    found = filter(None, map(_LINE.match, text.splitlines()))
     return [Node(x[2], x[3], x[4], x[5], x[6] or "", bool(x[1])) for x in found]
