@@ -1,8 +1,9 @@
 """Runs compiled programs from the PTX of their kernels, on the CPU.
 
-``compile_program(lower_for(gpu_mesh(), fn, *args)).run(*arrays)`` gives what ``fn``
-gives on a GPU: every kernel of the program, Pallas kernels and XLA's own, is executed
-instruction by instruction, all threads at once in numpy, in memory as XLA assigns it.
+``program.compile_program(lower_for(gpu_mesh(), fn, *args)).run(*arrays)`` gives what
+``fn`` gives on a GPU: every kernel of the program, Pallas kernels and XLA's own, is
+executed instruction by instruction, all threads at once in numpy, in memory as XLA
+assigns it. It knows the instructions that these kernels have, and refuses others.
 
 What it proves: that each kernel computes these results from these arrays, whatever the
 compiler made of its source; that it stays inside of its arrays, in alignment; that it
