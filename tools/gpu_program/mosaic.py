@@ -53,10 +53,9 @@ def remember(hlo: str, folder: str) -> None:
       hlo: the compiled program.
       folder: where :func:`dumped_to` had them written.
     """
-    files = sorted(pathlib.Path(folder).glob("*" + _LOG), key=_number)
     of_name = {}
-    for file in files:
-        of_name.setdefault(_stem(file)[0], []).append(file)
+    for file in sorted(pathlib.Path(folder).glob("*" + _LOG), key=_number):
+        of_name.setdefault(_name(file), []).append(file)
     for _, name, digest in _calls(hlo):
         if digest not in _known and of_name.get(name):
             # They are compiled in the order in which they are called.
@@ -103,13 +102,12 @@ def _read(name: str, log: pathlib.Path) -> MosaicKernel:
     return MosaicKernel(name, source.read_text(), *_host_code(log.read_text()))
 
 
-def _stem(file: pathlib.Path) -> tuple[str, int]:
-    name, _, number = file.name.removesuffix(_LOG).rpartition("_")
-    return name, int(number)
+def _name(file: pathlib.Path) -> str:
+    return file.name.rpartition("_")[0]
 
 
 def _number(file: pathlib.Path) -> int:
-    return _stem(file)[1]
+    return int(file.name.removesuffix(_LOG).rpartition("_")[2])
 
 
 def _host_code(log: str) -> tuple[Launch, tuple[int, ...]]:

@@ -42,7 +42,9 @@ def program(lowered: jax.stages.Lowered) -> Program:
       lowered: from ``targets.lower_for``.
     """
     dump = compile_with_dump(lowered)
-    launches, found = launches_of(dump.thunks), {}
+    launches, found = collections.defaultdict(list), {}
+    for name, launch in launches_of(dump.thunks).values():
+        launches[name].append(launch)
     sources = {source: None for source in dump.ptx}
     for kernel in dump.mosaic.values():
         launches[kernel.name].append(kernel.launch)
@@ -92,19 +94,17 @@ def kernels_of_ptx(
     return found
 
 
-def launches_of(thunks: str) -> dict[str, list[Launch]]:
-    """Kernels' names to their launches, from XLA's listing of what it runs."""
-    found = collections.defaultdict(list)
-    for name, *numbers in re.findall(
-        r"(\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), (\d+), (\d+)\]"
-        r"\s+shared_memory: (\d+) bytes",
-        thunks,
-    ):
-        x, y, z, *threads, shared = map(int, numbers)
-        found[name].append(
-            Launch((x, y, z), (threads[0], threads[1], threads[2]), shared)
-        )
-    return found
+def launches_of(thunks: str) -> dict[int, tuple[str, Launch]]:
+    """Kernels' names and launches by their numbers in XLA's listing of what it runs."""
+    form = (
+        r"^\s*(\d+): .*?(\S+) grid: \[(.*?)\] threads: \[(.*?)\]"
+        r"\s+shared_memory: (\d+) bytes"
+    )
+    axes = lambda text: tuple(map(int, text.split(", ")))
+    return {
+        int(number): (name, Launch(axes(grid), axes(block), int(shared)))
+        for number, name, grid, block, shared in re.findall(form, thunks, re.M)
+    }
 
 
 @functools.cache

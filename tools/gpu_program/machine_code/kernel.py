@@ -12,20 +12,6 @@ class UnknownTrips(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
-    """A loop of the machine code.
-
-    ``trips`` is how often a thread enters its body each time that it comes to the loop
-    (an average, where a loop around it changes that), or None if that was not found.
-    ``body`` counts the instructions of its body once, those of loops inside included.
-    """
-
-    address: int
-    body: int
-    trips: float | None
-
-
-@dataclasses.dataclass(frozen=True)
 class Access:
     """An instruction that reads or writes global memory.
 
@@ -45,7 +31,8 @@ class Kernel:
 
     ``static_shared`` is what the code itself declares; a launch's ``shared`` is what it
     asks for besides, as Triton's kernels do. ``instructions`` are those of the code
-    that can be reached, each once.
+    that can be reached, each once. ``lost_loops`` are the addresses of the loops whose
+    trip counts were not found.
     """
 
     name: str
@@ -56,7 +43,7 @@ class Kernel:
     static_shared: int
     launches: tuple[Launch, ...]
     instructions: int
-    loops: tuple[Loop, ...]
+    lost_loops: tuple[int, ...]
     accesses: tuple[Access, ...]
     blocks: tuple["Block", ...] = dataclasses.field(repr=False)
 
@@ -74,12 +61,10 @@ class Kernel:
 
     def opcodes(self, conditional: bool = True) -> Mapping[str, float]:
         """:meth:`executed` by opcode, such as ``LDG.E.64`` or ``MUFU.RCP``."""
-        lost = [loop for loop in self.loops if loop.trips is None]
-        if lost:
+        if self.lost_loops:
+            lost = ", ".join(map(hex, self.lost_loops))
             raise UnknownTrips(
-                f"{self.name}: trip counts not found for {len(lost)} of its "
-                f"{len(self.loops)} loops: "
-                + ", ".join(f"{x.body} instructions at {x.address:#x}" for x in lost)
+                f"{self.name}: trip counts not found for the loops at {lost}"
             )
         counts: dict[str, float] = collections.defaultdict(float)
         for block in self.blocks:
@@ -108,7 +93,6 @@ class Block:
     left the kernel before it.
     """
 
-    address: int
     opcodes: tuple[str, ...]
     visits: float
     conditional: bool

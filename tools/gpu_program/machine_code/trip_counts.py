@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from tools.gpu_program.machine_code.arithmetic import State, execute, predicate
 from tools.gpu_program.machine_code.control_flow import ControlFlow
-from tools.gpu_program.machine_code.kernel import Access, Block, Loop
+from tools.gpu_program.machine_code.kernel import Access, Block
 from tools.gpu_program.machine_code.listing import Instruction
 
 MOST_TRIPS = 1 << 16
@@ -38,7 +38,6 @@ def kernel_facts(listing: str) -> dict:
     blocks, accesses = [], []
     for start in sorted(walk.visits):
         block = Block(
-            address=start,
             opcodes=tuple(i.opcode for i in code.blocks[start]),
             visits=walk.visits[start],
             conditional=start in walk.conditional,
@@ -52,36 +51,16 @@ def kernel_facts(listing: str) -> dict:
         ]
     return {
         "instructions": sum(len(block.opcodes) for block in blocks),
-        "loops": tuple(
-            _loop_facts(code, walk, header)
-            for header in sorted(code.loops)
-            if header in code.order
-        ),
+        "lost_loops": tuple(sorted(walk.lost)),
         "accesses": tuple(accesses),
         "blocks": tuple(blocks),
     }
 
 
-def _loop_facts(code: ControlFlow, walk: "Walk", header: int) -> Loop:
-    body = code.loops[header]
-    trips = None
-    if header not in walk.lost:
-        trips = walk.rounds[header] / max(walk.entries[header], 1)
-    return Loop(
-        address=header,
-        body=sum(len(code.blocks[b]) for b in body if b in walk.visits),
-        trips=trips,
-    )
-
-
 def _access(instruction: Instruction, block: Block) -> Access:
-    bits = [
-        int(match[1])
-        for match in (re.fullmatch(r"[US]?(\d+)", m) for m in instruction.modifiers)
-        if match
-    ]
+    bits = re.search(r"\.[US]?(\d+)(?=\.|$)", instruction.opcode)
     return Access(
-        bits=bits[0] if bits else 32,
+        bits=int(bits[1]) if bits else 32,
         store=instruction.base in _WRITES_MEMORY,
         masked=instruction.guard is not None or block.masked,
         executed=block.visits,
@@ -97,7 +76,6 @@ class Walk:
     Attributes:
       visits: how often a thread comes to each block; a loop of unknown trips is counted
         once.
-      entries, rounds: how often a thread comes to each loop, and enters its body.
       lost: the loops whose trip counts were not found.
       conditional: blocks on one side of a branch on data.
       after_exit: blocks before which some threads may have left the kernel.
@@ -112,7 +90,6 @@ class Walk:
         while lost != self.lost:
             lost = set(self.lost)
             self.visits = collections.Counter()
-            self.entries, self.rounds = collections.Counter(), collections.Counter()
             self.conditional, self.after_exit = set(), set()
             self._walk(code.first, code.blocks, {_ALL_RUN: True}, 1, Fraction(1))
 
@@ -162,10 +139,8 @@ class Walk:
     ) -> dict[int, Reached]:
         """Go through a loop until it ends; the states and weights it ends with."""
         body = self.code.loops[header]
-        self.entries[header] += times
         if header not in self.lost:
             for _ in range(MOST_TRIPS):
-                self.rounds[header] += times
                 back, exits = self._walk(header, body, state, times, weight, True)
                 if back is None:
                     return exits
