@@ -7,7 +7,6 @@ the parameters for every step.
 
 import dataclasses
 import functools
-import re
 import typing
 from collections.abc import Callable, Mapping
 
@@ -20,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import lowbit_optax
 from tools.gpu_program.steps import bytes_of
 from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for, placed
-from tools.hlo import COLLECTIVES, memory, text
+from tools.hlo import collectives, memory
 from tools.models.gpt import GPT, to_bfloat16
 
 BF16 = jnp.bfloat16
@@ -166,7 +165,7 @@ class CompiledStep:
     @functools.cached_property
     def collectives(self) -> set[str]:
         """Kinds of collectives in the program."""
-        return set(re.findall("|".join(COLLECTIVES), text(self.program)))
+        return set(collectives(self.program))
 
 
 def compile_step(
@@ -190,15 +189,9 @@ def compile_step(
     params = to_float32(model.params) if usual else model.params
     state = jax.eval_shape(tx.init, params)
     step = make_step(model.loss_fn, tx)
-    lowered = lower_for(
-        gpu_mesh(devices),
-        step,
-        params,
-        state,
-        model.batch,
-        spec=None if devices == 1 else by_rows,
-        donate=(0, 1),
-    )
+    arguments, spec = (params, state, model.batch), by_rows if devices > 1 else None
+    mesh = gpu_mesh(devices)
+    lowered = lower_for(mesh, step, *arguments, spec=spec, donate=(0, 1))
     program = compile_lowered(lowered, dict(options))
     return CompiledStep(program, bytes_of(params, state))
 

@@ -20,6 +20,7 @@ from tools.gpu_program.release_steps import (
 )
 from tools.gpu_program.steps import bytes_of, leaf
 from tools.gpu_program.targets import gpu_mesh, placed
+from tools.models.llama import rms_norm
 
 FSDP = {"in": P("data"), "out": P("data")}
 TENSOR_PARALLEL = {"in": P(None, "model"), "out": P("model")}
@@ -60,18 +61,13 @@ def blocks(batch: int, is_scanned: bool) -> Model:
     """
     layers, width, heads, context = 4, 512, 8, 64
 
-    def norm(x):
-        y = x.astype(jnp.float32)
-        y *= jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
-        return y.astype(x.dtype)
-
     @jax.checkpoint
     def block(x, p):
-        split = (norm(x) @ p["qkv"]).reshape(*x.shape[:2], heads, -1)
+        split = (rms_norm(x) @ p["qkv"]).reshape(*x.shape[:2], heads, -1)
         parts = jnp.split(split, 3, axis=-1)
         mixed = jax.nn.dot_product_attention(*parts, is_causal=True)
         x += mixed.reshape(x.shape) @ p["mixed"]
-        x += jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
+        x += jax.nn.gelu(rms_norm(x) @ p["up"]) @ p["down"]
         return jax.lax.with_sharding_constraint(x, P("data"))
 
     def loss_fn(params, x):
@@ -82,15 +78,14 @@ def blocks(batch: int, is_scanned: bool) -> Model:
                 x = block(x, p)
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
-    shapes = {
-        "qkv": (width, 3 * width),
-        "mixed": (width, width),
-        "up": (width, 4 * width),
-        "down": (4 * width, width),
+    layer = {
+        "qkv": leaf(width, 3 * width),
+        "mixed": leaf(width, width),
+        "up": leaf(width, 4 * width),
+        "down": leaf(4 * width, width),
     }
-    stacked = {name: leaf(layers, *shape) for name, shape in shapes.items()}
-    single = {name: leaf(*shape) for name, shape in shapes.items()}
-    params = {"layers": stacked if is_scanned else [single] * layers}
+    stacked = jax.tree.map(lambda x: leaf(layers, *x.shape), layer)
+    params = {"layers": stacked if is_scanned else [layer] * layers}
     x = leaf(batch, context, width)
     return Model(loss_fn, params, x, bytes_of(x), layers)
 

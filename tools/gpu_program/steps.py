@@ -162,10 +162,8 @@ def lower_lpmm_step(tx, like, bits=12, block_size=2048, **options) -> OptimizerS
 
 def quantized_like(like, bits=12, block_size=2048):
     """A tree of ShapeDtypeStructs as QuantizedTensors of them."""
-    quantize = functools.partial(
-        lowbit_optax.quantize_params, bits=bits, block_size=block_size
-    )
-    return jax.eval_shape(quantize, like)
+    options = {"bits": bits, "block_size": block_size}
+    return jax.eval_shape(lambda x: lowbit_optax.quantize_params(x, **options), like)
 
 
 def bytes_of(*trees) -> int:

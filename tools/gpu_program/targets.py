@@ -206,17 +206,13 @@ def shardings_for(mesh: Mesh, tree, spec: P | Callable[[typing.Any], P] | None):
 
 def placed(tree, shardings) -> typing.Any:
     """ShapeDtypeStructs of a tree with these shardings."""
-    place = lambda x, sharding: jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=sharding
-    )
+    place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
     return jax.tree.map(place, tree, shardings)
 
 
 def shards(tree, shardings) -> typing.Any:
     """ShapeDtypeStructs of what one device has of a tree with these shardings."""
-    shard = lambda x, sharding: jax.ShapeDtypeStruct(
-        sharding.shard_shape(x.shape), x.dtype
-    )
+    shard = lambda x, where: jax.ShapeDtypeStruct(where.shard_shape(x.shape), x.dtype)
     return jax.tree.map(shard, tree, shardings)
 
 

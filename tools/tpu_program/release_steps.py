@@ -27,16 +27,10 @@ def moved_whole(loss_fn: Callable, tx) -> Callable:
     step = plain(loss_fn, tx)
 
     def train_step(params, opt_state, batch):
-        is_moved = [is_stack(x) for x in jax.tree.leaves(opt_state)]
-        loss, params, opt_state = step(
-            params, jax.device_put(opt_state, Space.Device), batch
-        )
-        leaves, structure = jax.tree.flatten(opt_state)
-        leaves = [
-            jax.device_put(x, Space.Host) if yes else x
-            for x, yes in zip(leaves, is_moved, strict=True)
-        ]
-        return loss, params, structure.unflatten(leaves)
+        on_device = jax.device_put(opt_state, Space.Device)
+        loss, params, opt_state = step(params, on_device, batch)
+        back = lambda x: jax.device_put(x, Space.Host) if is_stack(x) else x
+        return loss, params, jax.tree.map(back, opt_state)
 
     return train_step
 

@@ -96,11 +96,6 @@ class TpuStep(OptimizerStep):
         return sum(hlo.copies(self.compiled)) / self.parameters
 
     @property
-    def collectives(self) -> list[str]:
-        """The operations by which devices exchange data."""
-        return hlo.collectives(self.compiled)
-
-    @property
     def in_place(self) -> bool:
         """Whether parameters and state are all written where they were read."""
         return hlo.memory(self.compiled).alias_size_in_bytes >= self.stored
