@@ -14,11 +14,7 @@ from jax.sharding import NamedSharding
 
 from pallas_kernels.fused_update import sharded, xla
 from pallas_kernels.fused_update.gpu.sharing import kind_of_leaf
-from pallas_kernels.fused_update.refusals import (
-    gpu_refusal,
-    tpu_launcher,
-    tpu_refusal,
-)
+from pallas_kernels.fused_update.refusals import gpu_refusal, tpu_launcher, tpu_refusal
 from pallas_kernels.fused_update.spec import (
     MAX_ELEMENTS_OF_SMALL_LEAF,
     BlockBody,

@@ -100,6 +100,16 @@ class Kernel:
         return sum(self.given)
 
     @property
+    def arguments(self) -> int:
+        """How many arguments it has."""
+        return self.first_array + self.leaves * len(self.leaf.operands)
+
+    @property
+    def results(self) -> int:
+        """How many results it has."""
+        return self.leaves * len(self.leaf.results)
+
+    @property
     def name(self) -> str:
         """As profilers show it."""
         return "fused_update" if self.leaves == 1 else "fused_update_many"

@@ -15,9 +15,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as pallas
 
 from pallas_kernels.fused_update.gpu.kernel import Kernel, prepare, shaped
-from pallas_kernels.fused_update.gpu.mosaic_arrays import ByThreads, load, store
+from pallas_kernels.fused_update.gpu.mosaic_arrays import (
+    BlockThreads,
+    FlatThreads,
+    load,
+    store,
+)
 from pallas_kernels.fused_update.gpu.program import run_program
 from pallas_kernels.fused_update.gpu.sharing import Sharing
+from pallas_kernels.fused_update.gpu.tiling import FlatTiling, Tiling
 from pallas_kernels.fused_update.spec import BlockBody, Call
 from pallas_kernels.gpu import mosaic_registers as registers
 from pallas_kernels.gpu.mosaic import INSTRUCTIONS
@@ -64,7 +70,7 @@ def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
             lowering_semantics=pallas.LoweringSemantics.Lane,
         ),
         scratch_types=[pallas.SMEM((_WARPS_OF_A_WARPGROUP * warpgroups,), jnp.int32)]
-        if kernel.tiling.tiles > registers.WARP
+        if _exchanges(kernel.tiling)
         else [],
         kernel_name=kernel.name,
     )
@@ -96,7 +102,7 @@ def _warpgroups(kernel: Kernel) -> int:
     registers have 256 threads.
     """
     tiling = kernel.tiling
-    if not tiling.block_sizes:
+    if isinstance(tiling, FlatTiling) or not tiling.block_sizes:
         return 4
     has_masks = tiling.width < TILE_COLUMNS or tiling.rows % tiling.step_rows
     has_long_codes = tiling.tiles > 1 or not set(tiling.packed) <= {8}
@@ -104,20 +110,24 @@ def _warpgroups(kernel: Kernel) -> int:
     return 2 if has_masks or has_long_codes or keeps_many else 4
 
 
+def _exchanges(tiling: Tiling) -> bool:
+    """Whether the threads of a block are of more than one warp."""
+    return not isinstance(tiling, FlatTiling) and tiling.tiles > registers.WARP
+
+
 def _program(kernel: Kernel, programs: int, warpgroups: int, *refs):
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     program = block * jnp.int32(warpgroups) + warpgroup
-    refs, exchange = list(refs), None
-    if kernel.tiling.tiles > registers.WARP:
-        exchange = refs.pop()
-    reads = kernel.leaves * len(kernel.leaf.operands)
-    first = kernel.first_array
-    rest = refs[first + reads :]
+    arguments, rest = refs[: kernel.arguments], iter(refs[kernel.arguments :])
     results = [
-        refs[kernel.aliases[i]] if i in kernel.aliases else rest.pop(0)
-        for i in range(kernel.leaves * len(kernel.leaf.results))
+        arguments[kernel.aliases[i]] if i in kernel.aliases else next(rest)
+        for i in range(kernel.results)
     ]
-    arrangement = ByThreads(kernel.tiling, exchange)
+    if isinstance(kernel.tiling, FlatTiling):
+        arrangement = FlatThreads(kernel.tiling)
+    else:
+        # Behind the results, if the kernel has shared memory.
+        arrangement = BlockThreads(kernel.tiling, exchange=next(rest, None))
 
     def unless_beyond(work):
         if programs % warpgroups:
@@ -128,7 +138,7 @@ def _program(kernel: Kernel, programs: int, warpgroups: int, *refs):
     run_program(
         kernel,
         program,
-        [*refs[: first + reads], *results],
+        [*arguments, *results],
         arrangement,
         INSTRUCTIONS,
         load=functools.partial(load, arrangement.shape),

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.fused_update.gpu.numbers import Divisor, Numbers, Scalar
-from pallas_kernels.fused_update.gpu.tiling import Tiling
+from pallas_kernels.fused_update.gpu.numbers import BlockNumbers, Divisor, Scalar
+from pallas_kernels.fused_update.gpu.tiling import BlockTiling, Tiling
 from pallas_kernels.layout import MAX_BLOCK_SIZE, TILE_SIZE
 
 
-def places(tiling: Tiling, numbers: Numbers, program: jax.Array, start: jax.Array):
+def places(
+    tiling: BlockTiling, numbers: BlockNumbers, program: jax.Array, start: jax.Array
+):
     """Where a program's largest blocks are, by their numbers in the program.
 
     Returns:
@@ -21,22 +23,22 @@ def places(tiling: Tiling, numbers: Numbers, program: jax.Array, start: jax.Arra
       one, and the piece where there is only one. Some may be scalars.
     """
     at_once = tiling.blocks_at_once
-    if "all_blocks" not in numbers and tiling.blocks % at_once == 0:
+    if numbers.all_blocks is None and tiling.blocks % at_once == 0:
         # The program's blocks are in one row: most of its numbers are scalars.
         of_a_row = Divisor(np.int32(tiling.blocks // at_once))
         rest, part = of_a_row.divide(program)
         block = part * np.int32(at_once) + start
     else:
         number = program * np.int32(at_once) + start
-        if "all_blocks" in numbers:
+        if numbers.all_blocks is not None:
             # Of those beyond the last, the place is the last's, and may be read.
-            number = jnp.minimum(number, numbers["all_blocks"] - np.int32(1))
-        rest, block = numbers["blocks"].divide(number)
+            number = jnp.minimum(number, numbers.all_blocks - np.int32(1))
+        rest, block = numbers.blocks.divide(number)
     piece = lead = None
-    if "pieces" in numbers:
-        rest, piece = numbers["pieces"].divide(rest)
-    if "steps" in numbers:
-        lead, rest = numbers["steps"].divide(rest)
+    if numbers.pieces is not None:
+        rest, piece = numbers.pieces.divide(rest)
+    if numbers.steps is not None:
+        lead, rest = numbers.steps.divide(rest)
     return lead, rest, piece, block
 
 
@@ -56,20 +58,26 @@ def z_order(number: jax.Array, row_first: bool) -> tuple[jax.Array, jax.Array]:
 
 
 def index_of(
-    tiling: Tiling, numbers: Numbers, spread: Callable, lead, row, piece, column
+    tiling: BlockTiling,
+    numbers: BlockNumbers,
+    spread: Callable,
+    lead,
+    row,
+    piece,
+    column,
 ) -> jax.Array:
     """The index in the leaf, from the shard's first element, of places in the shard."""
     axis, total = tiling.layout.row_axis, column.astype(jnp.uint32)
-    total = spread(_scaled(row, numbers["row_index"])) + total
+    total = spread(_scaled(row, numbers.row_index)) + total
     if lead is not None:
         if tiling.has_linear_index:
-            first = _scaled(lead, numbers["lead_index"])
+            first = _scaled(lead, numbers.lead_index)
         else:
             first = _counted(tiling, range(axis), lead)
         total = spread(first) + total
     if piece is not None:
         if tiling.has_linear_index:
-            first = _scaled(piece, numbers["piece_index"])
+            first = _scaled(piece, numbers.piece_index)
         else:
             first = _counted(tiling, range(axis + 1, len(tiling.shape) - 1), piece)
         total = spread(first) + total
@@ -80,7 +88,7 @@ def _scaled(number: jax.Array, stride: Scalar) -> jax.Array:
     return number.astype(jnp.uint32) * stride.astype(jnp.uint32)
 
 
-def _counted(tiling: Tiling, axes: range, number: jax.Array) -> jax.Array:
+def _counted(tiling: BlockTiling, axes: range, number: jax.Array) -> jax.Array:
     """The index of a number that counts through some axes of the shard."""
     total = jnp.zeros_like(number, jnp.uint32)
     for axis in reversed(axes):

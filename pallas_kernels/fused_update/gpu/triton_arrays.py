@@ -11,32 +11,42 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton
 
-from pallas_kernels.fused_update.gpu.tiling import Tiling
+from pallas_kernels.fused_update.gpu.tiling import BlockTiling, FlatTiling
 from pallas_kernels.layout import TILE_COLUMNS
 
 
 @dataclasses.dataclass(frozen=True)
-class ByBlocks:
+class FlatArrays:
+    """Arrays ``[lanes]``."""
+
+    tiling: FlatTiling
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See :class:`.arrangements.FlatArrangement`, as of the other method."""
+        return (self.tiling.row_stride,)
+
+    def lanes(self) -> jax.Array:
+        return lax.iota(jnp.int32, self.tiling.row_stride)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockArrays:
     """Arrays ``[lanes, 4]``, or ``[blocks, tiles, 4]`` where blocks have several tiles.
 
     Arrays of blocks are ``[blocks]``, and of parts ``[blocks, parts]`` where they are
     not whole blocks.
     """
 
-    tiling: Tiling
+    tiling: BlockTiling
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See :class:`.lanes.Arrangement`, as of the other methods."""
+        """See :class:`.arrangements.BlockArrangement`, as of the other methods."""
         tiling = self.tiling
-        if tiling.is_flat:
-            return (tiling.row_stride,)
         if tiling.tiles == 1:
             return (tiling.program.lanes, TILE_COLUMNS)
         return (tiling.blocks_at_once, tiling.tiles, TILE_COLUMNS)
-
-    def flat(self) -> jax.Array:
-        return lax.iota(jnp.int32, self.tiling.row_stride)
 
     def blocks(self) -> jax.Array:
         return lax.iota(jnp.int32, self.tiling.blocks_at_once)

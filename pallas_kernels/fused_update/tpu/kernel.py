@@ -25,10 +25,7 @@ from pallas_kernels.fused_update.spec import (
     Shard,
     result_shapes,
 )
-from pallas_kernels.fused_update.tpu.arrays import (
-    KernelArray,
-    kernel_arrays,
-)
+from pallas_kernels.fused_update.tpu.arrays import KernelArray, kernel_arrays
 from pallas_kernels.fused_update.tpu.blocks import blocks_of
 from pallas_kernels.fused_update.tpu.functions import traced
 from pallas_kernels.fused_update.tpu.program import BlockProgram
