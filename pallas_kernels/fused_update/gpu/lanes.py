@@ -19,7 +19,7 @@ from pallas_kernels.fused_update.gpu.numbers import BlockNumbers, Numbers, Scala
 from pallas_kernels.fused_update.gpu.places import (
     index_of,
     offsets_of_rows,
-    places,
+    place_of,
     z_order,
 )
 from pallas_kernels.fused_update.gpu.tiling import BlockTiling, Tiling
@@ -138,7 +138,7 @@ class BlockLanes(Lanes):
         arrangement, tiling = self.arrangement, self.tiling
         height, width = block_shape(block_size)
         exist, number = self.exist, self.numbers_of_blocks
-        lead, step, piece, block = places(
+        lead, step, piece, block = place_of(
             tiling, self.numbers, self.program, arrangement.blocks()
         )
         blocks = self.numbers.by_size[block_size].blocks
@@ -292,9 +292,8 @@ def _block_lanes(
     if numbers.all_blocks is not None:
         exist = number < numbers.all_blocks
         inside = arrangement.expand(wide < numbers.all_blocks)
-    lead, step, piece, block = places(
-        tiling, numbers, program, spread(arrangement.blocks())
-    )
+    place = place_of(tiling, numbers, program, spread(arrangement.blocks()))
+    lead, step, piece, block = place
     row = step * np.int32(tiling.step_rows)
     in_piece = spread(block * np.int32(tiling.block_shape[1]))
     if tiling.tiles > 1:
@@ -321,7 +320,7 @@ def _block_lanes(
     if tiling.is_whole:
         index, row_index = base + first.astype(jnp.uint32), row_stride
     else:
-        index = base + index_of(tiling, numbers, spread, lead, row, piece, in_piece)
+        index = base + index_of(tiling, numbers, spread, place, row, in_piece)
         row_index = numbers.row_index
     return BlockLanes(
         tiling,

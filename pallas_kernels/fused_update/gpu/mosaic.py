@@ -86,9 +86,9 @@ def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
 
     # Unlike one with jax.new_ref, what makes references itself can be partitioned.
     arrays, made = pl.run_state(in_place)((arrays, blank))
-    made = [made[i] for i in range(len(new))]
+    rest = (made[i] for i in range(len(new)))
     return [
-        arrays[overwritten[i]] if i in overwritten else made.pop(0)
+        arrays[overwritten[i]] if i in overwritten else next(rest)
         for i in range(len(written))
     ]
 

@@ -1,5 +1,6 @@
 """Where blocks and elements are in a leaf, by their numbers."""
 
+import typing
 from collections.abc import Callable
 
 import jax
@@ -12,16 +13,26 @@ from pallas_kernels.fused_update.gpu.tiling import BlockTiling, Tiling
 from pallas_kernels.layout import MAX_BLOCK_SIZE, TILE_SIZE
 
 
-def places(
-    tiling: BlockTiling, numbers: BlockNumbers, program: jax.Array, start: jax.Array
-):
-    """Where a program's largest blocks are, by their numbers in the program.
+class Place(typing.NamedTuple):
+    """Where blocks are: int32 of blocks, or of lanes. Some may be scalars.
 
-    Returns:
-      lead, step, piece and block: which matrix, which step down its rows, which piece
-      of the row, and which block of the piece. The lead is None where all matrices are
-      one, and the piece where there is only one. Some may be scalars.
+    Args:
+      lead: which matrix; None where all matrices are one.
+      step: which step down its rows.
+      piece: which piece of the row; None where there is only one.
+      block: which block of the piece.
     """
+
+    lead: jax.Array | None
+    step: jax.Array
+    piece: jax.Array | None
+    block: jax.Array
+
+
+def place_of(
+    tiling: BlockTiling, numbers: BlockNumbers, program: jax.Array, start: jax.Array
+) -> Place:
+    """Where a program's largest blocks are, by their numbers in the program."""
     at_once = tiling.blocks_at_once
     if numbers.all_blocks is None and tiling.blocks % at_once == 0:
         # The program's blocks are in one row: most of its numbers are scalars.
@@ -39,7 +50,7 @@ def places(
         rest, piece = numbers.pieces.divide(rest)
     if numbers.steps is not None:
         lead, rest = numbers.steps.divide(rest)
-    return lead, rest, piece, block
+    return Place(lead, rest, piece, block)
 
 
 def z_order(number: jax.Array, row_first: bool) -> tuple[jax.Array, jax.Array]:
@@ -61,26 +72,30 @@ def index_of(
     tiling: BlockTiling,
     numbers: BlockNumbers,
     spread: Callable,
-    lead,
-    row,
-    piece,
-    column,
+    place: Place,
+    row: jax.Array,
+    column: jax.Array,
 ) -> jax.Array:
-    """The index in the leaf, from the shard's first element, of places in the shard."""
-    axis, total = tiling.layout.row_axis, column.astype(jnp.uint32)
+    """The index in the leaf, from the shard's first element, of elements of the shard.
+
+    Args:
+      tiling: of the shard.
+      numbers: of its shape.
+      spread: makes arrays of blocks broadcast to one of lanes.
+      place: of their blocks.
+      row, column: of the elements, in the matrix and in the piece of a row.
+    """
+    row_axis, total = tiling.layout.row_axis, column.astype(jnp.uint32)
     total = spread(_scaled(row, numbers.row_index)) + total
-    if lead is not None:
-        if tiling.has_linear_index:
-            first = _scaled(lead, numbers.lead_index)
-        else:
-            first = _counted(tiling, range(axis), lead)
-        total = spread(first) + total
-    if piece is not None:
-        if tiling.has_linear_index:
-            first = _scaled(piece, numbers.piece_index)
-        else:
-            first = _counted(tiling, range(axis + 1, len(tiling.shape) - 1), piece)
-        total = spread(first) + total
+    between = range(row_axis + 1, len(tiling.shape) - 1)
+    for number, stride, axes in (
+        (place.lead, numbers.lead_index, range(row_axis)),
+        (place.piece, numbers.piece_index, between),
+    ):
+        if number is not None and tiling.has_linear_index:
+            total = spread(_scaled(number, stride)) + total
+        elif number is not None:
+            total = spread(_counted(tiling, axes, number)) + total
     return total
 
 
