@@ -306,9 +306,7 @@ def _block_lanes(
     if tiling.cuts_columns:
         exists = in_piece < numbers.columns
         readable = inside = _both(inside, exists, arrangement)
-    column = in_piece
-    if piece is not None:
-        column = spread(piece * numbers.columns) + in_piece
+    column = in_piece if piece is None else spread(piece * numbers.columns) + in_piece
     row_stride = numbers.row_stride
     if row_stride is None:
         row_stride = np.int32(tiling.row_stride)
