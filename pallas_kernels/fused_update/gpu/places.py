@@ -119,13 +119,10 @@ def offsets_of_rows(
     first: jax.Array, start: Scalar, stride: Scalar, count: int, tiling: Tiling
 ) -> list[jax.Array]:
     """Offsets of so many rows from ``start`` on, if the first is of row 0."""
-    numbers = [np.int32(n) for n in range(count)]
-    if isinstance(start, jax.Array):
-        first = _bounded(first + start * stride, tiling)
-        return [first + number * stride for number in numbers]
-    # Chunks that are unrolled share one bounded offset.
+    if isinstance(start, jax.Array):  # not of the only chunk, which starts at 0
+        first = first + start * stride
     first = _bounded(first, tiling)
-    return [first + (start + number) * stride for number in numbers]
+    return [first + np.int32(number) * stride for number in range(count)]
 
 
 def _bounded(offset: jax.Array, tiling: Tiling) -> jax.Array:

@@ -155,12 +155,10 @@ class _Program:
 
     def update(self) -> None:
         """Update the lanes, chunk by chunk of their rows."""
-        tiling = self._lanes.tiling
         carry = [x.first_carry() for x in self._packed]
-        count = tiling.lane_rows // tiling.chunk_rows
-        if not tiling.has_loop:
-            for chunk in range(count):
-                self._update_chunk(np.int32(chunk), carry)
+        chunks = self._lanes.tiling.chunks
+        if chunks == 1:
+            self._update_chunk(np.int32(0), carry)
             return
 
         # A fori_loop of static length counts in int64 with 64-bit types on, which
@@ -172,7 +170,7 @@ class _Program:
             carry = [x.carried(word) for x, word in pairs]
             return (chunk + np.int32(1), carry), None
 
-        lax.scan(step, (jnp.int32(0), carry), length=count)
+        lax.scan(step, (jnp.int32(0), carry), length=chunks)
 
     def _update_chunk(self, chunk: Scalar, carry: list) -> list:
         """Update a chunk, by its number, and return the words that it leaves open."""

@@ -67,7 +67,7 @@ class Sharing(ProgramSize):
         groups: dict[typing.Hashable, list[int]] = {}
         for number, shard in enumerate(shards):
             tiling = self.tiling(shard)
-            kind = number if tiling.has_loop else kind_of(tiling)
+            kind = number if tiling.chunks > 1 else kind_of(tiling)
             groups.setdefault(kind, []).append(number)
         return list(groups.values())
 
@@ -78,7 +78,7 @@ def kind_of(tiling: Tiling) -> typing.Hashable:
         if tiling.is_small:
             return "small"
         return "flat", tiling.width, tiling.is_below_2_30
-    if not tiling.has_linear_index or tiling.has_loop:
+    if not tiling.has_linear_index or tiling.chunks > 1:
         return "alone", tiling
     flags = [tiling.layout.is_folded, tiling.is_whole, tiling.is_below_2_30]
     flags += map(tiling.cuts_words, tiling.packed)

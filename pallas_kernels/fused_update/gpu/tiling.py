@@ -20,7 +20,6 @@ from pallas_kernels.layout import (
     WORD,
     Layout,
     block_shape,
-    is_unrolled,
     layout_of,
     period,
     word_rows,
@@ -66,7 +65,7 @@ class FlatTiling:
 
     program: ProgramSize
     shape: tuple[int, ...]
-    has_loop: typing.ClassVar[bool] = False
+    chunks: typing.ClassVar[int] = 1
 
     @property
     def size(self) -> int:
@@ -87,19 +86,14 @@ class FlatTiling:
         return self.program.flat_width
 
     @property
-    def lane_rows(self) -> int:
-        """Rows of a lane."""
-        return self.program.flat_rows
-
-    @property
     def chunk_rows(self) -> int:
-        """The same, as there is no loop over chunks of them."""
-        return self.lane_rows
+        """Rows of a lane, which are one chunk."""
+        return self.program.flat_rows
 
     @property
     def program_size(self) -> int:
         """Elements of a program."""
-        return self.row_stride * self.lane_rows
+        return self.row_stride * self.chunk_rows
 
     @property
     def programs(self) -> int:
@@ -146,6 +140,7 @@ class BlockTiling:
     leaf_shape: tuple[int, ...]
     packed: tuple[int, ...]
     block_sizes: tuple[int, ...]
+    chunk_rows: typing.ClassVar[int] = TILE_ROWS
     is_small: typing.ClassVar[bool] = False
 
     @functools.cached_property
@@ -251,14 +246,13 @@ class BlockTiling:
         return math.lcm(TILE_ROWS, *(period(bits)[0] for bits in self.packed))
 
     @property
-    def chunk_rows(self) -> int:
-        """Rows that a loop's body unrolls; see :class:`.operands.Packed`."""
-        return TILE_ROWS
+    def chunks(self) -> int:
+        """Chunks of a lane's rows, over which a loop goes if there are several.
 
-    @property
-    def has_loop(self) -> bool:
-        """Whether a loop goes over chunks, each of whose steps would branch."""
-        return not all(map(is_unrolled, self.packed))
+        See :class:`.operands.Packed`. Each step of the loop would branch where leaves
+        share a kernel.
+        """
+        return self.lane_rows // self.chunk_rows
 
     @property
     def step_rows(self) -> int:
@@ -289,12 +283,12 @@ class BlockTiling:
 
         Loops count both: that takes fewer registers.
         """
-        return not self.has_loop and self.shape[1:] == self.leaf_shape[1:]
+        return self.chunks == 1 and self.shape[1:] == self.leaf_shape[1:]
 
     @functools.cached_property
     def is_one_matrix(self) -> bool:
         """Whether its matrices, one below the other, are one for words and blocks."""
-        if self.cuts_rows or self.has_loop:
+        if self.cuts_rows or self.chunks > 1:
             # A remainder has bounds, by which masks and loops take fewer registers.
             return False
         if self.lead == 1:
