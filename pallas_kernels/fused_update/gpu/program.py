@@ -149,8 +149,7 @@ class _Program:
             return Packed(number, layer, lanes, like.bits, self._instructions)
         if like.repeated:
             return _Repeated(number, self._lanes.tiling, like.repeated)
-        written = operand in (r.overwrites for r in self._leaf.results)
-        is_written = isinstance(like, Result) or written
+        is_written = isinstance(like, Result) or operand in self._leaf.overwritten
         return _Plain(number, layer, self._lanes.tiling.width, is_written)
 
     def update(self) -> None:
@@ -179,7 +178,7 @@ class _Program:
         loaded = self._load(wanted | (self._plain(rows) if self._reads_at_once else {}))
         for number, x in enumerate(self._reads):
             if isinstance(x, Packed):
-                words = [loaded.pop(key) for key in wanted if key[0] == number]
+                words = [loaded[key] for key in wanted if key[0] == number]
                 loaded[number, 0] = x.aligned(chunk, words)
         run, stores = self._run, []
         if self._leaf.block_sizes:
