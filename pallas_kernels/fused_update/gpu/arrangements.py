@@ -4,44 +4,24 @@ import typing
 
 import jax
 
-from pallas_kernels.fused_update.gpu.tiling import BlockTiling, FlatTiling
 
-
-class FlatArrangement(typing.Protocol):
-    """How the lanes of a flat tiling are arranged in arrays."""
-
-    @property
-    def tiling(self) -> FlatTiling:
-        """What the lanes walk over."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of an array with one element per lane."""
-        ...
-
-    def lanes(self) -> jax.Array:
-        """int32, the numbers of the lanes."""
-        ...
-
-
-class BlockArrangement(typing.Protocol):
-    """How the lanes of a tiling by blocks are arranged in arrays.
+class Arrangement(typing.Protocol):
+    """How the lanes of a program are arranged in arrays, in which launchers differ.
 
     Where a block has several tiles, they are neighbours, in the order of their numbers.
 
     *Arrays of lanes* have :attr:`shape`. *Arrays of blocks*, such as :meth:`blocks`,
-    and *of parts* may be smaller: :meth:`spread` makes them broadcast.
+    and *of parts* may be smaller: :meth:`spread` makes them broadcast. A flat tiling
+    has neither.
     """
-
-    @property
-    def tiling(self) -> BlockTiling:
-        """What the lanes walk over."""
-        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of an array with one element per lane."""
+        ...
+
+    def flat(self) -> jax.Array:
+        """int32 of lanes, of a flat tiling: their numbers."""
         ...
 
     def blocks(self) -> jax.Array:
@@ -78,6 +58,3 @@ class BlockArrangement(typing.Protocol):
     def maxima(self, x: jax.Array, parts: int) -> jax.Array:
         """An array of parts: the maxima of an array of lanes."""
         ...
-
-
-Arrangement = FlatArrangement | BlockArrangement

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.fused_update.gpu.arrangements import (
-    Arrangement,
-    BlockArrangement,
-    FlatArrangement,
+from pallas_kernels.fused_update.gpu.arrangements import Arrangement
+from pallas_kernels.fused_update.gpu.numbers import (
+    BlockNumbers,
+    FlatNumbers,
+    Numbers,
+    Scalar,
 )
-from pallas_kernels.fused_update.gpu.numbers import BlockNumbers, Numbers, Scalar
 from pallas_kernels.fused_update.gpu.places import (
     index_of,
     offsets_of_rows,
@@ -124,7 +125,7 @@ class BlockLanes(Lanes):
     """
 
     tiling: BlockTiling
-    arrangement: BlockArrangement
+    arrangement: Arrangement
     numbers: BlockNumbers
     lead: jax.Array | None
     row: jax.Array
@@ -254,6 +255,7 @@ class BlockPlaces:
 
 
 def lanes_of(
+    tiling: Tiling,
     arrangement: Arrangement,
     program: jax.Array,
     base: jax.Array,
@@ -262,30 +264,30 @@ def lanes_of(
     """The lanes of one program.
 
     Args:
+      tiling: what they walk over.
       arrangement: of the lanes.
       program: int32 scalar, which program.
       base: uint32 scalar, index of the array's first element.
       numbers: of the leaf's shape.
     """
-    if isinstance(numbers, BlockNumbers):
-        blocks = typing.cast(BlockArrangement, arrangement)
-        return _block_lanes(blocks, program, base, numbers)
-    flat = typing.cast(FlatArrangement, arrangement)
-    tiling = flat.tiling
-    stride = np.int32(tiling.row_stride)
-    first = program * np.int32(tiling.program_size) + flat.lanes()
+    if isinstance(tiling, BlockTiling):
+        of_blocks = typing.cast(BlockNumbers, numbers)
+        return _block_lanes(tiling, arrangement, program, base, of_blocks)
+    size, stride = typing.cast(FlatNumbers, numbers).size, np.int32(tiling.row_stride)
+    first = program * np.int32(tiling.program_size) + arrangement.flat()
     index = first.astype(jnp.uint32) + base
-    return FlatLanes(tiling, first, index, stride, stride, None, None, numbers.size)
+    return FlatLanes(tiling, first, index, stride, stride, None, None, size)
 
 
 def _block_lanes(
-    arrangement: BlockArrangement,
+    tiling: BlockTiling,
+    arrangement: Arrangement,
     program: jax.Array,
     base: jax.Array,
     numbers: BlockNumbers,
 ) -> BlockLanes:
     """The lanes of one program of a tiling by blocks; see :func:`lanes_of`."""
-    tiling, spread = arrangement.tiling, arrangement.spread
+    spread = arrangement.spread
     number = program * np.int32(tiling.blocks_at_once) + arrangement.blocks()
     # Spread first: Triton would bring whatever is spread from one layout into another.
     wide, exist, inside = spread(number), None, None
@@ -340,7 +342,7 @@ def _block_lanes(
 
 
 def _both(
-    inside: jax.Array | None, other: jax.Array, arrangement: BlockArrangement
+    inside: jax.Array | None, other: jax.Array, arrangement: Arrangement
 ) -> jax.Array:
     """The lanes for which both masks hold; None holds for all."""
     other = arrangement.expand(other)

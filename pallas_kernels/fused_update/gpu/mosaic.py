@@ -15,15 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as pallas
 
 from pallas_kernels.fused_update.gpu.kernel import Kernel, prepare, shaped
-from pallas_kernels.fused_update.gpu.mosaic_arrays import (
-    BlockThreads,
-    FlatThreads,
-    load,
-    store,
-)
+from pallas_kernels.fused_update.gpu.mosaic_arrays import Threads, load, store
 from pallas_kernels.fused_update.gpu.program import run_program
 from pallas_kernels.fused_update.gpu.sharing import Sharing
-from pallas_kernels.fused_update.gpu.tiling import FlatTiling, Tiling
+from pallas_kernels.fused_update.gpu.tiling import FlatTiling
 from pallas_kernels.fused_update.spec import BlockBody, Call
 from pallas_kernels.gpu import mosaic_registers as registers
 from pallas_kernels.gpu.mosaic import INSTRUCTIONS
@@ -70,7 +65,7 @@ def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
             lowering_semantics=pallas.LoweringSemantics.Lane,
         ),
         scratch_types=[pallas.SMEM((_WARPS_OF_A_WARPGROUP * warpgroups,), jnp.int32)]
-        if _exchanges(kernel.tiling)
+        if kernel.tiling.tiles > registers.WARP
         else [],
         kernel_name=kernel.name,
     )
@@ -110,11 +105,6 @@ def _warpgroups(kernel: Kernel) -> int:
     return 2 if has_masks or has_long_codes or keeps_many else 4
 
 
-def _exchanges(tiling: Tiling) -> bool:
-    """Whether the threads of a block are of more than one warp."""
-    return not isinstance(tiling, FlatTiling) and tiling.tiles > registers.WARP
-
-
 def _program(kernel: Kernel, programs: int, warpgroups: int, *refs):
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     program = block * jnp.int32(warpgroups) + warpgroup
@@ -123,11 +113,8 @@ def _program(kernel: Kernel, programs: int, warpgroups: int, *refs):
         arguments[kernel.aliases[i]] if i in kernel.aliases else next(rest)
         for i in range(kernel.results)
     ]
-    if isinstance(kernel.tiling, FlatTiling):
-        arrangement = FlatThreads(kernel.tiling)
-    else:
-        # Behind the results, if the kernel has shared memory.
-        arrangement = BlockThreads(kernel.tiling, exchange=next(rest, None))
+    # Shared memory is behind the results, if the kernel has any.
+    arrangement = Threads(kernel.tiling, exchange=next(rest, None))
 
     def unless_beyond(work):
         if programs % warpgroups:

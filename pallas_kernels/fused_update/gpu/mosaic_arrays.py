@@ -10,36 +10,18 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fused_update.gpu.tiling import BlockTiling, FlatTiling
+from pallas_kernels.fused_update.gpu.tiling import FlatTiling, Tiling
 from pallas_kernels.gpu import mosaic_access
 from pallas_kernels.gpu import mosaic_registers as registers
 from pallas_kernels.layout import TILE_COLUMNS
 
 
 @dataclasses.dataclass(frozen=True)
-class FlatThreads:
-    """The lanes of a flat tiling: each thread has four neighbours.
-
-    See :class:`.arrangements.FlatArrangement`.
-    """
-
-    tiling: FlatTiling
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.tiling.row_stride,)
-
-    def lanes(self) -> jax.Array:
-        first = _threads(self.shape) * jnp.int32(TILE_COLUMNS)
-        return first + _columns(self.shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockThreads:
-    """The lanes of a tiling by blocks: each thread has a tile's four columns.
+class Threads:
+    """The lanes of a program: each thread has a tile's four columns.
 
     All arrays are of lanes: values per block are the same in all threads of the block.
-    See :class:`.arrangements.BlockArrangement`.
+    See :class:`.arrangements.Arrangement`.
 
     Args:
       tiling: what the lanes walk over.
@@ -47,22 +29,28 @@ class BlockThreads:
         tiles than a warp has threads.
     """
 
-    tiling: BlockTiling
+    tiling: Tiling
     exchange: typing.Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.tiling.program.lanes, TILE_COLUMNS)
+        tiling = self.tiling
+        if isinstance(tiling, FlatTiling):
+            return (tiling.row_stride,)
+        return (tiling.program.lanes, TILE_COLUMNS)
+
+    def flat(self) -> jax.Array:
+        return self._threads() * jnp.int32(TILE_COLUMNS) + self.columns()
 
     def blocks(self) -> jax.Array:
-        return _threads(self.shape) >> jnp.int32(_bits(self.tiling.tiles))
+        return self._threads() >> jnp.int32(_bits(self.tiling.tiles))
 
     def parts(self, count: int) -> jax.Array:
-        tile = _threads(self.shape) & jnp.int32(self.tiling.tiles - 1)
+        tile = self._threads() & jnp.int32(self.tiling.tiles - 1)
         return tile >> jnp.int32(_bits(self.tiling.tiles // count))
 
     def columns(self) -> jax.Array:
-        return _columns(self.shape)
+        return registers.per_thread(_columns, [], self.shape, jnp.int32)
 
     def carried(self, x: jax.Array) -> jax.Array:
         # A loop must return what it is given, and a selection loses its sign.
@@ -85,25 +73,20 @@ class BlockThreads:
         make, refs = _maximum_of_two_warps, [self.exchange]
         return registers.per_thread(make, [x], self.shape, jnp.int32, refs)
 
-
-def _threads(shape: tuple[int, ...]) -> jax.Array:
-    """The number of each lane's thread."""
-
-    def make():
-        return registers.register([registers.thread_number()] * registers.COLUMNS)
-
-    return registers.per_thread(make, [], shape, jnp.int32)
+    def _threads(self) -> jax.Array:
+        """The number of each lane's thread."""
+        return registers.per_thread(_thread, [], self.shape, jnp.int32)
 
 
-def _columns(shape: tuple[int, ...]) -> jax.Array:
-    """The number of each lane among those of its thread."""
+def _thread():
+    return registers.register([registers.thread_number()] * registers.COLUMNS)
 
-    def make():
-        kind = registers.bits_type(32)
-        numbers = [registers.constant(i, kind) for i in range(registers.COLUMNS)]
-        return registers.register(numbers)
 
-    return registers.per_thread(make, [], shape, jnp.int32)
+def _columns():
+    kind = registers.bits_type(32)
+    return registers.register(
+        [registers.constant(i, kind) for i in range(registers.COLUMNS)]
+    )
 
 
 def _bits(count: int) -> int:

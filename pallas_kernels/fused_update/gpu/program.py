@@ -85,7 +85,7 @@ def run_program(
     memory = Memory(leaf, operands, results, load, store, mark)
 
     def update():
-        lanes = lanes_of(arrangement, program, base, numbers)
+        lanes = lanes_of(kernel.tiling, arrangement, program, base, numbers)
         _Program(kernel, lanes, memory, layer, scalars, instructions).update()
 
     if kernel.when is not None:

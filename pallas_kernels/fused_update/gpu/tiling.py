@@ -66,6 +66,7 @@ class FlatTiling:
     program: ProgramSize
     shape: tuple[int, ...]
     chunks: typing.ClassVar[int] = 1
+    tiles: typing.ClassVar[int] = 1
 
     @property
     def size(self) -> int:

@@ -14,12 +14,7 @@ from pallas_kernels.fused_update.gpu.kernel import Kernel, prepare, shaped
 from pallas_kernels.fused_update.gpu.program import run_program
 from pallas_kernels.fused_update.gpu.sharing import Sharing
 from pallas_kernels.fused_update.gpu.tiling import FlatTiling
-from pallas_kernels.fused_update.gpu.triton_arrays import (
-    BlockArrays,
-    FlatArrays,
-    load,
-    store,
-)
+from pallas_kernels.fused_update.gpu.triton_arrays import Arrays, load, store
 from pallas_kernels.fused_update.spec import Call
 from pallas_kernels.gpu.instructions import Instructions
 
@@ -83,13 +78,11 @@ def _call(kernel: Kernel, written: tuple[jax.ShapeDtypeStruct, ...]):
 
 
 def _program(kernel: Kernel, *refs):
-    tiling = kernel.tiling
-    is_flat = isinstance(tiling, FlatTiling)
     run_program(
         kernel,
         pl.program_id(0),
         refs,
-        FlatArrays(tiling) if is_flat else BlockArrays(tiling),
+        Arrays.of(kernel.tiling),
         None if kernel.interpret else INSTRUCTIONS,
         load=load,
         store=functools.partial(store, kernel.interpret),
