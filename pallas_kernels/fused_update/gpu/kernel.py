@@ -8,12 +8,12 @@ tilings:
 
 - *Flat*, for leaves in which nothing is packed: a row is consecutive in memory, and
   each element of it is a lane.
-- *Tiled*: a lane is 4 neighbouring columns, and goes down 8 rows (16 or 32 where fields
-  repeat only after so many). So a thread has all words of its fields, bit offsets are
-  static, and it has whole tiles of :mod:`pallas_kernels.layout`, whose maxima need no
-  other thread. Its loads and stores are 4 elements wide where the number of columns is
-  a multiple of 4. The tiles of a block are in Z-order: every smaller block is then a
-  run of them, so leaves may have blocks of several sizes.
+- *By blocks*: a lane is 4 neighbouring columns, and goes down 8 rows (16 or 32 where
+  fields repeat only after so many). So a thread has all words of its fields, bit
+  offsets are static, and it has whole tiles of :mod:`pallas_kernels.layout`, whose
+  maxima need no other thread. Its loads and stores are 4 elements wide where the number
+  of columns is a multiple of 4. The tiles of a block are in Z-order: every smaller
+  block is then a run of them, so leaves may have blocks of several sizes.
 
 Offsets into arrays are int32, so an array has fewer than 2^31 elements. The *index* of
 an element is its row-major place in the leaf, modulo 2^32. For a shard it is counted by

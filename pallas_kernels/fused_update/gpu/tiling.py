@@ -65,6 +65,7 @@ class FlatTiling:
 
     program: ProgramSize
     shape: tuple[int, ...]
+    # It has no blocks, and so none of several tiles.
     chunks: typing.ClassVar[int] = 1
     tiles: typing.ClassVar[int] = 1
 
