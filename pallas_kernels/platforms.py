@@ -1,6 +1,5 @@
 """Where a computation will run, as far as that is known, and by what."""
 
-import importlib
 import re
 import typing
 from collections.abc import Callable, Iterable, Sequence
@@ -256,21 +255,6 @@ def by_platform(
     if is_elsewhere(x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)):
         return default(*arguments)
     return lax.platform_dependent(*arguments, default=default, **branches)
-
-
-def launcher_module(package: str, implementation: str | None, interpret: bool = False):
-    """The module of an implementation's launcher for GPUs.
-
-    It is imported when it is needed: older versions of JAX cannot import Mosaic's, and
-    Pallas takes a tenth of the time that this package takes to import.
-
-    Args:
-      package: that has a module for each launcher.
-      implementation: see :data:`Implementation`.
-      interpret: whether XLA runs its operations, on any platform. It can run Triton's.
-    """
-    name = "triton" if interpret else launcher_name(implementation)
-    return importlib.import_module(f"{package}.{name}")
 
 
 def transformable(kernel: Callable, reference: Callable) -> Callable:

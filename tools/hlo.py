@@ -1,5 +1,6 @@
 """What a compiled program runs, moves, copies and communicates, by its HLO text."""
 
+import collections
 import dataclasses
 import re
 import typing
@@ -7,6 +8,7 @@ import typing
 import jax
 
 from tools.hlo_arrays import Array, arrays
+from tools.hlo_nodes import Node, read_entry, read_nodes
 
 COLLECTIVES = (
     "all-gather",
@@ -86,34 +88,24 @@ def entry(compiled: jax.stages.Compiled) -> list[Instruction]:
 
     An asynchronous pair is one. Loops are not looked into.
     """
-    _, _, lines = text(compiled).partition("\nENTRY")
-    pattern = r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)"
-    parsed = [
-        found.groups() for x in lines.splitlines() if (found := re.match(pattern, x))
-    ]
-    types: dict[str, tuple[Array, ...]] = {}
-    ends: dict[str, tuple[Array, ...]] = {}
-    for name, type_text, op, operands, _ in parsed:
-        types[name] = arrays(type_text)
-        # ``name#1`` is part 1 of a tuple.
-        types |= {f"{name}#{n}": (part,) for n, part in enumerate(types[name])}
-        if op.endswith("-done"):
-            ends |= dict.fromkeys(_names(operands), types[name])
-    # The tuple of an asynchronous pair's start has its operands too.
+    nodes = read_entry(text(compiled))
+    types, ends = _types(nodes), {}
+    for node in nodes:
+        if node.op.endswith("-done"):
+            ends |= dict.fromkeys(node.operands, types[node.name])
     return [
         _moving(
-            name,
-            op,
-            ends.get(name, types[name]),
-            [types.get(x, ()) for x in _names(operands)],
+            node.name,
+            node.op,
+            # The tuple of an asynchronous pair's start has its operands too.
+            ends.get(node.name, types[node.name]),
+            [types.get(x, ()) for x in node.operands],
         )
-        for name, _, op, operands, rest in parsed
-        if op not in _WITHOUT_WORK and not op.endswith(_ENDS) and _IN_PLACE not in rest
+        for node in nodes
+        if node.op not in _WITHOUT_WORK
+        and not node.op.endswith(_ENDS)
+        and _IN_PLACE not in node.attributes
     ]
-
-
-def _names(operands: str) -> list[str]:
-    return re.findall(r"%([\w.\-]+(?:#\d+)?)", operands)
 
 
 def _moving(name: str, op: str, written, operands) -> Instruction:
@@ -156,53 +148,54 @@ class MatrixProduct(typing.NamedTuple):
 
 def products(compiled: jax.stages.Compiled) -> list[MatrixProduct]:
     """The matrix products by cuBLAS or as a dot, anywhere; those of a loop once."""
-    lines = text(compiled).splitlines()
-    types = {}
-    found = []
-    for line in lines:
-        match = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = (\(?)(\w+)\[", line)
-        if match and not match[2]:
-            types[match[1]] = match[3]
-    for line in lines:
-        match = re.search(r" (dot|custom-call)\(%([\w.\-]+), %([\w.\-]+)", line)
-        target = re.search(r'custom_call_target="(__cublas[^"]*)"', line)
-        if not match or (match[1] == "custom-call" and not target):
-            continue
-        precision = re.search(r'"operand_precision":\[([^\]]*)\]', line)
-        found.append(
-            MatrixProduct(
-                target[1] if target else "dot",
-                (types[match[2]], types[match[3]]),
-                tuple(re.findall(r"\w+", precision[1])) if precision else (),
+    nodes = read_nodes(text(compiled))
+    types, found = _types(nodes), []
+    for node in nodes:
+        target = re.search(r'custom_call_target="(__cublas[^"]*)"', node.attributes)
+        if target or node.op == "dot":
+            (first,), (second,) = (types[name] for name in node.operands[:2])
+            precision = re.findall(r'"operand_precision":\[([^\]]*)\]', node.attributes)
+            found.append(
+                MatrixProduct(
+                    target[1] if target else "dot",
+                    (first.dtype, second.dtype),
+                    tuple(re.findall(r"\w+", "".join(precision))),
+                )
             )
-        )
     return found
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[str]:
     """The operations by which devices exchange data, anywhere in the program."""
-    names = "|".join(COLLECTIVES)
-    return re.findall(rf" ({names})(?:-start)?\(", text(compiled))
+    ops = (node.op.removesuffix("-start") for node in read_nodes(text(compiled)))
+    return [op for op in ops if op in COLLECTIVES]
 
 
 def exchanged(compiled: jax.stages.Compiled) -> dict[str, int]:
     """By kind of collective, the bytes of all their results; those of a loop once."""
-    names = "|".join(COLLECTIVES)
-    # Several arrays can be exchanged at once. Of an asynchronous pair the end counts.
-    found: dict[str, int] = {}
-    for type_text, name in re.findall(
-        rf"= (.*?) ({names})(?:-done)?\(", text(compiled)
-    ):
-        found[name] = found.get(name, 0) + sum(_array_bytes(type_text))
+    found = collections.Counter()
+    for node in read_nodes(text(compiled)):
+        # Of an asynchronous pair the end counts.
+        kind = node.op.removesuffix("-done")
+        if kind in COLLECTIVES:
+            found[kind] += _bytes_of(node)
     return found
 
 
 def copies(compiled: jax.stages.Compiled) -> list[int]:
     """Bytes of each copy's result, anywhere in the program, loops included."""
-    found = re.findall(r"= (.*?) copy(?:-start)?\(", text(compiled))
-    return [sum(_array_bytes(type_text)) for type_text in found]
+    nodes = read_nodes(text(compiled))
+    return [_bytes_of(node) for node in nodes if node.op in ("copy", "copy-start")]
 
 
-def _array_bytes(type_text: str) -> list[int]:
-    """Bytes of an array, or of each array of a tuple, without a layout's padding."""
-    return [x.size for x in arrays(type_text)]
+def _types(nodes: list[Node]) -> dict[str, tuple[Array, ...]]:
+    """Instructions' results by name, and the parts of tuples by ``name#1``."""
+    types = {node.name: arrays(node.shape) for node in nodes}
+    for name, parts in list(types.items()):
+        types |= {f"{name}#{number}": (part,) for number, part in enumerate(parts)}
+    return types
+
+
+def _bytes_of(node: Node) -> int:
+    """Bytes of an instruction's results, without their layouts' padding."""
+    return sum(x.size for x in arrays(node.shape))

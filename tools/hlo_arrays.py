@@ -18,12 +18,14 @@ class Array:
     """An array of a compiled program.
 
     Args:
+      dtype: as HLO names it.
       size: bytes of its elements.
       stored: bytes that it takes as it is laid out.
       space: number of the memory in which it lies; 0 is the device's own, and others
         are on the chip or of the host.
     """
 
+    dtype: str
     size: int
     stored: int
     space: int = 0
@@ -32,8 +34,8 @@ class Array:
 def arrays(type_text: str) -> tuple[Array, ...]:
     """The array of a type, or each of a tuple's.
 
-    >>> arrays("(f32[4096,8]{1,0:T(8,128)}, bf16[9]{0:T(1024)(128)(2,1)S(1)})")
-    (Array(size=131072, stored=2097152, space=0), Array(size=18, stored=2048, space=1))
+    >>> arrays("(f32[4096,8]{1,0:T(8,128)}, bf16[9]{0:T(1024)(128)(2,1)S(1)})")[1]
+    Array(dtype='bf16', size=18, stored=2048, space=1)
     """
     return tuple(_array(*found) for found in _ARRAY.findall(type_text))
 
@@ -56,7 +58,7 @@ def _array(kind: str, dims: str, layout: str) -> Array:
         for axis, length in zip(range(-len(lengths), 0), lengths, strict=True):
             padded[axis] = math.ceil(padded[axis] / length) * length
         stored = math.ceil(bits * math.prod(padded) / 8)
-    return Array(size, stored, int(space[1]) if space else 0)
+    return Array(kind, size, stored, int(space[1]) if space else 0)
 
 
 def _integers(text: str) -> list[int]:

@@ -13,10 +13,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import lowbit_optax
-from tools.gpu_program.release_steps import to_float32, usual_mixed_precision
+from tools.gpu_program.release_steps import (
+    compile_placed,
+    to_float32,
+    usual_mixed_precision,
+)
 from tools.gpu_program.steps import bytes_of
-from tools.gpu_program.targets import compile_lowered, gpu_mesh, placed
+from tools.gpu_program.targets import gpu_mesh, shards
 from tools.hlo import memory
 from tools.models.llama import Llama, by_rows
 from tools.tpu_program.targets import tpu_mesh
@@ -66,45 +69,28 @@ def device_bytes(case: Case, model: Llama, where: str) -> dict[str, int]:
     mesh = MESHES[where]()
     devices = mesh.size
     params = case.params(model)
-    state = jax.eval_shape(case.tx.init, params)
 
     def place(path, x) -> NamedSharding:
         return NamedSharding(mesh, by_rows(path, x) if devices > 1 else P())
 
     of_params = jax.tree_util.tree_map_with_path(place, params)
-    of_state = lowbit_optax.state_shardings(case.tx, params, of_params)
     tokens = jax.ShapeDtypeStruct(
         (devices, LENGTH + 1), jnp.int32, sharding=NamedSharding(mesh, P("d"))
     )
-    step = jax.jit(
-        case.make_step(model.loss, case.tx),
-        donate_argnums=(0, 1),
-        out_shardings=(NamedSharding(mesh, P()), of_params, of_state),
-    )
-    with jax.set_mesh(mesh):
-        lowered = step.lower(placed(params, of_params), placed(state, of_state), tokens)
-        is_gpu = "H200" in where
-        compiled = compile_lowered(lowered) if is_gpu else lowered.compile()
-    found = memory(compiled)
-    given, written = found.argument_size_in_bytes, found.output_size_in_bytes
+    step = case.make_step(model.loss, case.tx)
+    compiled = compile_placed(step, case.tx, params, of_params, tokens)
+    given = memory(compiled.program).argument_size_in_bytes
     carries = 2 * LENGTH * model.width * model.layers
-    stored = _local(params, of_params)
+    stored = bytes_of(shards(params, of_params))
     return {
         "parameters": stored,
         "state": given - stored - tokens.shape[1] * 4,
         "carries": carries,
-        "temporary": found.temp_size_in_bytes - carries,
-        "peak": given + written - found.alias_size_in_bytes + found.temp_size_in_bytes,
+        "temporary": compiled.temporary - carries,
+        "peak": compiled.peak,
     }
 
 
 def parameters(model: Llama) -> int:
     """How many a model has."""
     return sum(x.size for x in jax.tree.leaves(model.shapes()))
-
-
-def _local(tree, shardings) -> int:
-    def own(x, sharding):
-        return jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
-
-    return bytes_of(jax.tree.map(own, tree, shardings))

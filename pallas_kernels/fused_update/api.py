@@ -9,38 +9,30 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding
 
-from pallas_kernels.fused_update import sharded, xla
+from pallas_kernels.fused_update import sharded
 from pallas_kernels.fused_update.gpu.sharing import kind_of_leaf
-from pallas_kernels.fused_update.refusals import (
-    gpu_refusal,
-    tpu_launcher,
-    tpu_refusal,
-)
+from pallas_kernels.fused_update.kernels import Kernels, reference
+from pallas_kernels.fused_update.launchers import launcher_of
+from pallas_kernels.fused_update.refusals import gpu_refusal, tpu_refusal
 from pallas_kernels.fused_update.spec import (
     MAX_ELEMENTS_OF_SMALL_LEAF,
     BlockBody,
     Body,
-    Call,
     Launcher,
     Leaf,
     Operand,
     Result,
     Scalars,
-    Shard,
 )
 from pallas_kernels.layout import check_block_size, layout_of
-from pallas_kernels.lowered import for_one_device, for_one_platform
 from pallas_kernels.platforms import (
     Implementation,
     by_platform,
     check_implementation,
     is_for_tpus,
-    launcher_module,
     target_gpu,
-    transformable,
 )
 
 
@@ -144,7 +136,7 @@ def fused_update_many(
     for leaf in leaves:
         _check(leaf)
     results = len(leaves[0].results)
-    launcher = _launcher(implementation)
+    launcher: Launcher = launcher_of(implementation)
     written: list = [None] * len(leaves)
     parts = _parts(len(leaves), launcher.max_leaves(leaves))
     programs = [launcher.programs([leaves[i] for i in part]) for part in parts]
@@ -206,16 +198,6 @@ def _check_same_kinds(leaves: Sequence[Leaf]) -> None:
         )
 
 
-def _launcher(implementation: str | None, interpret: bool = False) -> Launcher:
-    if implementation == "tpu":
-        return typing.cast(Launcher, tpu_launcher())
-    module = launcher_module(_FOR_GPUS, implementation, interpret)
-    return typing.cast(Launcher, module)
-
-
-_FOR_GPUS = "pallas_kernels.fused_update.gpu"
-
-
 def _update(
     body: Body | BlockBody,
     leaves: Sequence[Leaf],
@@ -242,116 +224,25 @@ def _update(
     if on_tpus:
         columns = scalars.table.shape[-1]
         on_tpus = not any(tpu_refusal(body, leaf, columns) for leaf in leaves)
-    kernel = functools.partial(_kernel, body, room)
+
+    def kernels(implementation: str | None, interpret: bool = False) -> Callable:
+        return Kernels(body, room, implementation, interpret).transformable
+
     arguments = scalars, layer, first, list(leaves)
     if implementation == "tpu" and on_tpus:
-        return kernel("tpu", interpret=not is_for_tpu)(*arguments)
+        return kernels("tpu", interpret=not is_for_tpu)(*arguments)
     return by_platform(
         implementation,
-        functools.partial(_reference, body),
+        functools.partial(reference, body),
         arguments,
-        interpreted=kernel("pallas", interpret=True),
-        cuda=None if refusal else kernel(implementation),
-        tpu=kernel("tpu") if on_tpus else None,
+        interpreted=kernels("pallas", interpret=True),
+        cuda=None if refusal else kernels(implementation),
+        tpu=kernels("tpu") if on_tpus else None,
     )
 
 
 # Traced and lowered once for all kernels over equal leaves.
 _update_once = jax.jit(_update, static_argnames=("body", "implementation", "room"))
-
-
-def _reference(
-    body: Body | BlockBody, scalars: Scalars, layer, first, leaves: Sequence[Leaf]
-) -> list[jax.Array]:
-    """The results by array operations."""
-    rows = [scalars.rows] if len(leaves) == 1 else [r[None] for r in scalars.rows]
-    shape = leaves[0].shape
-    index = None if first is None else xla.index_of(shape, shape, first[0])
-    return [
-        x
-        for leaf, row in zip(leaves, rows, strict=True)
-        for x in xla.update(
-            body,
-            leaf,
-            xla.row_of(scalars.table, row, scalars.values),
-            layer,
-            scalars.when,
-            index,
-        )
-    ]
-
-
-def _kernel(
-    body: Body | BlockBody,
-    room: tuple[int, int],
-    implementation: str | None,
-    *,
-    interpret: bool = False,
-) -> Callable:
-    """The update by a launcher's kernel on every device's shards, as a function.
-
-    Interpreted, one for TPUs is run by Pallas' model of a TPU. It has side effects, for
-    which JAX has no partitioning.
-    """
-    is_for_tpu = implementation == "tpu"
-    reference = functools.partial(_reference, body)
-
-    def call(scalars: Scalars, layer, first, leaves: Sequence[Leaf]):
-        shared = scalars.table, scalars.rows, layer, first
-        run = functools.partial(
-            _over_groups,
-            _launcher(implementation, interpret),
-            lambda shards, table, rows, layer: Call(
-                body, shards, table, rows, layer, scalars.when, room, interpret
-            ),
-        )
-        if interpret and is_for_tpu and not _INTERPRETS_SHARDS:
-            return run(shared, [Shard(leaf, leaf.shape) for leaf in leaves])
-        return sharded.over_shards(run, shared, leaves, can_partition=not is_for_tpu)
-
-    def chosen(*args):
-        if interpret:
-            return call(*args)
-        is_perhaps_partitioned = sharded.is_partitioned(args[-1][0]) is None
-        if is_for_tpu and is_perhaps_partitioned:
-            return for_one_device(call, reference)(*args)
-        return for_one_platform(call, reference)(*args)
-
-    return transformable(chosen, reference)
-
-
-def _over_groups(
-    launcher: Launcher, call_of: Callable, shared, shards: Sequence[Shard]
-) -> list[jax.Array]:
-    """The results of one device's shards, by a kernel for each group of them.
-
-    Args:
-      launcher: the launcher, which decides which shards share a kernel.
-      call_of: a function that returns a kernel's call for its shards, the table, the
-        shards' rows, and the layer.
-      shared: the table, the rows of all shards, the layer, and the index of the leaf's
-        first element.
-      shards: the leaves' shards on the device.
-    """
-    table, rows, layer, first = shared
-    if first is not None:
-        shards = [shard.after(first[0]) for shard in shards]
-    groups = launcher.groups(shards)
-    if len(groups) == 1:
-        return launcher.update(call_of(shards, table, rows, layer))
-    written: list = [None] * len(shards)
-    for group in groups:
-        own = [shards[i] for i in group]
-        their = lax.concatenate([lax.slice(rows, [i], [i + 1]) for i in group], 0)
-        new = launcher.update(call_of(own, table, their, layer))
-        count = len(own[0].leaf.results)
-        for n, i in enumerate(group):
-            written[i] = new[n * count :][:count]
-    return [x for new in written for x in new]
-
-
-# Before, interpreted kernels of many devices may wait for each other for ever.
-_INTERPRETS_SHARDS = jax.__version_info__ >= (0, 11)
 
 
 def _check(leaf: Leaf) -> None:

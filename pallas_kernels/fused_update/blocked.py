@@ -142,7 +142,9 @@ def over_parts(
     part = _Part(body, leaf, dtypes, parts, arguments)
 
     def advance(number, written):
-        return part.update(_not_hoisted(number, parts.count), parts.length, written)
+        return part.update(
+            _in_parallel_loop(number, parts.count), parts.length, written
+        )
 
     def finish(_, written):
         return part.update(parts.count, parts.last, written)
@@ -283,10 +285,11 @@ def _barrier(values: Sequence[jax.Array]) -> list[jax.Array]:
     return list(lax.optimization_barrier(tuple(values)))
 
 
-def _not_hoisted(number: jax.Array, count: int) -> jax.Array:
-    """The number, which is less than the count, from a sort of both.
+def _in_parallel_loop(number: jax.Array, count: int) -> jax.Array:
+    """The same number, taken from a sort of itself and the count, which is larger.
 
-    XLA:CPU of JAX 0.12 compiles a loop into one function, which runs in one thread, but
-    not a loop that contains a sort.
+    The sort changes no number; it keeps the loop parallel. XLA:CPU of JAX 0.12 compiles
+    a loop into one function, which runs in one thread, but not a loop that contains a
+    sort. XLA does not know that the number is the smaller one, and so cannot drop it.
     """
     return lax.sort(jnp.stack([number, jnp.asarray(count, number.dtype)]))[0]

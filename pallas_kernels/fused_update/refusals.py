@@ -1,10 +1,10 @@
 """Why no kernel updates a leaf."""
 
-import importlib
 import math
 from collections.abc import Sequence
 
 from pallas_kernels.fused_update import sharded
+from pallas_kernels.fused_update.launchers import launcher_of
 from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, has_tiling
 from pallas_kernels.layout import MAX_ELEMENTS
 from pallas_kernels.platforms import is_for_tpus, refused_gpu
@@ -33,11 +33,6 @@ def gpu_refusal(leaves: Sequence[Leaf]) -> str | None:
     return None
 
 
-def tpu_launcher():
-    """The module of the launcher for TPUs, imported where it is needed."""
-    return importlib.import_module("pallas_kernels.fused_update.tpu.kernel")
-
-
 def tpu_refusal(body: Body | BlockBody, leaf: Leaf, scalars: int) -> str | None:
     """Why no kernel for TPUs updates a leaf; None if one does.
 
@@ -49,4 +44,4 @@ def tpu_refusal(body: Body | BlockBody, leaf: Leaf, scalars: int) -> str | None:
     """
     if sharded.is_partitioned(leaf) and is_for_tpus():
         return PARTITIONED
-    return tpu_launcher().refusal(body, leaf, scalars)
+    return launcher_of("tpu").refusal(body, leaf, scalars)

@@ -9,13 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.bitfields import pack, unpack
-from pallas_kernels.fused_update.spec import (
-    BlockBody,
-    Body,
-    Leaf,
-    MultiplyAdd,
-    Result,
-)
+from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, MultiplyAdd, Result
 from pallas_kernels.layout import block_maxima, repeat_blocks
 
 

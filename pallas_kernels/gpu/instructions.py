@@ -222,11 +222,7 @@ class Instructions:
 
 
 def by_branches(
-    number: jax.Array | np.int32,
-    choices: range,
-    function: Callable,
-    *args,
-    starts: Sequence[int] | None = None,
+    number: jax.Array | np.int32, choices: range, function: Callable, *args
 ):
     """``function(choice, *args)`` with a static choice, by a tree of branches.
 
@@ -238,14 +234,10 @@ def by_branches(
       choices: what it can be.
       function: of a choice, an int, and of arrays.
       *args: arrays.
-      starts: by choice, the least number for which it is taken; if None, its own.
     """
     if len(choices) == 1:
         return function(choices[0], *args)
     half = len(choices) // 2
-    branch = lambda part: functools.partial(
-        by_branches, number, part, function, starts=starts
-    )
-    first = starts[choices[half]] if starts else choices[half]
-    left, right = branch(choices[:half]), branch(choices[half:])
-    return lax.cond(lax.lt(number, np.int32(first)), left, right, *args)
+    branch = lambda part: functools.partial(by_branches, number, part, function)
+    is_left = lax.lt(number, np.int32(choices[half]))
+    return lax.cond(is_left, branch(choices[:half]), branch(choices[half:]), *args)

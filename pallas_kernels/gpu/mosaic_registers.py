@@ -195,13 +195,6 @@ def thread_number():
     return arith.andi(_thread_of_block(), constant(THREADS - 1, bits_type(32)))
 
 
-def lane_numbers() -> list:
-    """The numbers of the thread's lanes in its warpgroup."""
-    kind = bits_type(32)
-    first = arith.muli(thread_number(), constant(COLUMNS, kind))
-    return [arith.addi(first, constant(i, kind)) for i in range(COLUMNS)]
-
-
 def _thread_of_block():
     """The number of the thread in its block, which may be of several warpgroups."""
     return arith.index_cast(bits_type(32), gpu.thread_id(gpu.Dimension.x))
@@ -219,11 +212,6 @@ def largest(a, b):
     return arith.maxsi(a, b)
 
 
-def total(a, b):
-    """The sum of two values that are float32, rounded once."""
-    return arith.addf(a, b)
-
-
 def first_thread(value, threads: int):
     """An integer of at most 32 bits of the first of so many neighbours in a warp."""
     kind, bits = bits_type(32), bits_of(value)
@@ -235,17 +223,16 @@ def first_thread(value, threads: int):
     return found if bits == 32 else arith.trunci(value.type, found)
 
 
-def other_warp(pointer, value, distance: int = 1):
-    """A number of 32 bits of the warp whose number differs in the bit of the distance.
+def other_warp(pointer, value):
+    """A number of 32 bits of the other warp of a pair of neighbours.
 
     Args:
       pointer: to shared memory with an int32 per warp.
       value: the same in all threads of a warp.
-      distance: 1 or 2.
     """
     kind, bytes_ = bits_type(32), 4
     warp = arith.shrui(_thread_of_block(), constant(5, kind))
-    other = arith.xori(warp, constant(distance, kind))
+    other = arith.xori(warp, constant(1, kind))
     llvm.store(value, address(pointer, warp, 32), alignment=bytes_)
     mosaic.warpgroup_barrier()
     found = llvm.load(value.type, address(pointer, other, 32), alignment=bytes_)
@@ -287,22 +274,6 @@ def address(pointer, place, bits: int):
         ([], [place]) if isinstance(place, int) else ([place], [-(2**31)])
     )
     return llvm.getelementptr(pointer.type, pointer, places, constants, kind, flags)
-
-
-def halves(pointer) -> tuple:
-    """The lower and the upper 32 bits of an address."""
-    wide = llvm.ptrtoint(bits_type(64), pointer)
-    upper = arith.shrui(wide, constant(32, bits_type(64)))
-    kind = bits_type(32)
-    return arith.trunci(kind, wide), arith.trunci(kind, upper)
-
-
-def pointer(low, high):
-    """The address with these lower and upper 32 bits; see :func:`halves`."""
-    kind = bits_type(64)
-    upper = arith.shli(arith.extui(kind, high), constant(32, kind))
-    wide = arith.ori(upper, arith.extui(kind, low))
-    return llvm.inttoptr(ir.Type.parse("!llvm.ptr"), wide)
 
 
 def load(address, mask, bits: int, count: int, mark: str) -> list:

@@ -6,7 +6,7 @@ import pytest
 
 from pallas_kernels import platforms
 from tools import is_installed
-from tools.gpu_program.machine_code import missing_tools
+from tools.gpu_program.machine_code.compilation import missing_tools
 
 NEED_NO_PLUGIN = ("test_hlo.py", "test_first_device_rehearsed.py")
 

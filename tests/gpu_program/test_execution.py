@@ -26,7 +26,8 @@ import lowbit_optax
 import pallas_kernels
 from lowbit_optax import block_quantized, cast, extra_bits, lowbit
 from pallas_kernels import Operand, Result, fused_update, platforms
-from tools.gpu_program.ptx import Fault, Race, Uninitialised, compile_program
+from tools.gpu_program.ptx.faults import Fault, Race, Uninitialised
+from tools.gpu_program.ptx.program import compile_program
 from tools.gpu_program.steps import BF16, F32
 from tools.gpu_program.targets import gpu_mesh, lower_for
 

@@ -17,7 +17,7 @@ from jax.extend.core import primitives as p
 import lowbit_optax
 from lowbit_optax._jaxprs.elementwise import ELEMENTWISE
 from tools.gpu_program.machine_code import program
-from tools.gpu_program.ptx import compile_program
+from tools.gpu_program.ptx.program import compile_program
 from tools.gpu_program.targets import gpu_mesh, lower_for
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32

@@ -1,10 +1,12 @@
 """The reader of HLO, on texts whose sizes are known."""
 
+import doctest
 from unittest import mock
 
 import jax
 import pytest
 
+from tools import hlo_arrays, hlo_nodes
 from tools.hlo import copies, kernels
 
 PROGRAM = """HloModule step, is_scheduled=true
@@ -37,3 +39,10 @@ def test_an_operand_that_is_part_of_a_tuple_counts_alone(part, operand):
     ]
     assert kernels(program) == expected
     assert copies(program) == [1024]
+
+
+@pytest.mark.parametrize("module", [hlo_arrays, hlo_nodes])
+def test_examples_in_docstrings(module):
+    results = doctest.testmod(module)
+    assert results.attempted
+    assert not results.failed

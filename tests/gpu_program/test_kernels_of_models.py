@@ -16,9 +16,9 @@ from tools.gpu_program.steps import (
     leaf,
     lower_lpmm_step,
     lower_step,
-    resnet18,
 )
 from tools.gpu_program.targets import gpu_mesh
+from tools.gpu_program.unrolled import resnet18
 from tools.hlo import collectives
 
 pytestmark = pytest.mark.usefixtures("by_triton", "disassembler")
@@ -74,7 +74,8 @@ def test_a_model_in_few_kernels_and_one_pass(name, model, launches):
     if model == "gpt2":
         step = gpt2_step(name)
     else:
-        step = lower_step(OPTIMIZERS[name], resnet18())
+        pytest.importorskip("flax")
+        step = lower_step(OPTIMIZERS[name], resnet18().params)
     assert len(step.launches) <= launches
     assert step.moved <= MOVED[name] + 0.2
     assert step.temporary < 0.001

@@ -23,7 +23,7 @@ if not platforms.has_mosaic():
     pytest.skip("Mosaic GPU needs JAX 0.11 or newer", allow_module_level=True)
 
 from tools.gpu_program.machine_code import instructions_per_parameter
-from tools.gpu_program.ptx import compile_program
+from tools.gpu_program.ptx.program import compile_program
 from tools.gpu_program.steps import gpt2, leaf, lower_lpmm_step, lower_step
 from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
 from tools.hlo import collectives, text

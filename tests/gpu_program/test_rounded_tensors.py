@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lowbit_optax import precision
 from lowbit_optax.precision import HFP8, FloatFormat
-from tools.gpu_program.ptx import compile_program
+from tools.gpu_program.ptx.program import compile_program
 from tools.gpu_program.targets import compile_for, gpu_mesh, lower_for
 
 FORMATS = [

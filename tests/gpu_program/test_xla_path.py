@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
 from lowbit_optax.precision import FloatFormat
-from tools.gpu_program.ptx import compile_program
+from tools.gpu_program.ptx.program import compile_program
 from tools.gpu_program.steps import BF16, applied, fast, leaf, lower_step
 from tools.gpu_program.targets import compile_for, gpu_mesh, lower_for
 from tools.hlo import collectives, memory

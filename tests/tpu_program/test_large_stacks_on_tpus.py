@@ -6,14 +6,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
-from tools.tpu_program.targets import has_libtpu, tpu_mesh
 
-if not has_libtpu():
-    pytest.skip("needs the tpu-program extra", allow_module_level=True)
+pytest.importorskip("libtpu", reason="needs the tpu-program extra")
 
 from tools.gpu_program.steps import bytes_of, fast, leaf
 from tools.gpu_program.targets import lower_for
 from tools.hlo import COLLECTIVES, memory, text
+from tools.tpu_program.targets import tpu_mesh
 
 GATES = leaf(40, 8192, 28672)
 """Of half of the layers of Llama 70B: 9.4 billion elements."""

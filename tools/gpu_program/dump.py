@@ -58,19 +58,17 @@ def compile_with_dump(lowered: jax.stages.Lowered) -> Dump:
             found = (f.read_text() for f in files if f.name.endswith(ending))
             return tuple(filter(None, found))
 
+        def text(ending: str) -> str:
+            return "\n".join(texts(ending + ".txt"))
+
         dump = Dump(
-            compiled,
-            texts(".ptx"),
-            mosaic,
-            *(
-                "\n".join(texts(ending))
-                for ending in (
-                    "thunk_sequence.txt",
-                    "thunk_metadata.txt",
-                    "after_optimizations.txt",
-                    "after_optimizations-buffer-assignment.txt",
-                )
-            ),
+            compiled=compiled,
+            ptx=texts(".ptx"),
+            mosaic=mosaic,
+            thunks=text("thunk_sequence"),
+            annotations=text("thunk_metadata"),
+            hlo=text("after_optimizations"),
+            buffers=text("after_optimizations-buffer-assignment"),
         )
     if not dump.ptx and not dump.mosaic:
         raise RuntimeError("XLA wrote no PTX: was the program in a compilation cache?")

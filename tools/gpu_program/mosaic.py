@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator
+from unittest import mock
 
 from tools.gpu_program.launch import Launch
 
@@ -39,20 +40,10 @@ class MosaicKernel:
 _known: dict[str, MosaicKernel] = {}
 
 
-@contextlib.contextmanager
-def dumped_to(folder: str) -> Iterator[None]:
+def dumped_to(folder: str) -> contextlib.AbstractContextManager:
     """Has Mosaic write what it compiles into this folder."""
     wanted = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ |= wanted
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return mock.patch.dict(os.environ, wanted)
 
 
 def remember(hlo: str, folder: str) -> None:
@@ -62,10 +53,9 @@ def remember(hlo: str, folder: str) -> None:
       hlo: the compiled program.
       folder: where :func:`dumped_to` had them written.
     """
-    files = sorted(pathlib.Path(folder).glob("*" + _LOG), key=_number)
     of_name = {}
-    for file in files:
-        of_name.setdefault(_stem(file)[0], []).append(file)
+    for file in sorted(pathlib.Path(folder).glob("*" + _LOG), key=_number):
+        of_name.setdefault(_name(file), []).append(file)
     for _, name, digest in _calls(hlo):
         if digest not in _known and of_name.get(name):
             # They are compiled in the order in which they are called.
@@ -112,13 +102,12 @@ def _read(name: str, log: pathlib.Path) -> MosaicKernel:
     return MosaicKernel(name, source.read_text(), *_host_code(log.read_text()))
 
 
-def _stem(file: pathlib.Path) -> tuple[str, int]:
-    name, _, number = file.name.removesuffix(_LOG).rpartition("_")
-    return name, int(number)
+def _name(file: pathlib.Path) -> str:
+    return file.name.rpartition("_")[0]
 
 
 def _number(file: pathlib.Path) -> int:
-    return _stem(file)[1]
+    return int(file.name.removesuffix(_LOG).rpartition("_")[2])
 
 
 def _host_code(log: str) -> tuple[Launch, tuple[int, ...]]:

@@ -7,19 +7,19 @@ the parameters for every step.
 
 import dataclasses
 import functools
-import re
 import typing
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
 from tools.gpu_program.steps import bytes_of
-from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
-from tools.hlo import COLLECTIVES, memory, text
+from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for, placed
+from tools.hlo import collectives, memory
 from tools.models.gpt import GPT, to_bfloat16
 
 BF16 = jnp.bfloat16
@@ -165,7 +165,7 @@ class CompiledStep:
     @functools.cached_property
     def collectives(self) -> set[str]:
         """Kinds of collectives in the program."""
-        return set(re.findall("|".join(COLLECTIVES), text(self.program)))
+        return set(collectives(self.program))
 
 
 def compile_step(
@@ -189,14 +189,31 @@ def compile_step(
     params = to_float32(model.params) if usual else model.params
     state = jax.eval_shape(tx.init, params)
     step = make_step(model.loss_fn, tx)
-    lowered = lower_for(
-        gpu_mesh(devices),
-        step,
-        params,
-        state,
-        model.batch,
-        spec=None if devices == 1 else by_rows,
-        donate=(0, 1),
-    )
+    arguments, spec = (params, state, model.batch), by_rows if devices > 1 else None
+    mesh = gpu_mesh(devices)
+    lowered = lower_for(mesh, step, *arguments, spec=spec, donate=(0, 1))
     program = compile_lowered(lowered, dict(options))
     return CompiledStep(program, bytes_of(params, state))
+
+
+def compile_placed(
+    step: Callable, tx, params, of_params, batch, options=None
+) -> CompiledStep:
+    """A step with donated parameters and state, for the devices that these lie on.
+
+    Args:
+      step: the training step.
+      tx: its optimizer.
+      params, of_params: ShapeDtypeStructs, and their NamedShardings.
+      batch: a ShapeDtypeStruct with its NamedSharding.
+      options: of XLA.
+    """
+    of_state = lowbit_optax.state_shardings(tx, params, of_params)
+    state = jax.eval_shape(tx.init, params)
+    mesh = batch.sharding.mesh
+    out = NamedSharding(mesh, P()), of_params, of_state
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
+    arguments = placed(params, of_params), placed(state, of_state), batch
+    with jax.set_mesh(mesh):
+        lowered = jitted.lower(*arguments)
+    return CompiledStep(compile_lowered(lowered, options), bytes_of(params, state))

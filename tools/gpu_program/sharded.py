@@ -12,10 +12,15 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import lowbit_optax
-from tools.gpu_program.release_steps import MEMORY_FIRST, CompiledStep, Model
+from tools.gpu_program.release_steps import (
+    MEMORY_FIRST,
+    CompiledStep,
+    Model,
+    compile_placed,
+)
 from tools.gpu_program.steps import bytes_of, leaf
-from tools.gpu_program.targets import compile_lowered, gpu_mesh, placed
+from tools.gpu_program.targets import gpu_mesh, placed
+from tools.models.llama import rms_norm
 
 FSDP = {"in": P("data"), "out": P("data")}
 TENSOR_PARALLEL = {"in": P(None, "model"), "out": P("model")}
@@ -47,32 +52,23 @@ def mesh_of(data: int, model: int) -> Mesh:
     return Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
-def blocks(
-    batch: int, is_scanned: bool, remat=True, layers=4, width=512, heads=8, context=64
-) -> Model:
-    """Transformer blocks without biases, under a scan or one after another.
+def blocks(batch: int, is_scanned: bool) -> Model:
+    """Four transformer blocks without biases, each computed again for its gradient.
 
     Args:
       batch: of all devices together.
       is_scanned: whether the blocks are stacked, under ``lax.scan``.
-      remat: whether a block is computed again for its gradient.
-      layers, width, heads, context: sizes.
     """
+    layers, width, heads, context = 4, 512, 8, 64
 
-    def norm(x):
-        y = x.astype(jnp.float32)
-        y *= jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
-        return y.astype(x.dtype)
-
+    @jax.checkpoint
     def block(x, p):
-        split = (norm(x) @ p["qkv"]).reshape(*x.shape[:2], heads, -1)
+        split = (rms_norm(x) @ p["qkv"]).reshape(*x.shape[:2], heads, -1)
         parts = jnp.split(split, 3, axis=-1)
         mixed = jax.nn.dot_product_attention(*parts, is_causal=True)
         x += mixed.reshape(x.shape) @ p["mixed"]
-        x += jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
+        x += jax.nn.gelu(rms_norm(x) @ p["up"]) @ p["down"]
         return jax.lax.with_sharding_constraint(x, P("data"))
-
-    block = jax.checkpoint(block) if remat else block
 
     def loss_fn(params, x):
         if is_scanned:
@@ -82,15 +78,14 @@ def blocks(
                 x = block(x, p)
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
-    shapes = {
-        "qkv": (width, 3 * width),
-        "mixed": (width, width),
-        "up": (width, 4 * width),
-        "down": (4 * width, width),
+    layer = {
+        "qkv": leaf(width, 3 * width),
+        "mixed": leaf(width, width),
+        "up": leaf(width, 4 * width),
+        "down": leaf(4 * width, width),
     }
-    stacked = {name: leaf(layers, *shape) for name, shape in shapes.items()}
-    single = {name: leaf(*shape) for name, shape in shapes.items()}
-    params = {"layers": stacked if is_scanned else [single] * layers}
+    stacked = jax.tree.map(lambda x: leaf(layers, *x.shape), layer)
+    params = {"layers": stacked if is_scanned else [layer] * layers}
     x = leaf(batch, context, width)
     return Model(loss_fn, params, x, bytes_of(x), layers)
 
@@ -113,19 +108,6 @@ def compile_sharded(
         return NamedSharding(mesh, P(*(None,) * (x.ndim - 2), *spec))
 
     of_params = jax.tree_util.tree_map_with_path(sharding, model.params)
-    of_state = lowbit_optax.state_shardings(tx, model.params, of_params)
-    state = jax.eval_shape(tx.init, model.params)
-    arguments = (
-        placed(model.params, of_params),
-        placed(state, of_state),
-        placed(model.batch, NamedSharding(mesh, P("data"))),
-    )
-    step = jax.jit(
-        make_step(model.loss_fn, tx),
-        donate_argnums=(0, 1),
-        out_shardings=(NamedSharding(mesh, P()), of_params, of_state),
-    )
-    with jax.set_mesh(mesh):
-        lowered = step.lower(*arguments)
-    program = compile_lowered(lowered, {**MEMORY_FIRST, **_ONE_BY_ONE})
-    return CompiledStep(program, bytes_of(model.params, state))
+    batch = placed(model.batch, NamedSharding(mesh, P("data")))
+    step, options = make_step(model.loss_fn, tx), {**MEMORY_FIRST, **_ONE_BY_ONE}
+    return compile_placed(step, tx, model.params, of_params, batch, options)

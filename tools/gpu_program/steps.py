@@ -162,10 +162,8 @@ def lower_lpmm_step(tx, like, bits=12, block_size=2048, **options) -> OptimizerS
 
 def quantized_like(like, bits=12, block_size=2048):
     """A tree of ShapeDtypeStructs as QuantizedTensors of them."""
-    quantize = functools.partial(
-        lowbit_optax.quantize_params, bits=bits, block_size=block_size
-    )
-    return jax.eval_shape(quantize, like)
+    options = {"bits": bits, "block_size": block_size}
+    return jax.eval_shape(lambda x: lowbit_optax.quantize_params(x, **options), like)
 
 
 def bytes_of(*trees) -> int:
@@ -184,45 +182,20 @@ def gpt2():
     def linear(rows, columns):
         return {"weight": leaf(rows, columns), "bias": leaf(columns)}
 
-    def norm():
-        return {"scale": leaf(768), "bias": leaf(768)}
-
-    def block():
-        return {
-            "norm_1": norm(),
-            "qkv": linear(768, 2304),
-            "proj": linear(768, 768),
-            "norm_2": norm(),
-            "fc": linear(768, 3072),
-            "out": linear(3072, 768),
-        }
-
+    norm = {"scale": leaf(768), "bias": leaf(768)}
+    block = {
+        "norm_1": norm,
+        "qkv": linear(768, 2304),
+        "proj": linear(768, 768),
+        "norm_2": norm,
+        "fc": linear(768, 3072),
+        "out": linear(3072, 768),
+    }
     return {
         "wte": leaf(50257, 768),
         "wpe": leaf(1024, 768),
-        "blocks": [block() for _ in range(12)],
-        "norm": norm(),
-    }
-
-
-def resnet18():
-    """ResNet-18's 62 leaves for 32x32 images, with the norms in float32."""
-
-    def conv(size, inside, outside):
-        norm = {"scale": leaf(outside, dtype=F32), "bias": leaf(outside, dtype=F32)}
-        return {"kernel": leaf(size, size, inside, outside), "norm": norm}
-
-    layers, inside = [conv(3, 3, 64)], 64
-    for stage in range(4):
-        width = 64 << stage
-        for _ in range(2):
-            layers += [conv(3, inside, width), conv(3, width, width)]
-            if inside != width:
-                layers.append(conv(1, inside, width))
-            inside = width
-    return {
-        "layers": layers,
-        "dense": {"kernel": leaf(512, 10), "bias": leaf(10)},
+        "blocks": [block] * 12,
+        "norm": norm,
     }
 
 

@@ -184,29 +184,36 @@ def trace_for(
         array to its PartitionSpec; replicated if None.
       donate: argument numbers.
     """
+    out = NamedSharding(mesh, P())
+    if spec is not None:  # then their shapes matter, for which fn is traced
+        out = shardings_for(mesh, jax.eval_shape(fn, *args), spec)
+    jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out, keep_unused=True)
+    with jax.set_mesh(mesh):
+        return jitted.trace(*placed(args, shardings_for(mesh, args, spec)))
 
-    def place(x):
+
+def shardings_for(mesh: Mesh, tree, spec: P | Callable[[typing.Any], P] | None):
+    """The NamedShardings of a tree's arrays, as :func:`trace_for` places them."""
+
+    def of(x) -> NamedSharding:
         chosen = P()
         if x.ndim >= 2 and spec is not None:
             chosen = spec if isinstance(spec, P) else spec(x)
-        sharding = NamedSharding(mesh, chosen)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return NamedSharding(mesh, chosen)
 
-    placed = jax.tree.map(place, args)
-    out = NamedSharding(mesh, P())
-    if spec is not None:  # then their shapes matter, for which fn is traced
-        out = jax.tree.map(lambda x: place(x).sharding, jax.eval_shape(fn, *args))
-    jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out, keep_unused=True)
-    with jax.set_mesh(mesh):
-        return jitted.trace(*placed)
+    return jax.tree.map(of, tree)
 
 
 def placed(tree, shardings) -> typing.Any:
     """ShapeDtypeStructs of a tree with these shardings."""
-    place = lambda x, sharding: jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=sharding
-    )
+    place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
     return jax.tree.map(place, tree, shardings)
+
+
+def shards(tree, shardings) -> typing.Any:
+    """ShapeDtypeStructs of what one device has of a tree with these shardings."""
+    shard = lambda x, where: jax.ShapeDtypeStruct(where.shard_shape(x.shape), x.dtype)
+    return jax.tree.map(shard, tree, shardings)
 
 
 def lower_for(mesh: Mesh, fn, *args, **options) -> jax.stages.Lowered:

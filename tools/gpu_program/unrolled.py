@@ -6,6 +6,7 @@ import optax
 
 from tools.gpu_program.release_steps import BF16, Model
 from tools.gpu_program.steps import bytes_of, leaf
+from tools.models.llama import rms_norm
 
 
 def unrolled_matrices(layers=12, width=2048, batch=256, remat=False) -> Model:
@@ -28,41 +29,34 @@ def tied_transformer(
 ) -> Model:
     """A GPT-like transformer whose embedding is its last matrix, too."""
 
-    def layer():
-        return {
-            "norm_1": leaf(width, dtype=jnp.float32),
-            "qkv": leaf(width, 3 * width),
-            "out": leaf(width, width),
-            "norm_2": leaf(width, dtype=jnp.float32),
-            "up": leaf(width, 4 * width),
-            "down": leaf(4 * width, width),
-        }
-
-    def norm(x, scale):
-        y = x.astype(jnp.float32)
-        y *= jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6) * scale
-        return y.astype(x.dtype)
-
     def block(x, p):
-        split = jnp.split(norm(x, p["norm_1"]) @ p["qkv"], 3, axis=-1)
+        split = jnp.split(rms_norm(x, p["norm_1"]) @ p["qkv"], 3, axis=-1)
         heads_of = (y.reshape(*y.shape[:2], heads, -1) for y in split)
         mixed = jax.nn.dot_product_attention(*heads_of, is_causal=True)
         x += mixed.reshape(x.shape) @ p["out"]
-        return x + jax.nn.gelu(norm(x, p["norm_2"]) @ p["up"]) @ p["down"]
+        return x + jax.nn.gelu(rms_norm(x, p["norm_2"]) @ p["up"]) @ p["down"]
 
     def loss_fn(params, tokens):
         x = params["embedding"][tokens[:, :-1]]
         for p in params["layers"]:
             x = block(x, p)
-        logits = norm(x, params["norm"]) @ params["embedding"].T
+        logits = rms_norm(x, params["norm"]) @ params["embedding"].T
         losses = optax.softmax_cross_entropy_with_integer_labels(
             logits.astype(jnp.float32), tokens[:, 1:]
         )
         return losses.mean()
 
+    layer = {
+        "norm_1": leaf(width, dtype=jnp.float32),
+        "qkv": leaf(width, 3 * width),
+        "out": leaf(width, width),
+        "norm_2": leaf(width, dtype=jnp.float32),
+        "up": leaf(width, 4 * width),
+        "down": leaf(4 * width, width),
+    }
     params = {
         "embedding": leaf(words, width),
-        "layers": [layer() for _ in range(layers)],
+        "layers": [layer] * layers,
         "norm": leaf(width, dtype=jnp.float32),
     }
     tokens = jax.ShapeDtypeStruct((batch, context + 1), jnp.int32)

@@ -5,7 +5,6 @@ it: inside `release.value_and_update` its backward loop updates one layer at a t
 outside it is `jax.lax.scan`.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -20,13 +19,8 @@ BYTES = 256
 REMAT = {
     "none": lambda body: body,
     "full": jax.checkpoint,
-    "dots": functools.partial(
-        jax.checkpoint,
-        policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    ),
 }
-"""What of a layer is computed again for its gradient: nothing, all of it, or all but
-the products with weights."""
+"""What of a layer is computed again for its gradient."""
 
 
 class GPT(NamedTuple):

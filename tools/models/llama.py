@@ -5,7 +5,7 @@ gradients, so no array has the size of a sequence squared, or of a sequence by t
 vocabulary. On a mesh parameters are gathered where they are used (FSDP).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +32,11 @@ class Llama(NamedTuple):
     vocabulary: int = 128256
     piece: int = 512
 
-    def shapes(self, dtype: Any = BF16) -> dict:
-        """ShapeDtypeStructs: matrices in `dtype`, scales of norms in float32."""
+    def shapes(self) -> dict:
+        """ShapeDtypeStructs: matrices in bfloat16, scales of norms in float32."""
         depth, width, inner = self.layers, self.width, self.inner
         keys = width // self.heads * self.shared_heads
-        matrix = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+        matrix = lambda *shape: jax.ShapeDtypeStruct(shape, BF16)
         scales = lambda *shape: jax.ShapeDtypeStruct(shape, F32)
         return {
             "embedding": matrix(self.vocabulary, width),
@@ -69,7 +69,7 @@ class Llama(NamedTuple):
             return self._block(x, jax.tree.map(whole, layer)), None
 
         x, _ = jax.lax.scan(body, x, params["layers"])
-        x, head = _norm(x, whole(params["norm"])), whole(params["head"])
+        x, head = rms_norm(x, whole(params["norm"])), whole(params["head"])
 
         @jax.checkpoint
         def piece(total, inputs):
@@ -87,8 +87,8 @@ class Llama(NamedTuple):
         return jnp.moveaxis(x.reshape(batch, count, self.piece, *rest), 1, 0)
 
     def _block(self, x: jax.Array, layer: dict) -> jax.Array:
-        x = x + self._attention(_norm(x, layer["norm_1"]), layer)
-        y = _norm(x, layer["norm_2"])
+        x = x + self._attention(rms_norm(x, layer["norm_1"]), layer)
+        y = rms_norm(x, layer["norm_2"])
         return x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
 
     def _attention(self, x: jax.Array, layer: dict) -> jax.Array:
@@ -128,19 +128,19 @@ def whole(x: jax.Array) -> jax.Array:
     return x if _mesh().empty else jax.sharding.reshard(x, P())
 
 
+def rms_norm(x: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
+    """RMSNorm, computed in float32."""
+    wide = x.astype(F32)
+    mean = jnp.mean(wide * wide, -1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean + 1e-5) * scale).astype(x.dtype)
+
+
 def _mesh() -> jax.sharding.AbstractMesh:
     return jax.sharding.get_abstract_mesh()
 
 
 def _rows() -> P | None:
     return None if _mesh().empty else P("d")
-
-
-def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """RMSNorm, computed in float32."""
-    wide = x.astype(F32)
-    mean = jnp.mean(wide * wide, -1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean + 1e-5) * scale).astype(x.dtype)
 
 
 def _turned(x: jax.Array) -> jax.Array:

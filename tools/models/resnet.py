@@ -41,7 +41,6 @@ class ResNet(nn.Module):
         width: channels of the first stage; each later stage doubles them.
         blocks: blocks per stage; the default is ResNet-18.
         stem_stride: 2 halves the image before anything else.
-        classes: number of classes.
         dtype: the dtype of the computation. Parameters are initialised in float32;
             `cast_weights` chooses what they are stored in.
     """
@@ -49,12 +48,11 @@ class ResNet(nn.Module):
     width: int = 64
     blocks: Sequence[int] = (2, 2, 2, 2)
     stem_stride: int = 1
-    classes: int = 10
     dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
-        """Logits, float32 [batch, classes], of images [batch, 32, 32, 3]."""
+        """Logits, float32 [batch, 10], of images [batch, 32, 32, 3]."""
         conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
         strides = (self.stem_stride, self.stem_stride)
         x = conv(self.width, (3, 3), strides=strides, padding=1)(images)
@@ -65,7 +63,7 @@ class ResNet(nn.Module):
                 stride = 2 if stage > 0 and block == 0 else 1
                 x = BasicBlock(self.width << stage, stride, self.dtype)(x, train)
         x = x.mean(axis=(1, 2))
-        return nn.Dense(self.classes, dtype=self.dtype)(x).astype(jnp.float32)
+        return nn.Dense(10, dtype=self.dtype)(x).astype(jnp.float32)
 
 
 def cast_weights(params: Any, dtype: Any) -> Any:

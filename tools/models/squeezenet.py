@@ -39,18 +39,16 @@ class SqueezeNet(nn.Module):
     Attributes:
         width: multiplies all numbers of channels.
         stem_stride: 2 halves the image before anything else.
-        classes: number of classes.
         dtype: the dtype of the computation; parameters are initialised in float32.
     """
 
     width: float = 1.0
     stem_stride: int = 1
-    classes: int = 10
     dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
-        """Logits, float32 [batch, classes], of images [batch, 32, 32, 3]."""
+        """Logits, float32 [batch, 10], of images [batch, 32, 32, 3]."""
 
         def fire(squeezed, expanded):
             channels = (max(1, round(n * self.width)) for n in (squeezed, expanded))
@@ -66,5 +64,5 @@ class SqueezeNet(nn.Module):
             if i in POOLED_AFTER:
                 x = nn.max_pool(x, (2, 2), (2, 2))
         x = fire(*LAST_FIRE)(x, train)
-        x = nn.Conv(self.classes, (1, 1), dtype=self.dtype)(x)
+        x = nn.Conv(10, (1, 1), dtype=self.dtype)(x)
         return x.mean(axis=(1, 2)).astype(jnp.float32)

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lowbit_optax import release
@@ -27,16 +27,10 @@ def moved_whole(loss_fn: Callable, tx) -> Callable:
     step = plain(loss_fn, tx)
 
     def train_step(params, opt_state, batch):
-        is_moved = [is_stack(x) for x in jax.tree.leaves(opt_state)]
-        loss, params, opt_state = step(
-            params, jax.device_put(opt_state, Space.Device), batch
-        )
-        leaves, structure = jax.tree.flatten(opt_state)
-        leaves = [
-            jax.device_put(x, Space.Host) if yes else x
-            for x, yes in zip(leaves, is_moved, strict=True)
-        ]
-        return loss, params, structure.unflatten(leaves)
+        on_device = jax.device_put(opt_state, Space.Device)
+        loss, params, opt_state = step(params, on_device, batch)
+        back = lambda x: jax.device_put(x, Space.Host) if is_stack(x) else x
+        return loss, params, jax.tree.map(back, opt_state)
 
     return train_step
 
@@ -81,20 +75,16 @@ class HostStep:
         return sum("S(5)" in x and any(s in x for s in starts) for x in lines)
 
 
-def compile_step(
-    make_step: Callable, model: Model, tx, mesh: Mesh | None = None
-) -> HostStep:
-    """A step with donated parameters and state, for one TPU; a v5e if not given.
+def compile_step(make_step: Callable, model: Model, tx) -> HostStep:
+    """A step with donated parameters and state, for one v5e.
 
     Args:
       make_step: :func:`moved_whole` or :func:`streamed`, whose stacks of the state are
         in host memory, or a step whose state is on the device.
       model: what to train.
       tx: the optimizer.
-      mesh: of one device.
     """
-    mesh = tpu_mesh("v5e:2x2") if mesh is None else mesh
-    on_device = NamedSharding(mesh, P())
+    on_device = NamedSharding(tpu_mesh("v5e:2x2"), P())
     on_host = on_device.with_memory_kind("pinned_host")
     has_host = make_step in (moved_whole, streamed)
 

@@ -5,12 +5,16 @@ import functools
 import time
 
 import jax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from tools import hlo
 from tools.gpu_program.steps import OptimizerStep, bytes_of, fast, quantized_like
-from tools.tpu_program.targets import compile_lowered, lower_for, tpu_mesh
+from tools.gpu_program.targets import (
+    compile_lowered,
+    lower_for,
+    shardings_for,
+    shards,
+)
+from tools.tpu_program.targets import tpu_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +96,6 @@ class TpuStep(OptimizerStep):
         return sum(hlo.copies(self.compiled)) / self.parameters
 
     @property
-    def collectives(self) -> list[str]:
-        """The operations by which devices exchange data."""
-        return hlo.collectives(self.compiled)
-
-    @property
     def in_place(self) -> bool:
         """Whether parameters and state are all written where they were read."""
         return hlo.memory(self.compiled).alias_size_in_bytes >= self.stored
@@ -119,7 +118,7 @@ def lower_step(tx, params, make_step=fast, mesh=None, spec=None, grads=None) -> 
     grads = params if grads is None else grads
     arguments = params, state, grads
     lowered = lower_for(mesh, make_step(tx), *arguments, spec=spec, donate=(0, 1))
-    local = lambda tree: _on_each_device(tree, mesh, spec)
+    local = lambda tree: shards(tree, shardings_for(mesh, tree, spec))
     return TpuStep(
         lowered,
         sum(x.size for x in jax.tree.leaves(local(grads))),
@@ -128,19 +127,7 @@ def lower_step(tx, params, make_step=fast, mesh=None, spec=None, grads=None) -> 
     )
 
 
-def lower_lpmm_step(tx, like, **options) -> TpuStep:
-    """A step of ``tx`` on weights of 12 bits, by the gradients' ShapeDtypeStructs."""
-    return lower_step(tx, quantized_like(like), grads=like, **options)
-
-
-def _on_each_device(tree, mesh, spec):
-    """The arrays' shards, as ``targets.lower_for`` places them."""
-
-    def shard(x):
-        chosen = P()
-        if x.ndim >= 2 and spec is not None:
-            chosen = spec if isinstance(spec, P) else spec(x)
-        shape = NamedSharding(mesh, chosen).shard_shape(x.shape)
-        return jax.ShapeDtypeStruct(shape, x.dtype)
-
-    return jax.tree.map(shard, tree)
+def lower_lpmm_step(tx, like, bits=12, block_size=2048, **options) -> TpuStep:
+    """A step of ``tx`` on quantised weights, as ``tools.gpu_program.steps`` has it."""
+    params = quantized_like(like, bits, block_size)
+    return lower_step(tx, params, grads=like, **options)

@@ -1,8 +1,10 @@
-"""Lowers and compiles programs for TPUs on a machine without one.
+"""TPUs to compile programs for on a machine without one.
 
 ``libtpu`` compiles for a named topology without a device. It needs the ``tpu-program``
 extra. What it returns is the real XLA:TPU program: fusions, layouts, buffer assignment,
 collectives, and the kernels of Pallas' TPU backend.
+
+``tools.gpu_program.targets`` lowers and compiles for these meshes too.
 """
 
 import dataclasses
@@ -15,25 +17,16 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-# The same for GPUs and TPUs: they take a mesh.
-from tools import is_installed
-from tools.gpu_program.targets import compile_for, compile_lowered, lower_for
-
-__all__ = ["TARGETS", "Target", "compile_for", "compile_lowered", "has_libtpu"]
-__all__ += ["lower_for", "tpu_mesh"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Target:
     """A TPU to compile for.
 
     Args:
-      name: of the generation.
       topology: the name of a small one, as libtpu knows it.
       bandwidth: of the memory of one device of it, bytes per second.
     """
 
-    name: str
     topology: str
     bandwidth: float
 
@@ -41,18 +34,10 @@ class Target:
 # Bandwidths as in Google Cloud's documentation of each generation; that of TPU7x is of
 # one of a chip's two devices.
 TARGETS = {
-    target.name: target
-    for target in (
-        Target("v5e", "v5e:2x2", 819e9),
-        Target("v6e", "v6e:2x2", 1638e9),
-        Target("tpu7x", "tpu7x:2x2x1", 3690e9),
-    )
+    "v5e": Target("v5e:2x2", 819e9),
+    "v6e": Target("v6e:2x2", 1638e9),
+    "tpu7x": Target("tpu7x:2x2x1", 3690e9),
 }
-
-
-def has_libtpu() -> bool:
-    """Whether the ``tpu-program`` extra is installed."""
-    return is_installed("libtpu")
 
 
 def tpu_mesh(

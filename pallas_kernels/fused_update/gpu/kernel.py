@@ -8,12 +8,12 @@ tilings:
 
 - *Flat*, for leaves in which nothing is packed: a row is consecutive in memory, and
   each element of it is a lane.
-- *Tiled*: a lane is 4 neighbouring columns, and goes down 8 rows (16 or 32 where fields
-  repeat only after so many). So a thread has all words of its fields, bit offsets are
-  static, and it has whole tiles of :mod:`pallas_kernels.layout`, whose maxima need no
-  other thread. Its loads and stores are 4 elements wide where the number of columns is
-  a multiple of 4. The tiles of a block are in Z-order: every smaller block is then a
-  run of them, so leaves may have blocks of several sizes.
+- *By blocks*: a lane is 4 neighbouring columns, and goes down 8 rows (16 or 32 where
+  fields repeat only after so many). So a thread has all words of its fields, bit
+  offsets are static, and it has whole tiles of :mod:`pallas_kernels.layout`, whose
+  maxima need no other thread. Its loads and stores are 4 elements wide where the number
+  of columns is a multiple of 4. The tiles of a block are in Z-order: every smaller
+  block is then a run of them, so leaves may have blocks of several sizes.
 
 Offsets into arrays are int32, so an array has fewer than 2^31 elements. The *index* of
 an element is its row-major place in the leaf, modulo 2^32. For a shard it is counted by
@@ -49,9 +49,9 @@ _STEPS_OF_A_DOUBLING = 8
 class Shared(typing.NamedTuple):
     """A kernel's first arguments, which all its leaves share, in their order.
 
-    Each field is an array, or a reference to one, or a bool that is true if the kernel
-    gets this argument. If a field is None, the kernel does not get the argument. A
-    constant array instead of None would make XLA launch a kernel to write it.
+    Each field is an array, or a reference to one. If it is None, the kernel does not
+    get the argument. A constant array instead of None would make XLA launch a kernel to
+    write it.
 
     Args:
       rows: each leaf's row of the table of scalars.
@@ -79,7 +79,7 @@ class Kernel:
       numbers: the table, if leaves differ in them.
       programs: how many it has.
       leaves: how many there are.
-      given: which of the shared arguments it gets.
+      shared: the structure of :class:`Shared`, which says what of it the kernel gets.
       table_width: scalars in a row of the table.
     """
 
@@ -89,7 +89,7 @@ class Kernel:
     numbers: Table | None
     programs: int
     leaves: int
-    given: Shared
+    shared: typing.Any
     table_width: int
     when: int | None
     interpret: bool
@@ -97,7 +97,17 @@ class Kernel:
     @property
     def first_array(self) -> int:
         """How many arguments are before the leaves' arrays."""
-        return sum(self.given)
+        return self.shared.num_leaves
+
+    @property
+    def arguments(self) -> int:
+        """How many arguments it has."""
+        return self.first_array + self.leaves * len(self.leaf.operands)
+
+    @property
+    def results(self) -> int:
+        """How many results it has."""
+        return self.leaves * len(self.leaf.results)
 
     @property
     def name(self) -> str:
@@ -122,10 +132,10 @@ class Kernel:
           refs: to all arguments and all results, in their order.
         """
         refs, leaves = iter(refs), range(self.leaves)
-        take = lambda arrays: list(itertools.islice(refs, len(arrays)))
-        shared = Shared(*(next(refs) if given else None for given in self.given))
-        operands = [take(self.leaf.operands) for _ in leaves]
-        return shared, operands, [take(self.leaf.results) for _ in leaves]
+        take = lambda count: list(itertools.islice(refs, count))
+        shared = jax.tree.unflatten(self.shared, take(self.first_array))
+        operands = [take(len(self.leaf.operands)) for _ in leaves]
+        return shared, operands, [take(len(self.leaf.results)) for _ in leaves]
 
 
 def prepare(
@@ -140,7 +150,9 @@ def prepare(
     tilings = size.common_tilings(shards)
     numbers, words, programs = _table(tilings, call.room)
     table = call.table.reshape(-1)
-    shared = Shared(call.rows, _bases(shards), call.layer, words, table)
+    shared, structure = jax.tree.flatten(
+        Shared(call.rows, _bases(shards), call.layer, words, table)
+    )
     kernel = Kernel(
         body=call.body,
         leaf=leaf.with_arrays([None] * len(leaf.operands)),
@@ -148,7 +160,7 @@ def prepare(
         numbers=numbers,
         programs=programs,
         leaves=len(shards),
-        given=Shared(*(x is not None for x in shared)),
+        shared=structure,
         table_width=call.table.shape[-1],
         when=call.when,
         interpret=call.interpret,
@@ -159,7 +171,6 @@ def prepare(
         for shard in shards
         for i, x in enumerate(shard.leaf.arrays)
     ]
-    arguments = [*(x for x in shared if x is not None), *arrays]
     written = tuple(
         jax.ShapeDtypeStruct(
             (shape[0], math.prod(shape[1:]))
@@ -171,7 +182,7 @@ def prepare(
         for shard in shards
         for r, shape in zip(leaf.results, result_shapes(shard), strict=True)
     )
-    return kernel, written, arguments
+    return kernel, written, [*shared, *arrays]
 
 
 def shaped(written: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Array]:

@@ -15,9 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as pallas
 
 from pallas_kernels.fused_update.gpu.kernel import Kernel, prepare, shaped
-from pallas_kernels.fused_update.gpu.mosaic_arrays import ByThreads, load, store
+from pallas_kernels.fused_update.gpu.mosaic_arrays import Threads, load, store
 from pallas_kernels.fused_update.gpu.program import run_program
 from pallas_kernels.fused_update.gpu.sharing import Sharing
+from pallas_kernels.fused_update.gpu.tiling import FlatTiling
 from pallas_kernels.fused_update.spec import BlockBody, Call
 from pallas_kernels.gpu import mosaic_registers as registers
 from pallas_kernels.gpu.mosaic import INSTRUCTIONS
@@ -80,9 +81,9 @@ def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
 
     # Unlike one with jax.new_ref, what makes references itself can be partitioned.
     arrays, made = pl.run_state(in_place)((arrays, blank))
-    made = [made[i] for i in range(len(new))]
+    rest = (made[i] for i in range(len(new)))
     return [
-        arrays[overwritten[i]] if i in overwritten else made.pop(0)
+        arrays[overwritten[i]] if i in overwritten else next(rest)
         for i in range(len(written))
     ]
 
@@ -96,7 +97,7 @@ def _warpgroups(kernel: Kernel) -> int:
     registers have 256 threads.
     """
     tiling = kernel.tiling
-    if not tiling.block_sizes:
+    if isinstance(tiling, FlatTiling) or not tiling.block_sizes:
         return 4
     has_masks = tiling.width < TILE_COLUMNS or tiling.rows % tiling.step_rows
     has_long_codes = tiling.tiles > 1 or not set(tiling.packed) <= {8}
@@ -107,17 +108,13 @@ def _warpgroups(kernel: Kernel) -> int:
 def _program(kernel: Kernel, programs: int, warpgroups: int, *refs):
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     program = block * jnp.int32(warpgroups) + warpgroup
-    refs, exchange = list(refs), None
-    if kernel.tiling.tiles > registers.WARP:
-        exchange = refs.pop()
-    reads = kernel.leaves * len(kernel.leaf.operands)
-    first = kernel.first_array
-    rest = refs[first + reads :]
+    arguments, rest = refs[: kernel.arguments], iter(refs[kernel.arguments :])
     results = [
-        refs[kernel.aliases[i]] if i in kernel.aliases else rest.pop(0)
-        for i in range(kernel.leaves * len(kernel.leaf.results))
+        arguments[kernel.aliases[i]] if i in kernel.aliases else next(rest)
+        for i in range(kernel.results)
     ]
-    arrangement = ByThreads(kernel.tiling, exchange)
+    # Shared memory is behind the results, if the kernel has any.
+    arrangement = Threads(kernel.tiling, exchange=next(rest, None))
 
     def unless_beyond(work):
         if programs % warpgroups:
@@ -128,7 +125,7 @@ def _program(kernel: Kernel, programs: int, warpgroups: int, *refs):
     run_program(
         kernel,
         program,
-        [*refs[: first + reads], *results],
+        [*arguments, *results],
         arrangement,
         INSTRUCTIONS,
         load=functools.partial(load, arrangement.shape),

@@ -10,18 +10,18 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fused_update.gpu.tiling import Tiling
+from pallas_kernels.fused_update.gpu.tiling import FlatTiling, Tiling
 from pallas_kernels.gpu import mosaic_access
 from pallas_kernels.gpu import mosaic_registers as registers
 from pallas_kernels.layout import TILE_COLUMNS
 
 
 @dataclasses.dataclass(frozen=True)
-class ByThreads:
+class Threads:
     """The lanes of a program: each thread has a tile's four columns.
 
     All arrays are of lanes: values per block are the same in all threads of the block.
-    See :class:`.lanes.Arrangement`.
+    See :class:`.arrangements.Arrangement`.
 
     Args:
       tiling: what the lanes walk over.
@@ -35,7 +35,7 @@ class ByThreads:
     @property
     def shape(self) -> tuple[int, ...]:
         tiling = self.tiling
-        if tiling.is_flat:
+        if isinstance(tiling, FlatTiling):
             return (tiling.row_stride,)
         return (tiling.program.lanes, TILE_COLUMNS)
 
@@ -43,11 +43,11 @@ class ByThreads:
         return self._threads() * jnp.int32(TILE_COLUMNS) + self.columns()
 
     def blocks(self) -> jax.Array:
-        return self._threads() >> jnp.int32(self._bits(self.tiling.tiles))
+        return self._threads() >> jnp.int32(_bits(self.tiling.tiles))
 
     def parts(self, count: int) -> jax.Array:
         tile = self._threads() & jnp.int32(self.tiling.tiles - 1)
-        return tile >> jnp.int32(self._bits(self.tiling.tiles // count))
+        return tile >> jnp.int32(_bits(self.tiling.tiles // count))
 
     def columns(self) -> jax.Array:
         return registers.per_thread(_columns, [], self.shape, jnp.int32)
@@ -74,11 +74,8 @@ class ByThreads:
         return registers.per_thread(make, [x], self.shape, jnp.int32, refs)
 
     def _threads(self) -> jax.Array:
+        """The number of each lane's thread."""
         return registers.per_thread(_thread, [], self.shape, jnp.int32)
-
-    @staticmethod
-    def _bits(count: int) -> int:
-        return count.bit_length() - 1
 
 
 def _thread():
@@ -90,6 +87,11 @@ def _columns():
     return registers.register(
         [registers.constant(i, kind) for i in range(registers.COLUMNS)]
     )
+
+
+def _bits(count: int) -> int:
+    """The logarithm of a power of two."""
+    return count.bit_length() - 1
 
 
 def _maximum(threads: int, register):

@@ -9,7 +9,7 @@ with the product and the shift by which compilers divide by constants.
 import dataclasses
 import itertools
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -77,20 +77,88 @@ class Divisor:
         return quotient, x - quotient * by
 
 
-Numbers = Mapping[str, typing.Any]
-"""Scalars and divisors by name; see :meth:`.tiling.Tiling.numbers`."""
+class FlatNumbers(typing.NamedTuple):
+    """What the lanes of a flat tiling count by; see :class:`BlockNumbers`.
+
+    Args:
+      size: of the array; None where every lane has an element.
+    """
+
+    size: typing.Any
 
 
-def constants(numbers: Mapping[str, Number]) -> Numbers:
+class SizeNumbers(typing.NamedTuple):
+    """What lanes count blocks of one size by; see :class:`BlockNumbers`.
+
+    Args:
+      rows: of blocks of one matrix; None where nothing depends on them.
+      blocks: of one piece of a row.
+    """
+
+    rows: typing.Any
+    blocks: typing.Any
+
+
+class BlockNumbers(typing.NamedTuple):
+    """What the lanes of a tiling by blocks count by.
+
+    Each field is a :class:`Number` of the leaf's shape, or what that is in a kernel: a
+    scalar, or a :class:`Divisor`. It is None where there is nothing to count, so that
+    kernels neither read nor compare it.
+
+    Args:
+      blocks: the largest blocks of one piece of a row.
+      all_blocks: those of all pieces, steps and matrices; None where programs have as
+        many blocks as they can hold.
+      row_stride: elements from one row to the next; None for a folded vector.
+      pieces: of a row; None for one.
+      columns: of a piece; None where no lane needs them.
+      steps: down one matrix; None where all matrices are one.
+      lead_stride: elements from one matrix to the next, likewise.
+      rows: of one matrix, or elements of a folded vector; None where the last step has
+        all its rows.
+      word_rows: rows of words of one matrix, by the width of the fields.
+      by_size: what there is for each size of blocks.
+      row_index, lead_index, piece_index: how far apart rows, matrices and pieces are in
+        the leaf, modulo 2^32; None where offsets say it.
+    """
+
+    blocks: typing.Any
+    all_blocks: typing.Any
+    row_stride: typing.Any
+    pieces: typing.Any
+    columns: typing.Any
+    steps: typing.Any
+    lead_stride: typing.Any
+    rows: typing.Any
+    word_rows: dict[int, typing.Any]
+    by_size: dict[int, SizeNumbers]
+    row_index: typing.Any
+    lead_index: typing.Any
+    piece_index: typing.Any
+
+
+Numbers = FlatNumbers | BlockNumbers
+
+
+def constants(numbers: Numbers) -> Numbers:
     """The numbers of equal leaves as constants, with whose divisors compilers divide.
 
     Those above 2^31 - 1, such as indices, keep their 32 bits as int32.
     """
-    found: dict[str, Scalar | Divisor] = {}
-    for name, x in numbers.items():
-        value = np.uint32(x.value).view(np.int32)
-        found[name] = Divisor(value) if x.divides else value
-    return found
+
+    def constant(number: Number) -> Scalar | Divisor:
+        value = np.uint32(number.value).view(np.int32)
+        return Divisor(value) if number.divides else value
+
+    return jax.tree.map(constant, numbers)
+
+
+class Entry(typing.NamedTuple):
+    """What a number of a table is for every leaf; see :class:`Number`."""
+
+    multiple: int
+    divides: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,26 +166,26 @@ class Table:
     """The table from which a kernel's programs read which leaf is theirs.
 
     Args:
-      kinds: the names of the numbers, what they are multiples of, and whether they
-        divide.
+      entries: what each leaf's numbers are, in their order.
+      structure: the tree of a leaf's numbers.
       leaves: how many there are.
     """
 
-    kinds: tuple[tuple[str, int, bool], ...]
+    entries: tuple[Entry, ...]
+    structure: typing.Any
     leaves: int
 
     @classmethod
-    def of(cls, numbers: Sequence[Mapping[str, Number]]) -> "Table":
+    def of(cls, numbers: Sequence[Numbers]) -> "Table":
         """The table of leaves with these numbers, whose kinds are the same."""
-        kinds = tuple((n, x.multiple, x.divides) for n, x in numbers[0].items())
-        return cls(kinds, len(numbers))
+        first, structure = jax.tree.flatten(numbers[0])
+        entries = tuple(Entry(x.multiple, x.divides) for x in first)
+        return cls(entries, structure, len(numbers))
 
     @staticmethod
-    def words(
-        numbers: Sequence[Mapping[str, Number]], programs: Sequence[int]
-    ) -> jax.Array:
+    def words(numbers: Sequence[Numbers], programs: Sequence[int]) -> jax.Array:
         """uint32: at which program each leaf ends, and then each leaf's numbers."""
-        rows = [word for row in numbers for x in row.values() for word in x.words]
+        rows = [word for x in jax.tree.leaves(list(numbers)) for word in x.words]
         words = [*itertools.accumulate(programs), *rows]
         # A custom_partitioning accepts no constants but scalars. XLA makes this one.
         return lax.concatenate([lax.full((1,), x, jnp.uint32) for x in words], 0)
@@ -139,13 +207,13 @@ class Table:
 
     def read(self, ref, leaf: jax.Array, instructions: Instructions | None) -> Numbers:
         """The numbers of a leaf."""
-        width = sum(3 if divides else 1 for *_, divides in self.kinds)
+        width = sum(3 if entry.divides else 1 for entry in self.entries)
         first = np.int32(self.leaves) + leaf * np.int32(width)
         words = (ref[first + np.int32(i)] for i in range(width))
-        found = {}
-        for name, multiple, divides in self.kinds:
-            value = next(words).astype(jnp.int32) * np.int32(multiple)
-            if divides:
+        found = []
+        for entry in self.entries:
+            value = next(words).astype(jnp.int32) * np.int32(entry.multiple)
+            if entry.divides:
                 value = Divisor(value, (next(words), next(words)), instructions)
-            found[name] = value
-        return found
+            found.append(value)
+        return jax.tree.unflatten(self.structure, found)

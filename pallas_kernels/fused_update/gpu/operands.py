@@ -16,7 +16,7 @@ import numpy as np
 
 from pallas_kernels.bitfields import get_field, join_fields, put_fields
 from pallas_kernels.fused_update import xla
-from pallas_kernels.fused_update.gpu.lanes import TiledLanes
+from pallas_kernels.fused_update.gpu.lanes import BlockLanes
 from pallas_kernels.fused_update.gpu.numbers import Scalar
 from pallas_kernels.gpu.instructions import Instructions, by_branches
 from pallas_kernels.layout import is_unrolled, period
@@ -147,7 +147,7 @@ class Packed:
 
     number: int
     layer: jax.Array | None
-    lanes: TiledLanes
+    lanes: BlockLanes
     bits: int
     instructions: Instructions | None
 
@@ -201,8 +201,11 @@ class Packed:
         """What the loop over chunks carries at first: an empty word, if any."""
         if is_unrolled(self.bits):
             return None
-        arrangement = self.lanes.arrangement
-        return arrangement.carried(jnp.zeros(arrangement.shape, jnp.uint32))
+        return self.carried(jnp.zeros(self.lanes.arrangement.shape, jnp.uint32))
+
+    def carried(self, word: jax.Array | None) -> jax.Array | None:
+        """A word that a chunk leaves open, as the loop carries it, if any."""
+        return None if word is None else self.lanes.arrangement.carried(word)
 
     def stores(
         self, chunk: Scalar, fields: Sequence, carry: jax.Array | None

@@ -1,5 +1,6 @@
 """Where blocks and elements are in a leaf, by their numbers."""
 
+import typing
 from collections.abc import Callable
 
 import jax
@@ -7,37 +8,49 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.fused_update.gpu.numbers import Divisor, Numbers, Scalar
-from pallas_kernels.fused_update.gpu.tiling import Tiling
+from pallas_kernels.fused_update.gpu.numbers import BlockNumbers, Divisor, Scalar
+from pallas_kernels.fused_update.gpu.tiling import BlockTiling, Tiling
 from pallas_kernels.layout import MAX_BLOCK_SIZE, TILE_SIZE
 
 
-def places(tiling: Tiling, numbers: Numbers, program: jax.Array, start: jax.Array):
-    """Where a program's largest blocks are, by their numbers in the program.
+class Place(typing.NamedTuple):
+    """Where blocks are: int32 of blocks, or of lanes. Some may be scalars.
 
-    Returns:
-      lead, step, piece and block: which matrix, which step down its rows, which piece
-      of the row, and which block of the piece. The lead is None where all matrices are
-      one, and the piece where there is only one. Some may be scalars.
+    Args:
+      lead: which matrix; None where all matrices are one.
+      step: which step down its rows.
+      piece: which piece of the row; None where there is only one.
+      block: which block of the piece.
     """
+
+    lead: jax.Array | None
+    step: jax.Array
+    piece: jax.Array | None
+    block: jax.Array
+
+
+def place_of(
+    tiling: BlockTiling, numbers: BlockNumbers, program: jax.Array, start: jax.Array
+) -> Place:
+    """Where a program's largest blocks are, by their numbers in the program."""
     at_once = tiling.blocks_at_once
-    if "all_blocks" not in numbers and tiling.blocks % at_once == 0:
+    if numbers.all_blocks is None and tiling.blocks % at_once == 0:
         # The program's blocks are in one row: most of its numbers are scalars.
         of_a_row = Divisor(np.int32(tiling.blocks // at_once))
         rest, part = of_a_row.divide(program)
         block = part * np.int32(at_once) + start
     else:
         number = program * np.int32(at_once) + start
-        if "all_blocks" in numbers:
+        if numbers.all_blocks is not None:
             # Of those beyond the last, the place is the last's, and may be read.
-            number = jnp.minimum(number, numbers["all_blocks"] - np.int32(1))
-        rest, block = numbers["blocks"].divide(number)
+            number = jnp.minimum(number, numbers.all_blocks - np.int32(1))
+        rest, block = numbers.blocks.divide(number)
     piece = lead = None
-    if "pieces" in numbers:
-        rest, piece = numbers["pieces"].divide(rest)
-    if "steps" in numbers:
-        lead, rest = numbers["steps"].divide(rest)
-    return lead, rest, piece, block
+    if numbers.pieces is not None:
+        rest, piece = numbers.pieces.divide(rest)
+    if numbers.steps is not None:
+        lead, rest = numbers.steps.divide(rest)
+    return Place(lead, rest, piece, block)
 
 
 def z_order(number: jax.Array, row_first: bool) -> tuple[jax.Array, jax.Array]:
@@ -56,23 +69,33 @@ def z_order(number: jax.Array, row_first: bool) -> tuple[jax.Array, jax.Array]:
 
 
 def index_of(
-    tiling: Tiling, numbers: Numbers, spread: Callable, lead, row, piece, column
+    tiling: BlockTiling,
+    numbers: BlockNumbers,
+    spread: Callable,
+    place: Place,
+    row: jax.Array,
+    column: jax.Array,
 ) -> jax.Array:
-    """The index in the leaf, from the shard's first element, of places in the shard."""
-    axis, total = tiling.layout.row_axis, column.astype(jnp.uint32)
-    total = spread(_scaled(row, numbers["row_index"])) + total
-    if lead is not None:
-        if tiling.has_linear_index:
-            first = _scaled(lead, numbers["lead_index"])
-        else:
-            first = _counted(tiling, range(axis), lead)
-        total = spread(first) + total
-    if piece is not None:
-        if tiling.has_linear_index:
-            first = _scaled(piece, numbers["piece_index"])
-        else:
-            first = _counted(tiling, range(axis + 1, len(tiling.shape) - 1), piece)
-        total = spread(first) + total
+    """The index in the leaf, from the shard's first element, of elements of the shard.
+
+    Args:
+      tiling: of the shard.
+      numbers: of its shape.
+      spread: makes arrays of blocks broadcast to one of lanes.
+      place: of their blocks.
+      row, column: of the elements, in the matrix and in the piece of a row.
+    """
+    row_axis, total = tiling.layout.row_axis, column.astype(jnp.uint32)
+    total = spread(_scaled(row, numbers.row_index)) + total
+    between = range(row_axis + 1, len(tiling.shape) - 1)
+    for number, stride, axes in (
+        (place.lead, numbers.lead_index, range(row_axis)),
+        (place.piece, numbers.piece_index, between),
+    ):
+        if number is not None and tiling.has_linear_index:
+            total = spread(_scaled(number, stride)) + total
+        elif number is not None:
+            total = spread(_counted(tiling, axes, number)) + total
     return total
 
 
@@ -80,7 +103,7 @@ def _scaled(number: jax.Array, stride: Scalar) -> jax.Array:
     return number.astype(jnp.uint32) * stride.astype(jnp.uint32)
 
 
-def _counted(tiling: Tiling, axes: range, number: jax.Array) -> jax.Array:
+def _counted(tiling: BlockTiling, axes: range, number: jax.Array) -> jax.Array:
     """The index of a number that counts through some axes of the shard."""
     total = jnp.zeros_like(number, jnp.uint32)
     for axis in reversed(axes):
@@ -96,13 +119,10 @@ def offsets_of_rows(
     first: jax.Array, start: Scalar, stride: Scalar, count: int, tiling: Tiling
 ) -> list[jax.Array]:
     """Offsets of so many rows from ``start`` on, if the first is of row 0."""
-    numbers = [np.int32(n) for n in range(count)]
-    if isinstance(start, jax.Array):
-        first = _bounded(first + start * stride, tiling)
-        return [first + number * stride for number in numbers]
-    # Chunks that are unrolled share one bounded offset.
+    if isinstance(start, jax.Array):  # not of the only chunk, which starts at 0
+        first = first + start * stride
     first = _bounded(first, tiling)
-    return [first + (start + number) * stride for number in numbers]
+    return [first + np.int32(number) * stride for number in range(count)]
 
 
 def _bounded(offset: jax.Array, tiling: Tiling) -> jax.Array:

@@ -18,26 +18,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.fused_update import xla
-from pallas_kernels.fused_update.gpu.kernel import Kernel, Tiling
+from pallas_kernels.fused_update.gpu.arrangements import Arrangement
+from pallas_kernels.fused_update.gpu.kernel import Kernel
 from pallas_kernels.fused_update.gpu.lanes import (
-    Arrangement,
+    BlockLanes,
     BlockPlaces,
     Lanes,
     Row,
-    TiledLanes,
     lanes_of,
 )
 from pallas_kernels.fused_update.gpu.numbers import Scalar, constants
-from pallas_kernels.fused_update.gpu.operands import (
-    Access,
-    Memory,
-    Packed,
-    Stores,
-)
+from pallas_kernels.fused_update.gpu.operands import Access, Memory, Packed, Stores
 from pallas_kernels.fused_update.gpu.peephole import (
     with_instructions,
     with_peephole_rules,
 )
+from pallas_kernels.fused_update.gpu.tiling import Tiling
 from pallas_kernels.fused_update.spec import BlockBody, Operand, Result
 from pallas_kernels.gpu.instructions import Instructions
 from pallas_kernels.layout import TILE_SIZE
@@ -89,7 +85,7 @@ def run_program(
     memory = Memory(leaf, operands, results, load, store, mark)
 
     def update():
-        lanes = lanes_of(arrangement, program, base, numbers)
+        lanes = lanes_of(kernel.tiling, arrangement, program, base, numbers)
         _Program(kernel, lanes, memory, layer, scalars, instructions).update()
 
     if kernel.when is not None:
@@ -137,28 +133,31 @@ class _Program:
         # Rows that are read and written one by one take fewer registers.
         self._reads_at_once = bool(self._leaf.block_sizes) or memory.has_branches
 
+    @property
+    def _block_lanes(self) -> BlockLanes:
+        """The lanes of a leaf with words or blocks."""
+        return typing.cast(BlockLanes, self._lanes)
+
     def _array(self, number: int, like: Operand | Result, operand: int | None):
         """How an operand or result is found, if it is in the place of this operand."""
         layer = self._layer if operand in self._leaf.in_stacks else None
-        lanes = typing.cast(TiledLanes, self._lanes)
         if like.block_size is not None:
-            return _PerBlock(number, layer, lanes.blocks_of(like.block_size))
+            places = self._block_lanes.blocks_of(like.block_size)
+            return _PerBlock(number, layer, places)
         if like.bits is not None:
+            lanes = self._block_lanes
             return Packed(number, layer, lanes, like.bits, self._instructions)
         if like.repeated:
-            return _Repeated(number, lanes.tiling, like.repeated)
-        written = operand in (r.overwrites for r in self._leaf.results)
-        is_written = isinstance(like, Result) or written
-        return _Plain(number, layer, lanes.tiling.width, is_written)
+            return _Repeated(number, self._lanes.tiling, like.repeated)
+        is_written = isinstance(like, Result) or operand in self._leaf.overwritten
+        return _Plain(number, layer, self._lanes.tiling.width, is_written)
 
     def update(self) -> None:
         """Update the lanes, chunk by chunk of their rows."""
-        tiling, arrangement = self._lanes.tiling, self._lanes.arrangement
         carry = [x.first_carry() for x in self._packed]
-        count = tiling.lane_rows // tiling.chunk_rows
-        if tiling.is_simple:
-            for chunk in range(count):
-                self._update_chunk(np.int32(chunk), carry)
+        chunks = self._lanes.tiling.chunks
+        if chunks == 1:
+            self._update_chunk(np.int32(0), carry)
             return
 
         # A fori_loop of static length counts in int64 with 64-bit types on, which
@@ -166,10 +165,11 @@ class _Program:
         def step(counted, _):
             chunk, carry = counted
             new = self._update_chunk(chunk, carry)
-            carry = [x if x is None else arrangement.carried(x) for x in new]
+            pairs = zip(self._packed, new, strict=True)
+            carry = [x.carried(word) for x, word in pairs]
             return (chunk + np.int32(1), carry), None
 
-        lax.scan(step, (jnp.int32(0), carry), length=count)
+        lax.scan(step, (jnp.int32(0), carry), length=chunks)
 
     def _update_chunk(self, chunk: Scalar, carry: list) -> list:
         """Update a chunk, by its number, and return the words that it leaves open."""
@@ -178,7 +178,7 @@ class _Program:
         loaded = self._load(wanted | (self._plain(rows) if self._reads_at_once else {}))
         for number, x in enumerate(self._reads):
             if isinstance(x, Packed):
-                words = [loaded.pop(key) for key in wanted if key[0] == number]
+                words = [loaded[key] for key in wanted if key[0] == number]
                 loaded[number, 0] = x.aligned(chunk, words)
         run, stores = self._run, []
         if self._leaf.block_sizes:
@@ -249,7 +249,7 @@ class _Program:
           written per block.
         """
         body = typing.cast(BlockBody, self._body)
-        expand = self._lanes.arrangement.expand
+        expand = self._block_lanes.arrangement.expand
         decode = with_peephole_rules(body.before, self._instructions)
         encode = with_peephole_rules(body.after, self._instructions)
         reads = [n for n, x in enumerate(self._reads) if isinstance(x, _PerBlock)]
@@ -273,8 +273,7 @@ class _Program:
         sizes: Sequence[int],
     ) -> list:
         """The next maxima over the blocks of the rows, which have these sizes."""
-        body = typing.cast(BlockBody, self._body)
-        lanes = typing.cast(TiledLanes, self._lanes)
+        body, lanes = typing.cast(BlockBody, self._body), self._block_lanes
         statistics = with_instructions(body, "statistics", self._instructions)
         left = lanes.rows_left(chunk * np.int32(lanes.tiling.chunk_rows))
         left = None if left is None else lanes.arrangement.expand(left)

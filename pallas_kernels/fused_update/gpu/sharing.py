@@ -9,7 +9,8 @@ import math
 import typing
 from collections.abc import Sequence
 
-from pallas_kernels.fused_update.gpu.tiling import ProgramSize, Tiling
+from pallas_kernels.fused_update.gpu.numbers import Table
+from pallas_kernels.fused_update.gpu.tiling import FlatTiling, ProgramSize, Tiling
 from pallas_kernels.fused_update.spec import Leaf, Shard
 
 # Loads and stores of a kernel. The time to compile grows as their square: one of
@@ -63,35 +64,30 @@ class Sharing(ProgramSize):
 
         Their operands and results are of the same kinds.
         """
-        groups: dict[typing.Any, list[int]] = {}
+        groups: dict[typing.Hashable, list[int]] = {}
         for number, shard in enumerate(shards):
             tiling = self.tiling(shard)
-            kind = kind_of(tiling) if tiling.is_simple else number
+            kind = number if tiling.chunks > 1 else kind_of(tiling)
             groups.setdefault(kind, []).append(number)
         return list(groups.values())
 
 
-def kind_of(tiling: Tiling) -> tuple:
+def kind_of(tiling: Tiling) -> typing.Hashable:
     """What tilings of leaves that share a kernel have in common."""
-    if tiling.is_small:
-        return ("small",)
-    if tiling.is_flat:
+    if isinstance(tiling, FlatTiling):
+        if tiling.is_small:
+            return "small"
         return "flat", tiling.width, tiling.is_below_2_30
-    if not tiling.has_linear_index or not tiling.is_simple:
+    if not tiling.has_linear_index or tiling.chunks > 1:
         return "alone", tiling
     flags = [tiling.layout.is_folded, tiling.is_whole, tiling.is_below_2_30]
-    flags += [tiling.cuts_words(bits) for bits in tiling.packed]
-    flags += [
-        f(size)
-        for size in tiling.block_sizes
-        for f in (tiling.cuts_block_rows, tiling.cuts_blocks)
-    ]
-    numbers = tiling.numbers(are_equal=False)
-    kinds = tuple((name, x.multiple) for name, x in numbers.items())
-    widths = tiling.width, tiling.word_width
-    return "tiled", *widths, tiling.packed, tiling.block_sizes, *flags, kinds
+    flags += map(tiling.cuts_words, tiling.packed)
+    flags += map(tiling.cuts_block_rows, tiling.block_sizes)
+    flags += map(tiling.cuts_blocks, tiling.block_sizes)
+    table = Table.of([tiling.numbers(are_equal=False)])
+    return "by blocks", tiling.width, tiling.word_width, *flags, table
 
 
-def kind_of_leaf(leaf: Leaf) -> tuple:
+def kind_of_leaf(leaf: Leaf) -> typing.Hashable:
     """The same of a whole leaf, by programs of any size."""
     return kind_of(ProgramSize(1, 1, 1, 1).tiling(Shard(leaf, leaf.shape)))

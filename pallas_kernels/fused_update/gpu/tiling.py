@@ -3,13 +3,15 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+import typing
 
-from pallas_kernels.fused_update.gpu.numbers import Number
-from pallas_kernels.fused_update.spec import (
-    MAX_ELEMENTS_OF_SMALL_LEAF,
-    Shard,
+from pallas_kernels.fused_update.gpu.numbers import (
+    BlockNumbers,
+    FlatNumbers,
+    Number,
+    SizeNumbers,
 )
+from pallas_kernels.fused_update.spec import MAX_ELEMENTS_OF_SMALL_LEAF, Shard
 from pallas_kernels.layout import (
     FOLD,
     TILE_COLUMNS,
@@ -18,7 +20,6 @@ from pallas_kernels.layout import (
     WORD,
     Layout,
     block_shape,
-    is_unrolled,
     layout_of,
     period,
     word_rows,
@@ -47,13 +48,86 @@ class ProgramSize:
 
     def tiling(self, shard: Shard) -> "Tiling":
         """The tiling of a leaf's part."""
-        leaf = shard.leaf
-        return Tiling(self, shard.shape, leaf.shape, leaf.packed, leaf.block_sizes)
+        leaf, shape = shard.leaf, shard.shape
+        if not leaf.has_words_or_blocks and shape[1:] == leaf.shape[1:]:
+            return FlatTiling(self, shape)
+        return BlockTiling(self, shape, leaf.shape, leaf.packed, leaf.block_sizes)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """The lanes and rows of a leaf, or of a shard of it.
+class FlatTiling:
+    """The lanes and rows of a leaf, or of one piece of it, without words and blocks.
+
+    Args:
+      program: how large programs are.
+      shape: of the array on this device.
+    """
+
+    program: ProgramSize
+    shape: tuple[int, ...]
+    # It has no blocks, and so none of several tiles.
+    chunks: typing.ClassVar[int] = 1
+    tiles: typing.ClassVar[int] = 1
+
+    @property
+    def size(self) -> int:
+        """Elements of the array."""
+        return math.prod(self.shape)
+
+    @property
+    def width(self) -> int:
+        """How many neighbouring lanes have neighbouring elements, aligned to as many.
+
+        They exist together.
+        """
+        return math.gcd(self.program.aligned, self.size)
+
+    @property
+    def row_stride(self) -> int:
+        """Elements from one row to the next."""
+        return self.program.flat_width
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a lane, which are one chunk."""
+        return self.program.flat_rows
+
+    @property
+    def program_size(self) -> int:
+        """Elements of a program."""
+        return self.row_stride * self.chunk_rows
+
+    @property
+    def programs(self) -> int:
+        """Programs of the kernel."""
+        return math.ceil(self.size / self.program_size)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether its launch takes longer than its update."""
+        return self.size <= MAX_ELEMENTS_OF_SMALL_LEAF
+
+    @property
+    def is_below_2_30(self) -> bool:
+        """Whether all offsets are."""
+        return self.size <= 2**30
+
+    def numbers(self, are_equal: bool) -> FlatNumbers:
+        """The numbers of the shape that lanes count by.
+
+        Args:
+          are_equal: whether all leaves of the kernel have this tiling.
+        """
+        if are_equal and self.size % self.program_size == 0:
+            return FlatNumbers(None)
+        return FlatNumbers(Number(self.size, self.width))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockTiling:
+    """The lanes and rows of a leaf with words or blocks, or of a shard of any leaf.
+
+    Lanes begin at the largest blocks. Where nothing is per block, tiles are the blocks.
 
     Args:
       program: how large programs are.
@@ -68,22 +142,13 @@ class Tiling:
     leaf_shape: tuple[int, ...]
     packed: tuple[int, ...]
     block_sizes: tuple[int, ...]
-
-    @functools.cached_property
-    def is_flat(self) -> bool:
-        """Whether nothing is packed or per block, and the shard is one piece of it."""
-        is_plain = not self.packed and not self.block_sizes
-        return is_plain and self.shape[1:] == self.leaf_shape[1:]
+    chunk_rows: typing.ClassVar[int] = TILE_ROWS
+    is_small: typing.ClassVar[bool] = False
 
     @functools.cached_property
     def layout(self) -> Layout:
         """The leaf's layout."""
         return layout_of(self.leaf_shape)
-
-    @property
-    def size(self) -> int:
-        """Elements of the array."""
-        return math.prod(self.shape)
 
     @property
     def lead(self) -> int:
@@ -99,8 +164,6 @@ class Tiling:
     @functools.cached_property
     def row_stride(self) -> int:
         """Elements from one row to the next."""
-        if self.is_flat:
-            return self.program.flat_width
         if self.layout.is_folded:
             return FOLD
         return math.prod(self.shape[self.layout.row_axis + 1 :])
@@ -154,8 +217,6 @@ class Tiling:
 
         They exist together.
         """
-        if self.is_flat:
-            return math.gcd(self.program.aligned, self.size)
         if self.layout.is_folded and self.shape[-1] % TILE_COLUMNS:
             return 1
         return self.word_width
@@ -174,14 +235,26 @@ class Tiling:
     @property
     def programs(self) -> int:
         """Programs of the kernel."""
-        if self.is_flat:
-            return math.ceil(self.size / (self.row_stride * self.lane_rows))
         return math.ceil(self.all_blocks / self.blocks_at_once)
 
     @property
     def all_blocks(self) -> int:
         """The blocks at which lanes begin, of all pieces, steps and matrices."""
         return self.lead * self.steps * self.pieces[0] * self.blocks
+
+    @functools.cached_property
+    def lane_rows(self) -> int:
+        """Rows of a lane."""
+        return math.lcm(TILE_ROWS, *(period(bits)[0] for bits in self.packed))
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a lane's rows, over which a loop goes if there are several.
+
+        See :class:`.operands.Packed`. Each step of the loop would branch where leaves
+        share a kernel.
+        """
+        return self.lane_rows // self.chunk_rows
 
     @property
     def step_rows(self) -> int:
@@ -192,28 +265,6 @@ class Tiling:
     def steps(self) -> int:
         """How many times one matrix has so many rows, the last time perhaps fewer."""
         return math.ceil(self.rows / self.step_rows)
-
-    @functools.cached_property
-    def lane_rows(self) -> int:
-        """Rows of a lane."""
-        if self.is_flat:
-            return self.program.flat_rows
-        return math.lcm(TILE_ROWS, *(period(bits)[0] for bits in self.packed))
-
-    @property
-    def chunk_rows(self) -> int:
-        """Rows that a loop's body unrolls; see :class:`.operands.Packed`."""
-        return min(self.lane_rows, TILE_ROWS)
-
-    @property
-    def is_simple(self) -> bool:
-        """Whether there is no loop over chunks, each of whose steps would branch."""
-        return all(map(is_unrolled, self.packed))
-
-    @property
-    def is_small(self) -> bool:
-        """Whether it is flat, and its launch takes longer than its update."""
-        return self.is_flat and self.size <= MAX_ELEMENTS_OF_SMALL_LEAF
 
     def word_rows(self, bits: int) -> int:
         """Rows of words of one matrix."""
@@ -234,25 +285,21 @@ class Tiling:
 
         Loops count both: that takes fewer registers.
         """
-        return self.is_simple and self.shape[1:] == self.leaf_shape[1:]
+        return self.chunks == 1 and self.shape[1:] == self.leaf_shape[1:]
 
     @functools.cached_property
     def is_one_matrix(self) -> bool:
         """Whether its matrices, one below the other, are one for words and blocks."""
-        if self.cuts_rows or not self.is_simple:
+        if self.cuts_rows or self.chunks > 1:
             # A remainder has bounds, by which masks and loops take fewer registers.
             return False
         if self.lead == 1:
             return True
-        rows = self.steps * self.step_rows
-        ends = [
-            *(self.word_rows(bits) * WORD == rows * bits for bits in self.packed),
-            *(
-                self.block_rows(size) * block_shape(size)[0] == rows
-                for size in self.block_sizes
-            ),
-        ]
-        return self.is_whole and all(ends)
+        cuts = (
+            *map(self.cuts_words, self.packed),
+            *map(self.cuts_block_rows, self.block_sizes),
+        )
+        return self.is_whole and not any(cuts)
 
     @functools.cached_property
     def cuts_rows(self) -> bool:
@@ -284,8 +331,6 @@ class Tiling:
     @functools.cached_property
     def is_below_2_30(self) -> bool:
         """Whether all offsets are."""
-        if self.is_flat:
-            return self.size <= 2**30
         rows = max([self.rows, *map(self.word_rows, self.packed)])
         return self.lead * rows * self.row_stride <= 2**30
 
@@ -296,57 +341,57 @@ class Tiling:
         within = (*range(1, row_axis), *range(row_axis + 2, len(self.shape) - 1))
         return all(self.shape[axis] == self.leaf_shape[axis] for axis in within)
 
-    def numbers(self, are_equal: bool) -> Mapping[str, Number]:
-        """By name, the numbers of the shape that lanes count by.
-
-        Some are there only if there is something to count; for instance ``"rows"`` only
-        if :attr:`cuts_rows`.
+    def numbers(self, are_equal: bool) -> BlockNumbers:
+        """The numbers of the shape that lanes count by.
 
         Args:
           are_equal: whether all leaves of the kernel have this tiling.
         """
-        if self.is_flat:
-            is_cut = self.size % (self.row_stride * self.lane_rows) > 0
-            return (
-                {"size": Number(self.size, self.width)}
-                if is_cut or not are_equal
-                else {}
-            )
-        wide, folded = self.word_width, self.layout.is_folded
-        found = {"blocks": Number(self.blocks, divides=True)}
-        if not are_equal or self.all_blocks % self.blocks_at_once:
-            found["all_blocks"] = Number(self.all_blocks)
-        if not folded:
-            found["row_stride"] = Number(self.row_stride, wide)
+        is_folded, row_axis = self.layout.is_folded, self.layout.row_axis
         count, columns = self.pieces
-        if count > 1:
-            found["pieces"] = Number(count, divides=True)
-        if count > 1 or self.cuts_columns:
-            found["columns"] = Number(columns, wide)
-        if not self.is_one_matrix:
-            found["steps"] = Number(self.steps, divides=True)
-            stride = math.prod(self.shape[self.layout.row_axis :])
-            found["lead_stride"] = Number(stride, self.width)
-        if self.cuts_rows:
-            found["rows"] = Number(self.shape[-1] if folded else self.rows)
-        for bits in self.packed:
-            if not self.is_one_matrix or self.cuts_words(bits):
-                found[f"word_rows {bits}"] = Number(self.word_rows(bits))
-        for size in self.block_sizes:
-            if not self.is_one_matrix or self.cuts_block_rows(size):
-                found[f"block_rows {size}"] = Number(self.block_rows(size))
-            found[f"blocks {size}"] = Number(self.blocks_of(size))
-        if not self.is_whole:
-            found |= self._index_strides()
-        return found
+        are_full = are_equal and self.all_blocks % self.blocks_at_once == 0
+        has_matrices, has_pieces = not self.is_one_matrix, count > 1
+        has_index = not self.is_whole
+        row_index = FOLD if is_folded else self.index_stride(row_axis)
 
-    def _index_strides(self) -> dict[str, Number]:
-        """How far apart rows, matrices and pieces are in the leaf, modulo 2^32."""
-        axis = self.layout.row_axis
-        row = FOLD if self.layout.is_folded else self.index_stride(axis)
-        found = {"row_index": Number(row)}
-        if not self.is_one_matrix:
-            found["lead_index"] = Number(self.index_stride(axis - 1))
-        if self.pieces[0] > 1:
-            found["piece_index"] = Number(self.index_stride(len(self.shape) - 2))
-        return found
+        def number(is_counted: bool, value: int, multiple: int = 1, **options):
+            return Number(value, multiple, **options) if is_counted else None
+
+        return BlockNumbers(
+            blocks=Number(self.blocks, divides=True),
+            all_blocks=number(not are_full, self.all_blocks),
+            row_stride=number(not is_folded, self.row_stride, self.word_width),
+            pieces=number(has_pieces, count, divides=True),
+            columns=number(has_pieces or self.cuts_columns, columns, self.word_width),
+            steps=number(has_matrices, self.steps, divides=True),
+            lead_stride=number(
+                has_matrices, math.prod(self.shape[row_axis:]), self.width
+            ),
+            rows=number(self.cuts_rows, self.shape[-1] if is_folded else self.rows),
+            word_rows={
+                bits: number(
+                    has_matrices or self.cuts_words(bits), self.word_rows(bits)
+                )
+                for bits in self.packed
+            },
+            by_size={
+                size: SizeNumbers(
+                    number(
+                        has_matrices or self.cuts_block_rows(size),
+                        self.block_rows(size),
+                    ),
+                    Number(self.blocks_of(size)),
+                )
+                for size in self.block_sizes
+            },
+            row_index=number(has_index, row_index),
+            lead_index=number(
+                has_index and has_matrices, self.index_stride(row_axis - 1)
+            ),
+            piece_index=number(
+                has_index and has_pieces, self.index_stride(len(self.shape) - 2)
+            ),
+        )
+
+
+Tiling = FlatTiling | BlockTiling

@@ -13,7 +13,8 @@ from jax.experimental.pallas import triton
 from pallas_kernels.fused_update.gpu.kernel import Kernel, prepare, shaped
 from pallas_kernels.fused_update.gpu.program import run_program
 from pallas_kernels.fused_update.gpu.sharing import Sharing
-from pallas_kernels.fused_update.gpu.triton_arrays import ByBlocks, load, store
+from pallas_kernels.fused_update.gpu.tiling import FlatTiling
+from pallas_kernels.fused_update.gpu.triton_arrays import Arrays, load, store
 from pallas_kernels.fused_update.spec import Call
 from pallas_kernels.gpu.instructions import Instructions
 
@@ -56,8 +57,10 @@ def _call(kernel: Kernel, written: tuple[jax.ShapeDtypeStruct, ...]):
         # Of a block that is as large as its array or larger, which JAX 0.12 cuts off,
         # the array's size would be in the kernel's text. Offsets may be beyond it.
         block = pl.BlockSpec((1,), lambda _: (0,))
-        reads = kernel.first_array + kernel.leaves * len(kernel.leaf.operands)
-        specs = {"in_specs": [block] * reads, "out_specs": [block] * len(written)}
+        specs = {
+            "in_specs": [block] * kernel.arguments,
+            "out_specs": [block] * kernel.results,
+        }
     return pl.pallas_call(
         functools.partial(_program, kernel),
         grid=(kernel.programs,),
@@ -66,7 +69,8 @@ def _call(kernel: Kernel, written: tuple[jax.ShapeDtypeStruct, ...]):
         input_output_aliases={of: result for result, of in kernel.aliases.items()},
         # Left out, they would choose another backend.
         compiler_params=triton.CompilerParams(
-            num_warps=_FLAT_WARPS if kernel.tiling.is_flat else _WARPS, num_stages=1
+            num_warps=_FLAT_WARPS if isinstance(kernel.tiling, FlatTiling) else _WARPS,
+            num_stages=1,
         ),
         interpret=kernel.interpret,
         name=kernel.name,
@@ -78,7 +82,7 @@ def _program(kernel: Kernel, *refs):
         kernel,
         pl.program_id(0),
         refs,
-        ByBlocks(kernel.tiling),
+        Arrays.of(kernel.tiling),
         None if kernel.interpret else INSTRUCTIONS,
         load=load,
         store=functools.partial(store, kernel.interpret),

@@ -11,35 +11,38 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton
 
-from pallas_kernels.fused_update.gpu.tiling import Tiling
+from pallas_kernels.fused_update.gpu.tiling import FlatTiling, Tiling
 from pallas_kernels.layout import TILE_COLUMNS
 
 
 @dataclasses.dataclass(frozen=True)
-class ByBlocks:
-    """Arrays ``[lanes, 4]``, or ``[blocks, tiles, 4]`` where blocks have several tiles.
+class Arrays:
+    """Arrays of lanes, and of what lanes share; see :class:`.arrangements.Arrangement`.
 
-    Arrays of blocks are ``[blocks]``, and of parts ``[blocks, parts]`` where they are
+    Those of blocks are ``[blocks]``, and of parts ``[blocks, parts]`` where they are
     not whole blocks.
+
+    Args:
+      shape: ``[lanes]`` of a flat tiling; of others ``[lanes, 4]``, or
+        ``[blocks, tiles, 4]`` where blocks have several tiles.
     """
 
-    tiling: Tiling
+    shape: tuple[int, ...]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See :class:`.lanes.Arrangement`, as of the other methods."""
-        tiling = self.tiling
-        if tiling.is_flat:
-            return (tiling.row_stride,)
+    @classmethod
+    def of(cls, tiling: Tiling) -> "Arrays":
+        """The arrays of a program's lanes."""
+        if isinstance(tiling, FlatTiling):
+            return cls((tiling.row_stride,))
         if tiling.tiles == 1:
-            return (tiling.program.lanes, TILE_COLUMNS)
-        return (tiling.blocks_at_once, tiling.tiles, TILE_COLUMNS)
+            return cls((tiling.program.lanes, TILE_COLUMNS))
+        return cls((tiling.blocks_at_once, tiling.tiles, TILE_COLUMNS))
 
     def flat(self) -> jax.Array:
-        return lax.iota(jnp.int32, self.tiling.row_stride)
+        return lax.iota(jnp.int32, self.shape[0])
 
     def blocks(self) -> jax.Array:
-        return lax.iota(jnp.int32, self.tiling.blocks_at_once)
+        return lax.iota(jnp.int32, self.shape[0])
 
     def parts(self, count: int) -> jax.Array:
         return lax.broadcasted_iota(jnp.int32, (1, count), 1)
@@ -61,14 +64,14 @@ class ByBlocks:
     def expand(self, x: jax.Array) -> jax.Array:
         shape = self.shape
         has_parts = x.ndim == 2 < len(shape)
-        if has_parts and x.shape[1] not in (1, self.tiling.tiles):
-            runs = (*x.shape, self.tiling.tiles // x.shape[1], shape[-1])
+        if has_parts and x.shape[1] not in (1, shape[1]):
+            runs = (*x.shape, shape[1] // x.shape[1], shape[-1])
             return jnp.broadcast_to(x[:, :, None, None], runs).reshape(shape)
         return jnp.broadcast_to(self.spread(x), shape)
 
     def maxima(self, x: jax.Array, parts: int) -> jax.Array:
         x = jnp.max(x, axis=-1)
-        if x.ndim == 1 or parts == self.tiling.tiles:
+        if x.ndim == 1 or parts == x.shape[1]:
             return x
         if parts > 1:
             x = x.reshape(x.shape[0], parts, -1)

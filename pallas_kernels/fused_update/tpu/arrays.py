@@ -251,10 +251,14 @@ def kernel_arrays(
 ) -> tuple[tuple[KernelArray, ...], tuple[KernelArray, ...]]:
     """The operands and the results of a part's kernel."""
     leaf = shard.leaf
-    stacked = leaf.overwritten if leaf.stacked else ()
     operands = tuple(
         KernelArray(
-            tiling, o.array.shape, o.array.dtype, o.bits, o.block_size, n in stacked
+            tiling,
+            o.array.shape,
+            o.array.dtype,
+            o.bits,
+            o.block_size,
+            is_stacked=n in leaf.in_stacks,
         )
         for n, o in enumerate(leaf.operands)
     )
@@ -265,9 +269,9 @@ def kernel_arrays(
             r.dtype,
             r.bits,
             r.block_size,
-            r.overwrites in stacked,
-            r.overwrites,
-            manual_axes(r, leaf.operands),
+            is_stacked=r.overwrites in leaf.in_stacks,
+            overwrites=r.overwrites,
+            varying=manual_axes(r, leaf.operands),
         )
         for r, shape in zip(leaf.results, result_shapes(shard), strict=True)
     )

@@ -25,10 +25,7 @@ from pallas_kernels.fused_update.spec import (
     Shard,
     result_shapes,
 )
-from pallas_kernels.fused_update.tpu.arrays import (
-    KernelArray,
-    kernel_arrays,
-)
+from pallas_kernels.fused_update.tpu.arrays import KernelArray, kernel_arrays
 from pallas_kernels.fused_update.tpu.blocks import blocks_of
 from pallas_kernels.fused_update.tpu.functions import traced
 from pallas_kernels.fused_update.tpu.program import BlockProgram
@@ -142,14 +139,14 @@ def _by_kernel(call: Call, shard: Shard) -> list[jax.Array]:
     tiling = tiling_of(shard)
     operands, results = kernel_arrays(shard, tiling)
     kernel = _Kernel(
-        call.body,
-        tiling,
-        operands,
-        results,
-        call.table.shape[-1],
-        call.when,
-        interpret,
-        None if interpret else generation_of_target(),
+        body=call.body,
+        tiling=tiling,
+        operands=operands,
+        results=results,
+        table_width=call.table.shape[-1],
+        when=call.when,
+        interpret=interpret,
+        generation=None if interpret else generation_of_target(),
     )
     pairs = zip(operands, shard.leaf.arrays, strict=True)
     arrays = [each.to_kernel(x, interpret) for each, x in pairs]
@@ -224,7 +221,7 @@ def _call(kernel: _Kernel):
 
 
 def _program(kernel: _Kernel, layer, place, table, *refs):
-    matrix, aside, *block = (pl.program_id(axis) for axis in range(4))
+    matrix, aside, rows, columns = (pl.program_id(axis) for axis in range(4))
     row = place[0].astype(jnp.int32) * jnp.int32(kernel.table_width)
     scalars = [table[row + jnp.int32(i)] for i in range(kernel.table_width)]
     arrays = *kernel.operands, *kernel.results
@@ -237,14 +234,14 @@ def _program(kernel: _Kernel, layer, place, table, *refs):
         operand.fetch()
     kinds = [(x.dtype, x.block_size) for x in kernel.operands]
     program = BlockProgram(
-        kernel.tiling,
-        traced(kernel.body, kinds, kernel.table_width),
-        rules_for(kernel.generation),
-        scalars,
-        operands,
-        results,
-        _first_element(kernel.tiling, first, matrix, aside, *block),
-        (block[0], block[1]),
+        tiling=kernel.tiling,
+        functions=traced(kernel.body, kinds, kernel.table_width),
+        rules=rules_for(kernel.generation),
+        scalars=scalars,
+        operands=operands,
+        results=results,
+        first=_first_element(kernel.tiling, first, matrix, aside, rows, columns),
+        place=(rows, columns),
     )
     if kernel.when is None:
         program.update()

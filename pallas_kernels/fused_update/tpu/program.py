@@ -85,7 +85,7 @@ class BlockProgram:
         columns = [block.load(unit) for block in _plain(self.operands)]
         rows = [list(values) for values in zip(*columns, strict=True)]
         exist = [self._exists(unit, row) for row in group]
-        index = [self._index(first, offset, row) for row in group]
+        index = [self._index(self.first, first, offset, row) for row in group]
         arguments = [(rows[row], self.scalars, index[row]) for row in group]
         run, new = self.functions.run, []
         options = {"known": known, "rules": self.rules}
@@ -104,12 +104,8 @@ class BlockProgram:
         ):
             block.store(unit, values, exist)
 
-    def _index(self, first: jax.Array, offset: int, row: int) -> Sum:
-        """The elements' indices in the whole leaf."""
-        return self._places(self.first, first, offset, row)
-
-    def _places(self, start: jax.Array, first: jax.Array, offset: int, row: int) -> Sum:
-        """The same, if the program's first element has the index ``start``."""
+    def _index(self, start: jax.Array, first: jax.Array, offset: int, row: int) -> Sum:
+        """The elements' indices, if the program's first element has this one."""
         tiling = self.tiling
         group, stride = tiling.group, tiling.row_stride
         constant = row * stride
@@ -148,7 +144,7 @@ class BlockProgram:
         rows, columns = self.place
         if tiling.is_folded:
             start = rows.astype(jnp.uint32) * jnp.uint32(tiling.block_rows * LANES)
-            place = whole(self._places(start, unit, 0, row))
+            place = whole(self._index(start, unit, 0, row))
             return place < jnp.uint32(tiling.shape[-1])
         start = rows * jnp.int32(tiling.block_rows) + jnp.int32(row)
         start = start + self._of_unit(unit)[0] * jnp.int32(tiling.unit_rows)

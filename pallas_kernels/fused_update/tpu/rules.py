@@ -271,12 +271,6 @@ def _pattern_above(x, base, most) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32) - base
 
 
-OPERATIONS = {
-    operations.PREFIX + "pattern_above": _pattern_above,
-}
-"""Functions for :data:`.operations.OPERATIONS`, by names of their calls."""
-
-
 def _number_of(x) -> int | None:
     """The int of an input that is a constant of rank 0; None for any other input."""
     if isinstance(x, np.generic | int) and not isinstance(x, bool):
@@ -309,10 +303,10 @@ RULES: Mapping = {
     p.broadcast_in_dim_p: _broadcast,
     p.copy_p: lambda eqn, x: x,
     p.stop_gradient_p: lambda eqn, x: x,
-    **OPERATIONS,
+    operations.PREFIX + "pattern_above": _pattern_above,
 }
 """Functions of an equation and its inputs, by primitives, or of the inputs, by names of
-operations; they may return NotImplemented."""
+calls of :data:`.operations.OPERATIONS`; they may return NotImplemented."""
 
 
 def by_itself(eqn, *inputs) -> jax.Array:

@@ -173,16 +173,16 @@ def tiling_of(shard: Shard) -> Tiling:
     while 2 * rows <= max_rows and 2 * rows * bytes_per_row <= limit:
         rows *= 2
     tiling = Tiling(
-        shard.shape,
-        leaf.shape,
-        axis,
-        group,
-        math.lcm(*heights, *periods),
-        max(widths),
-        rows,
-        stacked_blocks,
-        aside,
-        _is_merged(leaf, shard.shape),
+        shape=shard.shape,
+        whole=leaf.shape,
+        axis=axis,
+        group=group,
+        row_unit=math.lcm(*heights, *periods),
+        column_unit=max(widths),
+        block_rows=rows,
+        stacked_blocks=stacked_blocks,
+        side_by_side=aside,
+        is_merged=_is_merged(leaf, shard.shape),
     )
     least = math.ceil(tiling.rows / unit) * unit
     return dataclasses.replace(tiling, block_rows=min(rows, least))

@@ -7,34 +7,7 @@ text. Both come with the ``gpu-program`` extra.
 ``program(lower_for(gpu_mesh(), fn, *args)).kernels["name"]`` is one kernel.
 """
 
-from tools.gpu_program.machine_code.compilation import (
-    Program,
-    kernels_of_ptx,
-    missing_tools,
-    program,
-    run_tool,
-)
-from tools.gpu_program.machine_code.kernel import (
-    Access,
-    Block,
-    Kernel,
-    Launch,
-    Loop,
-    UnknownTrips,
-    instructions_per_parameter,
-)
+from tools.gpu_program.machine_code.compilation import program
+from tools.gpu_program.machine_code.kernel import Kernel, instructions_per_parameter
 
-__all__ = [
-    "Access",
-    "Block",
-    "Kernel",
-    "Launch",
-    "Loop",
-    "Program",
-    "UnknownTrips",
-    "instructions_per_parameter",
-    "kernels_of_ptx",
-    "missing_tools",
-    "program",
-    "run_tool",
-]
+__all__ = ["Kernel", "instructions_per_parameter", "program"]

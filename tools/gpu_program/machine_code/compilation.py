@@ -18,8 +18,6 @@ from tools.gpu_program.launch import Launch
 from tools.gpu_program.machine_code.kernel import Kernel
 from tools.gpu_program.machine_code.trip_counts import kernel_facts
 
-Trips = Sequence[int | None]
-
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -37,38 +35,33 @@ def missing_tools() -> str | None:
     return f"needs {' and '.join(missing)}: install the gpu-program extra"
 
 
-def program(
-    lowered: jax.stages.Lowered, trips: Mapping[str, Trips] | None = None
-) -> Program:
+def program(lowered: jax.stages.Lowered) -> Program:
     """Compile a program and read its kernels' machine code.
 
     Args:
       lowered: from ``targets.lower_for``.
-      trips: kernels' names to the trip counts of their loops, in the order of
-        ``Kernel.loops``; None in place of a count for one to be found.
     """
     dump = compile_with_dump(lowered)
-    launches, found = launches_of(dump.thunks), {}
+    launches, found = collections.defaultdict(list), {}
+    for name, launch in launches_of(dump.thunks).values():
+        launches[name].append(launch)
     sources = {source: None for source in dump.ptx}
     for kernel in dump.mosaic.values():
         launches[kernel.name].append(kernel.launch)
         sources[kernel.ptx] = None
     for source in sources:
-        found |= kernels_of_ptx(source, launches, trips)
+        found |= kernels_of_ptx(source, launches)
     return Program(dump.compiled, found)
 
 
 def kernels_of_ptx(
-    source: str,
-    launches: Mapping[str, Sequence[Launch]] | None = None,
-    trips: Mapping[str, Trips] | None = None,
+    source: str, launches: Mapping[str, Sequence[Launch]] | None = None
 ) -> dict[str, Kernel]:
     """Compile PTX and read its kernels' machine code.
 
     Args:
       source: PTX.
       launches: kernels' names to their launches, if known.
-      trips: as in :func:`program`.
     """
     architecture = re.findall(r"^\s*\.target (\w+)", source, re.M)[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -96,24 +89,22 @@ def kernels_of_ptx(
             spill_loads=number(r"(\d+) bytes spill loads"),
             static_shared=number(r"(\d+) bytes smem"),
             launches=tuple((launches or {}).get(name, ())),
-            **kernel_facts(code[name], (trips or {}).get(name)),
+            **kernel_facts(code[name]),
         )
     return found
 
 
-def launches_of(thunks: str) -> dict[str, list[Launch]]:
-    """Kernels' names to their launches, from XLA's listing of what it runs."""
-    found = collections.defaultdict(list)
-    for name, *numbers in re.findall(
-        r"(\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), (\d+), (\d+)\]"
-        r"\s+shared_memory: (\d+) bytes",
-        thunks,
-    ):
-        x, y, z, *threads, shared = map(int, numbers)
-        found[name].append(
-            Launch((x, y, z), (threads[0], threads[1], threads[2]), shared)
-        )
-    return found
+def launches_of(thunks: str) -> dict[int, tuple[str, Launch]]:
+    """Kernels' names and launches by their numbers in XLA's listing of what it runs."""
+    form = (
+        r"^\s*(\d+): .*?(\S+) grid: \[(.*?)\] threads: \[(.*?)\]"
+        r"\s+shared_memory: (\d+) bytes"
+    )
+    axes = lambda text: tuple(map(int, text.split(", ")))
+    return {
+        int(number): (name, Launch(axes(grid), axes(block), int(shared)))
+        for number, name, grid, block, shared in re.findall(form, thunks, re.M)
+    }
 
 
 @functools.cache

@@ -12,21 +12,6 @@ class UnknownTrips(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
-    """A loop of the machine code.
-
-    ``trips`` is how often a thread enters its body each time that it comes to the loop
-    (an average, where a loop around it changes that), or None if that was not found.
-    ``body`` counts the instructions of its body once, those of loops inside included.
-    """
-
-    address: int
-    body: int
-    depth: int
-    trips: float | None
-
-
-@dataclasses.dataclass(frozen=True)
 class Access:
     """An instruction that reads or writes global memory.
 
@@ -34,7 +19,6 @@ class Access:
     how often one thread does, a loop of unknown trips counted once.
     """
 
-    opcode: str
     bits: int
     store: bool
     masked: bool
@@ -47,7 +31,8 @@ class Kernel:
 
     ``static_shared`` is what the code itself declares; a launch's ``shared`` is what it
     asks for besides, as Triton's kernels do. ``instructions`` are those of the code
-    that can be reached, each once.
+    that can be reached, each once. ``lost_loops`` are the addresses of the loops whose
+    trip counts were not found.
     """
 
     name: str
@@ -58,58 +43,35 @@ class Kernel:
     static_shared: int
     launches: tuple[Launch, ...]
     instructions: int
-    loops: tuple[Loop, ...]
+    lost_loops: tuple[int, ...]
     accesses: tuple[Access, ...]
     blocks: tuple["Block", ...] = dataclasses.field(repr=False)
 
-    @property
-    def grid(self) -> tuple[int, int, int] | None:
-        """The blocks of a launch; None if not found or not the same in all of them."""
-        grids = {launch.grid for launch in self.launches}
-        return grids.pop() if len(grids) == 1 else None
-
-    @property
-    def block(self) -> tuple[int, int, int] | None:
-        """The threads of a block, likewise."""
-        blocks = {launch.block for launch in self.launches}
-        return blocks.pop() if len(blocks) == 1 else None
-
-    def executed(self, unknown: float | None = None, conditional: bool = True) -> float:
+    def executed(self, conditional: bool = True) -> float:
         """Instructions that a thread executes.
 
         Args:
-          unknown: trips to assume for a loop whose trip count was not found.
           conditional: count both sides of every branch on data, an upper bound; if
             False, neither side, but for threads that leave the kernel.
 
         Raises:
-          UnknownTrips: if there is such a loop and ``unknown`` is None.
+          UnknownTrips: if the trip count of a loop was not found.
         """
-        return sum(self.opcodes(unknown, conditional).values())
+        return sum(self.opcodes(conditional).values())
 
-    def opcodes(
-        self, unknown: float | None = None, conditional: bool = True
-    ) -> Mapping[str, float]:
+    def opcodes(self, conditional: bool = True) -> Mapping[str, float]:
         """:meth:`executed` by opcode, such as ``LDG.E.64`` or ``MUFU.RCP``."""
-        lost = [loop for loop in self.loops if loop.trips is None]
-        if lost and unknown is None:
+        if self.lost_loops:
+            lost = ", ".join(map(hex, self.lost_loops))
             raise UnknownTrips(
-                f"{self.name}: trip counts not found for {len(lost)} of its "
-                f"{len(self.loops)} loops: "
-                + ", ".join(f"{x.body} instructions at {x.address:#x}" for x in lost)
+                f"{self.name}: trip counts not found for the loops at {lost}"
             )
         counts: dict[str, float] = collections.defaultdict(float)
         for block in self.blocks:
             if conditional or not block.conditional:
-                times = block.visits * (unknown or 0) ** block.unknown_loops
                 for opcode in block.opcodes:
-                    counts[opcode] += times
+                    counts[opcode] += block.visits
         return counts
-
-    @property
-    def global_loads(self) -> collections.Counter:
-        """Load instructions in the code by their width in bits."""
-        return collections.Counter(x.bits for x in self.accesses if not x.store)
 
     @property
     def global_stores(self) -> collections.Counter:
@@ -126,34 +88,28 @@ class Kernel:
 class Block:
     """A basic block that a thread comes to ``visits`` times.
 
-    That counts ``unknown_loops`` of the loops around it once, for want of their trips.
-    ``conditional`` if it is on one side of a branch on data; ``masked`` if so or if
-    some threads may have left the kernel before it.
+    A loop around it whose trips were not found is counted once. ``conditional`` if it
+    is on one side of a branch on data; ``masked`` if so or if some threads may have
+    left the kernel before it.
     """
 
-    address: int
     opcodes: tuple[str, ...]
     visits: float
-    unknown_loops: int
     conditional: bool
     masked: bool
 
 
 def instructions_per_parameter(
-    kernel: Kernel,
-    parameters: int,
-    unknown: float | None = None,
-    conditional: bool = True,
+    kernel: Kernel, parameters: int, conditional: bool = True
 ) -> float:
     """Instructions that all threads of all launches execute, per parameter.
 
     Args:
       kernel: from :func:`tools.gpu_program.machine_code.program`.
       parameters: how many parameters the program updates.
-      unknown: as in :meth:`Kernel.executed`.
-      conditional: likewise.
+      conditional: as in :meth:`Kernel.executed`.
     """
     if not kernel.launches:
         raise ValueError(f"no launch of {kernel.name} was found")
     threads = sum(launch.threads for launch in kernel.launches)
-    return kernel.executed(unknown, conditional) * threads / parameters
+    return kernel.executed(conditional) * threads / parameters

@@ -7,12 +7,12 @@ or counted a loop.
 
 import collections
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from fractions import Fraction
 
 from tools.gpu_program.machine_code.arithmetic import State, execute, predicate
 from tools.gpu_program.machine_code.control_flow import ControlFlow
-from tools.gpu_program.machine_code.kernel import Access, Block, Loop
+from tools.gpu_program.machine_code.kernel import Access, Block
 from tools.gpu_program.machine_code.listing import Instruction
 
 MOST_TRIPS = 1 << 16
@@ -27,24 +27,19 @@ Reached = tuple[State, Fraction]
 """What is known where an edge arrives, and which share of the paths takes it."""
 
 
-def kernel_facts(listing: str, trips: Sequence[int | None] | None = None) -> dict:
+def kernel_facts(listing: str) -> dict:
     """The fields of a :class:`Kernel` that come from its code.
 
     Args:
       listing: nvdisasm's, of one kernel.
-      trips: trip counts of its loops in the order of their addresses; None in place of
-        a count for one to be found.
     """
     code = ControlFlow(listing)
-    walk = Walk(code, trips)
+    walk = Walk(code)
     blocks, accesses = [], []
     for start in sorted(walk.visits):
-        around = [h for h, body in code.loops.items() if start in body]
         block = Block(
-            address=start,
             opcodes=tuple(i.opcode for i in code.blocks[start]),
             visits=walk.visits[start],
-            unknown_loops=sum(h in walk.lost for h in around),
             conditional=start in walk.conditional,
             masked=start in walk.conditional | walk.after_exit,
         )
@@ -56,38 +51,16 @@ def kernel_facts(listing: str, trips: Sequence[int | None] | None = None) -> dic
         ]
     return {
         "instructions": sum(len(block.opcodes) for block in blocks),
-        "loops": tuple(
-            _loop_facts(code, walk, header)
-            for header in sorted(code.loops)
-            if header in code.order
-        ),
+        "lost_loops": tuple(sorted(walk.lost)),
         "accesses": tuple(accesses),
         "blocks": tuple(blocks),
     }
 
 
-def _loop_facts(code: ControlFlow, walk: "Walk", header: int) -> Loop:
-    body = code.loops[header]
-    trips = None
-    if header not in walk.lost:
-        trips = walk.rounds[header] / max(walk.entries[header], 1)
-    return Loop(
-        address=header,
-        body=sum(len(code.blocks[b]) for b in body if b in walk.visits),
-        depth=sum(header in other for other in code.loops.values()) - 1,
-        trips=trips,
-    )
-
-
 def _access(instruction: Instruction, block: Block) -> Access:
-    bits = [
-        int(match[1])
-        for match in (re.fullmatch(r"[US]?(\d+)", m) for m in instruction.modifiers)
-        if match
-    ]
+    bits = re.search(r"\.[US]?(\d+)(?=\.|$)", instruction.opcode)
     return Access(
-        opcode=instruction.opcode,
-        bits=bits[0] if bits else 32,
+        bits=int(bits[1]) if bits else 32,
         store=instruction.base in _WRITES_MEMORY,
         masked=instruction.guard is not None or block.masked,
         executed=block.visits,
@@ -99,26 +72,17 @@ class Walk:
 
     Args:
       code: the blocks.
-      trips: as of :func:`kernel_facts`.
 
     Attributes:
       visits: how often a thread comes to each block; a loop of unknown trips is counted
         once.
-      entries, rounds: how often a thread comes to each loop, and enters its body.
       lost: the loops whose trip counts were not found.
       conditional: blocks on one side of a branch on data.
       after_exit: blocks before which some threads may have left the kernel.
     """
 
-    def __init__(self, code: ControlFlow, trips: Sequence[int | None] | None = None):
+    def __init__(self, code: ControlFlow):
         self.code = code
-        headers = sorted(h for h in code.loops if h in code.order)
-        trips = [None] * len(headers) if trips is None else trips
-        if len(trips) != len(headers):
-            raise ValueError(f"{len(trips)} trip counts for {len(headers)} loops")
-        self.given = {
-            h: n for h, n in zip(headers, trips, strict=True) if n is not None
-        }
         self.lost: set[int] = set()
         lost = None
         # A loop whose trips are not found the second time that a thread comes to it is
@@ -126,7 +90,6 @@ class Walk:
         while lost != self.lost:
             lost = set(self.lost)
             self.visits = collections.Counter()
-            self.entries, self.rounds = collections.Counter(), collections.Counter()
             self.conditional, self.after_exit = set(), set()
             self._walk(code.first, code.blocks, {_ALL_RUN: True}, 1, Fraction(1))
 
@@ -176,10 +139,8 @@ class Walk:
     ) -> dict[int, Reached]:
         """Go through a loop until it ends; the states and weights it ends with."""
         body = self.code.loops[header]
-        self.entries[header] += times
-        if header not in self.lost and header not in self.given:
+        if header not in self.lost:
             for _ in range(MOST_TRIPS):
-                self.rounds[header] += times
                 back, exits = self._walk(header, body, state, times, weight, True)
                 if back is None:
                     return exits
@@ -187,12 +148,10 @@ class Walk:
                     break
                 state = back[0]
             self.lost.add(header)
-        trips = self.given.get(header, 1)
-        self.rounds[header] += times * trips
         state = {**state}
         for block in body:
             self._forget(block, state)
-        _, exits = self._walk(header, body, state, times * trips, weight, True)
+        _, exits = self._walk(header, body, state, times, weight, True)
         total = sum(share for _, share in exits.values())
         return {t: (s, share / total * weight) for t, (s, share) in exits.items()}
 

@@ -1,8 +1,9 @@
 """Runs compiled programs from the PTX of their kernels, on the CPU.
 
-``compile_program(lower_for(gpu_mesh(), fn, *args)).run(*arrays)`` gives what ``fn``
-gives on a GPU: every kernel of the program, Pallas kernels and XLA's own, is executed
-instruction by instruction, all threads at once in numpy, in memory as XLA assigns it.
+``program.compile_program(lower_for(gpu_mesh(), fn, *args)).run(*arrays)`` gives what
+``fn`` gives on a GPU: every kernel of the program, Pallas kernels and XLA's own, is
+executed instruction by instruction, all threads at once in numpy, in memory as XLA
+assigns it. It knows the instructions that these kernels have, and refuses others.
 
 What it proves: that each kernel computes these results from these arrays, whatever the
 compiler made of its source; that it stays inside of its arrays, in alignment; that it
@@ -15,29 +16,3 @@ approximating units, for which correctly rounded functions stand in (``rcp``, ``
 by an ulp or two; the order of memory accesses between threads, beyond the absence of
 races; payloads of NaNs; time.
 """
-
-from tools.gpu_program.ptx.faults import (
-    Divergence,
-    Endless,
-    Fault,
-    Misaligned,
-    OutOfBounds,
-    Race,
-    Uninitialised,
-    UnknownInstruction,
-)
-from tools.gpu_program.ptx.program import Program, Unsupported, compile_program
-
-__all__ = [
-    "Divergence",
-    "Endless",
-    "Fault",
-    "Misaligned",
-    "OutOfBounds",
-    "Program",
-    "Race",
-    "Uninitialised",
-    "UnknownInstruction",
-    "Unsupported",
-    "compile_program",
-]

@@ -10,16 +10,10 @@ NAN = np.uint32(0x7FFFFFFF)
 
 _UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
-NARROW = {
-    "bf16": ml_dtypes.bfloat16,
-    "f16": np.float16,
-    "e4m3": ml_dtypes.float8_e4m3fn,
-    "e5m2": ml_dtypes.float8_e5m2,
-}
-"""Floats of fewer than 32 bits. Their numbers are held as float32, which is exact."""
+BFLOAT16 = ml_dtypes.bfloat16
+"""Its numbers are held as float32, which is exact."""
 
-_WIDTHS = {"bf16": 16, "e4m3": 8, "e5m2": 8, "bf16x2": 32, "f16x2": 32, "pred": 8}
-_WIDTHS |= {"e4m3x2": 16, "e5m2x2": 16}
+_WIDTHS = {"bf16": 16, "bf16x2": 32, "pred": 8}
 
 
 def width(kind: str) -> int:
@@ -32,14 +26,8 @@ def width(kind: str) -> int:
 
 
 def unsigned(bits: int) -> type:
-    """The unsigned integers of numpy with so many bits.
-
-    Raises:
-      UnknownInstruction: if there are none.
-    """
-    if bits not in _UNSIGNED:
-        raise UnknownInstruction(f"the interpreter does not know types of {bits} bits")
-    return _UNSIGNED[bits]
+    """The unsigned integers of numpy with so many bits."""
+    return integers(f"u{bits}")
 
 
 def integers(kind: str) -> type:
@@ -47,8 +35,14 @@ def integers(kind: str) -> type:
 
     >>> integers("s16")
     <class 'numpy.int16'>
+
+    Raises:
+      UnknownInstruction: if numpy has none of that width.
     """
-    return (_SIGNED if kind[0] == "s" else _UNSIGNED)[width(kind)]
+    found = (_SIGNED if kind[0] == "s" else _UNSIGNED).get(width(kind))
+    if found is None:
+        raise UnknownInstruction(f"the interpreter does not know the type {kind}")
+    return found
 
 
 def to_numbers(patterns: np.ndarray, kind: str) -> np.ndarray:
@@ -61,8 +55,8 @@ def to_numbers(patterns: np.ndarray, kind: str) -> np.ndarray:
     >>> to_numbers(np.array([0xBF80], np.uint16), "bf16")
     array([-1.], dtype=float32)
     """
-    if kind in NARROW:
-        return patterns.view(NARROW[kind]).astype(np.float32)
+    if kind == "bf16":
+        return patterns.view(BFLOAT16).astype(np.float32)
     if kind == "f32":
         return patterns.view(np.float32)
     return patterns.view(integers(kind)) if kind[0] == "s" else patterns
@@ -77,8 +71,7 @@ def to_patterns(numbers: np.ndarray, kind: str) -> np.ndarray:
         return numbers
     if kind == "f32":
         return numbers.view(np.uint32)
-    if kind in NARROW:
-        patterns = numbers.astype(NARROW[kind]).view(unsigned(width(kind)))
-        nan = unsigned(width(kind))((1 << (width(kind) - 1)) - 1)
-        return np.where(np.isnan(numbers), nan, patterns)
+    if kind == "bf16":
+        patterns = numbers.astype(BFLOAT16).view(np.uint16)
+        return np.where(np.isnan(numbers), np.uint16(0x7FFF), patterns)
     return numbers.astype(unsigned(width(kind)))

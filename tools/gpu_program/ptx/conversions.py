@@ -3,7 +3,7 @@
 import numpy as np
 
 from tools.gpu_program.ptx import floats
-from tools.gpu_program.ptx.bits import NARROW, integers, to_patterns, unsigned, width
+from tools.gpu_program.ptx.bits import BFLOAT16, integers, to_patterns, width
 from tools.gpu_program.ptx.faults import UnknownInstruction
 from tools.gpu_program.ptx.parser import Instruction
 
@@ -20,39 +20,28 @@ def converted(instruction: Instruction, x, lower=None):
       UnknownInstruction: for conversions that are not needed so far.
     """
     target, source = instruction.types
-    modifiers = set(instruction.modifiers)
-    if "ftz" in modifiers and source == "f32":
-        x = floats.flushed(x)
-    if target.endswith("x2") and lower is not None and source == "f32":
-        upper, lower = (_to_float(half, target[:-2], modifiers) for half in (x, lower))
-        return _side_by_side(upper, lower, target[:-2])
-    if source in NARROW or source == "f32":
-        if target in NARROW:
-            return _to_float(x, target, modifiers)
-        if target == "f32":
-            if "sat" in modifiers:
-                # To what is between 0 and 1; a NaN becomes 0.
-                return np.clip(np.nan_to_num(x, nan=0.0), 0, 1).astype(np.float32)
-            rounding = modifiers & set(floats.INTEGER_ROUNDINGS)
-            return floats.rounded_to_integers(x, rounding.pop()) if rounding else x
-        if target[0] in "us" and width(target) <= 32:
-            (rounding,) = modifiers & set(floats.INTEGER_ROUNDINGS)
+    to_integer = target[0] in "us"
+    match source, target, instruction.modifiers:
+        case "f32", "bf16x2", ("rn",) if lower is not None:
+            x, lower = (to_patterns(_rounded(half), "bf16") for half in (x, lower))
+            return x.astype(np.uint32) << np.uint32(16) | lower
+        case "f32", "bf16", ("rn",):
+            return _rounded(x)
+        case "f32", "f32", ("sat",):
+            # To what is between 0 and 1; a NaN becomes 0.
+            return np.clip(np.nan_to_num(x, nan=0.0), 0, 1).astype(np.float32)
+        case "f32", "f32", (rounding,):
+            return floats.rounded_to_integers(x, rounding)
+        case "f32", _, (rounding,) if to_integer and width(target) <= 32:
             return floats.to_integers(x, rounding, target)
-    elif source[0] in "us":
-        if target == "f32" and "rn" in modifiers:
+        case _, "f32", _ if source != "f32":
             return x.astype(np.float32)
-        if target[0] in "us" and "sat" not in modifiers:
+        case _ if to_integer and source[0] in "us":
             return x.astype(integers(target))
     raise UnknownInstruction("the interpreter does not know this conversion")
 
 
-def _to_float(x, kind: str, modifiers: set[str]):
-    (rounding,) = modifiers & {"rn", "rz"}
-    return floats.narrowed(x, kind, rounding, "satfinite" in modifiers)
-
-
-def _side_by_side(upper, lower, kind: str):
-    bits = width(kind)
-    pair = unsigned(2 * bits)
-    upper, lower = (to_patterns(half, kind).astype(pair) for half in (upper, lower))
-    return upper << pair(bits) | lower
+def _rounded(x):
+    """To the nearest number of bfloat16, ties to even."""
+    with np.errstate(all="ignore"):
+        return x.astype(BFLOAT16).astype(np.float32)

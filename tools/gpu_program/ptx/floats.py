@@ -1,12 +1,10 @@
 """Float arithmetic as PTX defines it, on float32 arrays."""
 
-import ml_dtypes
 import numpy as np
 
-from tools.gpu_program.ptx.bits import NAN, NARROW
+from tools.gpu_program.ptx.bits import NAN, integers
 
 _ROUND_TO_INTEGER = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-INTEGER_ROUNDINGS = tuple(_ROUND_TO_INTEGER)
 
 DIRECTIONS = ("rn", "rz", "rm")
 """Roundings of sums: to nearest, toward zero, down."""
@@ -105,7 +103,7 @@ def smaller(x: np.ndarray, y: np.ndarray, keep_nan: bool) -> np.ndarray:
 
 def to_integers(x: np.ndarray, rounding: str, kind: str) -> np.ndarray:
     """Floats as integers of 32 or fewer bits; NaNs are 0, others are clamped."""
-    limits = np.iinfo({"s": "int", "u": "uint"}[kind[0]] + kind[1:])
+    limits = np.iinfo(integers(kind))
     whole = _ROUND_TO_INTEGER[rounding](x.astype(np.float64))
     clamped = np.clip(np.nan_to_num(whole, nan=0.0), limits.min, limits.max)
     return clamped.astype(np.int64)
@@ -114,26 +112,3 @@ def to_integers(x: np.ndarray, rounding: str, kind: str) -> np.ndarray:
 def rounded_to_integers(x: np.ndarray, rounding: str) -> np.ndarray:
     """Floats without their fractions, as floats."""
     return with_one_nan(_ROUND_TO_INTEGER[rounding](x))
-
-
-def narrowed(x: np.ndarray, kind: str, rounding: str, saturates: bool) -> np.ndarray:
-    """float32 rounded to numbers of a narrower type.
-
-    Args:
-      x: numbers.
-      kind: the type.
-      rounding: ``rn`` to nearest, ties to even, or ``rz`` toward zero.
-      saturates: whether the largest number takes the place of larger ones.
-    """
-    dtype = NARROW[kind]
-    if saturates:
-        largest = np.float32(ml_dtypes.finfo(dtype).max)
-        x = np.where(np.isnan(x), x, np.clip(x, -largest, largest))
-    with np.errstate(all="ignore"):
-        near = x.astype(dtype)
-        if rounding == "rz":
-            # Patterns of one sign are in the order of their magnitudes.
-            pattern = near.view(f"u{near.dtype.itemsize}")
-            beyond = np.abs(near.astype(np.float32)) > np.abs(x)
-            near = (pattern - beyond.astype(pattern.dtype)).view(dtype)
-        return near.astype(np.float32)

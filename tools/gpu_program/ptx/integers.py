@@ -2,30 +2,20 @@
 
 import numpy as np
 
-from tools.gpu_program.ptx.bits import unsigned, width
-from tools.gpu_program.ptx.faults import UnknownInstruction
+from tools.gpu_program.ptx.bits import integers, unsigned, width
 from tools.gpu_program.ptx.parser import Instruction
 
 
-def product(instruction: Instruction, x, y, addend=None):
-    """``mul`` and ``mad``: the low half, the high half, or all of a product."""
-    result = _product(instruction, x, y)
-    return result if addend is None else result + addend
-
-
-def _product(instruction: Instruction, x, y):
-    bits = 8 * x.dtype.itemsize
-    wide = np.dtype(f"{x.dtype.kind}{min(2 * x.dtype.itemsize, 8)}").type
-    match instruction.modifiers:
-        case ("lo",):
-            return x * y
-        case ("wide",) if bits < 64:
-            return x.astype(wide) * y.astype(wide)
-        case ("hi",) if bits < 64:
-            return ((x.astype(wide) * y.astype(wide)) >> wide(bits)).astype(x.dtype)
-        case ("hi",):
-            return ((x.astype(object) * y.astype(object)) >> 64).astype(x.dtype)
-    raise UnknownInstruction("which part of the product it means is not known")
+def product(instruction: Instruction, x, y):
+    """``mul``: the low half, the high half, or all of a product."""
+    (part,) = instruction.modifiers
+    if part == "lo":
+        return x * y
+    kind = instruction.types[-1]
+    bits = width(kind)
+    wide = integers(f"{kind[0]}{2 * bits}")
+    whole = x.astype(wide) * y.astype(wide)
+    return whole if part == "wide" else (whole >> wide(bits)).astype(x.dtype)
 
 
 def shifted_left(x, count):
@@ -46,11 +36,10 @@ def shifted_right(x, count):
 
 def funnel(instruction: Instruction, low, high, count):
     """``shf``: one word out of two that stand side by side."""
-    direction, mode = instruction.modifiers
-    count = np.minimum(count, 32) if mode == "clamp" else count & np.uint32(31)
-    count = count.astype(np.uint64)
+    count = (count & np.uint32(31)).astype(np.uint64)
     both = high.astype(np.uint64) << np.uint64(32) | low
-    moved = both >> count if direction == "r" else both << count >> np.uint64(32)
+    is_right = "r" in instruction.modifiers
+    moved = both >> count if is_right else both << count >> np.uint64(32)
     return moved.astype(np.uint32)
 
 
@@ -67,13 +56,6 @@ def extracted(instruction: Instruction, x, start, length):
     top = np.maximum(end, 1) - np.uint32(1)
     negative = (length > 0) & (shifted_right(word, top) & word.dtype.type(1) == 1)
     return np.where(negative, field | ~mask, field).view(x.dtype)
-
-
-def inserted(field, word, start, length):
-    """``bfi``: a word with a field of bits replaced."""
-    start, length = start & np.uint32(255), length & np.uint32(255)
-    mask = shifted_left(_ones(word, length), start)
-    return word & ~mask | shifted_left(field, start) & mask
 
 
 def _ones(like, count):
@@ -101,11 +83,6 @@ def looked_up(a, b, c, table):
         x, y, z = (p if number >> i & 1 else ~p for p, i in ((a, 2), (b, 1), (c, 0)))
         result |= np.where(table >> np.uint32(number) & 1 == 1, x & y & z, 0)
     return result
-
-
-def counted(x):
-    """``popc``."""
-    return np.bitwise_count(x).astype(np.uint32)
 
 
 def leading_zeros(x):

@@ -29,8 +29,9 @@ _MOST_STEPS = 1_000_000
 _UNSPECIFIED = np.uint32(0xA5A5A5A5)
 """What a thread reads from one that was never started. PTX does not specify it."""
 
-_NOTHING = ("griddepcontrol", "membar", "fence")
-"""Instructions that order one launch after another, which launches here always are."""
+_NOTHING = (("griddepcontrol", "wait"), ("fence", "mbarrier_init"))
+"""Instructions that wait for the launch before, which has always ended here, or for
+what was set up of barriers in shared memory."""
 
 
 def execute(
@@ -91,7 +92,7 @@ class _Blocks:
                     target = self.kernel.labels[instruction.operands[0]]
                     _join(waiting, target, chosen)
                     active = active & ~chosen
-                elif instruction.name in ("ret", "exit"):
+                elif instruction.name == "ret":
                     self.running &= ~chosen
                     active = active & ~chosen
                 elif chosen.any():
@@ -114,7 +115,7 @@ class _Blocks:
             special(self, instruction, active)
         elif instruction.name == "mov" and "{" in instruction.text:
             self._repack(instruction, active)
-        elif instruction.name not in _NOTHING:
+        elif (instruction.name, *instruction.parts[:1]) not in _NOTHING:
             self._compute(instruction, active)
 
     def _compute(self, instruction: Instruction, active: np.ndarray) -> None:
@@ -135,59 +136,44 @@ class _Blocks:
         result, source = instruction.operands
         parts = split_list(result if result[0] == "{" else source)
         bits = width(kind) // len(parts)
-        part, whole = f"b{bits}", unsigned(width(kind))
         if result[0] == "{":
             given = self.registers.read(source, kind, active)
-            for number, name in enumerate(parts):
-                piece = (given >> whole(bits * number)).astype(unsigned(bits))
-                self.registers.write(name, piece, part, active)
+            pieces = given.view(unsigned(bits)).reshape(self.count, -1)
+            for name, piece in zip(parts, pieces.T, strict=True):
+                self.registers.write(name, piece, f"b{bits}", active)
             return
-        joined = np.zeros(self.count, whole)
-        for number, name in enumerate(parts):
-            piece = self.registers.read_part(name, part, active).astype(whole)
-            joined |= piece << whole(bits * number)
+        read = [self.registers.read_part(name, f"b{bits}", active) for name in parts]
+        joined = np.stack(read, axis=1).view(unsigned(width(kind))).reshape(-1)
         self.registers.write(result, joined, kind, active)
 
-    def _load(self, instruction: Instruction, active: np.ndarray) -> None:
-        result, address = instruction.operands
-        pointer = self.arguments.get(address.strip("[] "))
-        # An ``entry`` says that it is a kernel's parameter: PTX 9 writes it out.
-        of_kernel = instruction.modifiers in {("param",), ("param", "entry")}
-        if of_kernel and pointer is not None:
-            value = np.full(self.count, pointer, np.uint64)
-            return self.registers.write(result, value, "b64", active)
-        space, names, kind = self._access(instruction, result)
+    def _parameter(self, instruction: Instruction, active: np.ndarray) -> None:
+        """``ld.param``: the address of an array."""
+        result, name = instruction.operands
+        pointer = self.arguments.get(name.strip("[] "))
+        if instruction.modifiers != ("param",) or pointer is None:
+            raise UnknownInstruction("the interpreter does not know this parameter")
+        value = np.full(self.count, pointer, np.uint64)
+        self.registers.write(result, value, "b64", active)
+
+    def _access(self, instruction: Instruction, active: np.ndarray) -> None:
+        """``ld`` and ``st``, of one register or a vector of them."""
+        space, *rest = instruction.modifiers or ("generic",)
+        if space == "param":
+            return self._parameter(instruction, active)
+        if space not in ("global", "shared") or not {"nc", "v2", "v4"}.issuperset(rest):
+            raise UnknownInstruction("the interpreter does not know this access")
+        is_load = instruction.name == "ld"
+        # A store names its address first.
+        registers, address = instruction.operands[:: 1 if is_load else -1]
+        names, kind = split_list(registers), instruction.types[-1]
         size = width(kind) // 8
-        rows = self._start(address, size * len(names), space, active)
-        memory, by = self._memory(space), self._accessors(active)
+        starts = self._starts(address, size * len(names), space, active)
+        access = self._read_memory if is_load else self._write_memory
         for number, name in enumerate(names):
-            loaded = np.zeros((self.count, size), np.uint8)
-            loaded[active] = memory.load(rows + number * size, size, by)
-            patterns = loaded.view(unsigned(8 * size)).reshape(-1)
-            self.registers.write(name, patterns, kind, active)
+            access(space, starts + number * size, name, kind, active)
         return None
 
-    def _store(self, instruction: Instruction, active: np.ndarray) -> None:
-        address, source = instruction.operands
-        space, names, kind = self._access(instruction, source)
-        size = width(kind) // 8
-        rows = self._start(address, size * len(names), space, active)
-        memory, by = self._memory(space), self._accessors(active)
-        for number, name in enumerate(names):
-            patterns = self.registers.read(name, kind, active)[active]
-            values = np.ascontiguousarray(patterns).view(np.uint8).reshape(-1, size)
-            memory.store(rows + number * size, values, by)
-
-    def _access(self, instruction: Instruction, registers: str):
-        """``(space, names of the registers, type of each)`` of a load or store."""
-        space, *rest = instruction.modifiers or ("generic",)
-        known = {"nc", "v2", "v4", "relaxed", "weak"}
-        hints = {"L1", "L2", "evict_first", "evict_last", "no_allocate", "cta", "gpu"}
-        if space not in ("global", "shared") or not (known | hints).issuperset(rest):
-            raise UnknownInstruction("the interpreter does not know this access")
-        return space, split_list(registers), instruction.types[-1]
-
-    def _start(self, operand: str, size: int, space: str, active) -> np.ndarray:
+    def _starts(self, operand: str, size: int, space: str, active) -> np.ndarray:
         """Where in their memory threads access ``size`` bytes at once."""
         match = re.fullmatch(r"\[\s*([^\s+\]]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
         if match is None:
@@ -201,6 +187,22 @@ class _Blocks:
         inside = (addresses >= 0) & (addresses + size <= self.shared_size)
         block = (np.arange(self.count) // self.size)[active]
         return np.where(inside, addresses + block * self.shared_size, -1)
+
+    def _read_memory(self, space: str, starts, name: str, kind: str, active) -> None:
+        """Load a register; ``starts`` has a number for each active thread."""
+        size = width(kind) // 8
+        loaded = np.zeros((self.count, size), np.uint8)
+        by = self._accessors(active)
+        loaded[active] = self._memory(space).load(starts, size, by)
+        patterns = loaded.view(unsigned(8 * size)).reshape(-1)
+        self.registers.write(name, patterns, kind, active)
+
+    def _write_memory(self, space: str, starts, name: str, kind: str, active) -> None:
+        """Store a register, likewise."""
+        patterns = self.registers.read(name, kind, active)[active]
+        raw = np.ascontiguousarray(patterns).view(np.uint8)
+        values = raw.reshape(-1, width(kind) // 8)
+        self._memory(space).store(starts, values, self._accessors(active))
 
     def _memory(self, space: str) -> Memory:
         return self.memory if space == "global" else self.shared
@@ -232,91 +234,64 @@ class _Blocks:
         result, operand, lane, clamp, members = instruction.operands
         _, mode = instruction.modifiers
         warp = min(self.size, lanes.WARP)  # a block may have fewer threads than a warp
-        if self.size % warp or members != "-1":
+        if self.size % warp or (clamp, members) != ("31", "-1"):
             raise UnknownInstruction("it is not between the threads of whole warps")
         read = lambda name: self.registers.read(name, "b32", active)
-        sources, inside, exists = lanes.sources(mode, read(lane), read(clamp), warp)
+        sources, exists = lanes.sources(mode, read(lane), warp)
         lanes.require(active[sources] | ~active | ~exists)
         values = np.where(exists, read(operand)[sources], _UNSPECIFIED)
-        result, _, predicate = result.partition("|")
         self.registers.write(result, values, "b32", active)
-        if predicate:
-            self.registers.write(predicate, inside, "pred", active)
+
+    def _require_whole_warps(self, members: str, active: np.ndarray) -> None:
+        """Refuse an exchange that is not between all threads of warps."""
+        named = self.registers.read(members, "b32", active)[active]
+        if self.size % lanes.WARP or (named != 2**32 - 1).any():
+            raise UnknownInstruction("it is not between the threads of whole warps")
+        counts = active.reshape(-1, lanes.WARP).sum(axis=1)
+        lanes.require((counts == 0) | (counts == lanes.WARP))
 
     def _reduction(self, instruction: Instruction, active: np.ndarray) -> None:
-        """``redux``: one number of all threads of a warp."""
+        """``redux``: the largest number of all threads of a warp."""
         result, operand, members = instruction.operands
-        sync, mode = instruction.modifiers
         (kind,) = instruction.types
-        named = self.registers.read(members, "b32", active)[active]
-        if self.size % lanes.WARP or sync != "sync" or (named != 2**32 - 1).any():
-            raise UnknownInstruction("it is not between the threads of whole warps")
-        lanes.require_whole_warps(active)
+        if instruction.modifiers != ("sync", "max"):
+            raise UnknownInstruction("the interpreter does not know this reduction")
+        self._require_whole_warps(members, active)
         numbers = to_numbers(self.registers.read(operand, kind, active), kind)
-        written = to_patterns(lanes.reduced(mode, numbers), kind)
+        largest = numbers.reshape(-1, lanes.WARP).max(axis=1)
+        written = to_patterns(np.repeat(largest, lanes.WARP), kind)
         self.registers.write(result, written, kind, active)
 
     def _election(self, instruction: Instruction, active: np.ndarray) -> None:
         """``elect``: one thread of each warp, here the first."""
         result, members = instruction.operands
-        if self.size % lanes.WARP or members != "-1":
-            raise UnknownInstruction("it is not between the threads of whole warps")
-        lanes.require_whole_warps(active)
+        self._require_whole_warps(members, active)
         number, _, predicate = result.partition("|")
         chosen = np.arange(self.count) % lanes.WARP == 0
         self.registers.write(number, np.zeros(self.count, np.uint32), "b32", active)
         self.registers.write(predicate, chosen, "pred", active)
 
-    def _fence(self, instruction: Instruction, active: np.ndarray) -> None:
-        """``fence`` for what was set up of barriers in shared memory: nothing here."""
-        if "mbarrier_init" not in instruction.modifiers:
-            raise UnknownInstruction("the interpreter does not know this fence")
-
-    def _matrix(self, instruction: Instruction, active: np.ndarray) -> None:
-        """``ldmatrix`` and ``stmatrix``: matrices of 8 rows of 16 bytes in a warp."""
-        if not {"sync", "aligned", "m8n8", "x1", "x2", "x4", "shared"}.issuperset(
-            instruction.modifiers
-        ):
+    def _matrices(self, instruction: Instruction, active: np.ndarray) -> None:
+        """``ldmatrix``: matrices of 8 rows of 16 bytes, spread over a warp."""
+        if instruction.modifiers != ("sync", "aligned", "m8n8", "x4", "shared"):
             raise UnknownInstruction("the interpreter does not know this exchange")
-        lanes.require_whole_warps(active)
-        is_load = instruction.name == "ldmatrix"
-        registers, address = instruction.operands[:: 1 if is_load else -1]
+        self._require_whole_warps("-1", active)
+        names, address = instruction.operands
         rows = np.full(self.count, -1)
-        rows[active] = self._start(address, 16, "shared", active)
-        by = self._accessors(active)
-        for number, name in enumerate(split_list(registers)):
+        rows[active] = self._starts(address, 16, "shared", active)
+        for number, name in enumerate(split_list(names)):
             starts = lanes.matrix_starts(rows, number)[active]
-            if is_load:
-                loaded = np.zeros((self.count, 4), np.uint8)
-                loaded[active] = self.shared.load(starts, 4, by)
-                patterns = loaded.view(np.uint32).reshape(-1)
-                self.registers.write(name, patterns, "b32", active)
-            else:
-                patterns = self.registers.read(name, "b32", active)[active]
-                values = np.ascontiguousarray(patterns).view(np.uint8).reshape(-1, 4)
-                self.shared.store(starts, values, by)
-
-    def _to_global(self, instruction: Instruction, active: np.ndarray) -> None:
-        """``cvta``: global and generic addresses are the same."""
-        result, operand = instruction.operands
-        if "global" not in instruction.modifiers:
-            raise UnknownInstruction("the interpreter does not know this space")
-        pointer = self.registers.read(operand, "b64", active)
-        self.registers.write(result, pointer, "b64", active)
+            self._read_memory("shared", starts, name, "b32", active)
 
 
 _SPECIAL = {
-    "ld": _Blocks._load,
-    "st": _Blocks._store,
+    "ld": _Blocks._access,
+    "st": _Blocks._access,
     "bar": _Blocks._barrier,
-    "barrier": _Blocks._barrier,
     "shfl": _Blocks._exchange,
     "redux": _Blocks._reduction,
     "elect": _Blocks._election,
-    "fence": _Blocks._fence,
-    "ldmatrix": _Blocks._matrix,
-    "stmatrix": _Blocks._matrix,
-    "cvta": _Blocks._to_global,
+    "ldmatrix": _Blocks._matrices,
 }
 """Instructions that need more than their own thread's registers."""
 
@@ -326,7 +301,7 @@ def _team_size(kernel: Kernel, block_size: int) -> int:
     sizes = {
         int(instruction.operands[1])
         for instruction in kernel.instructions
-        if instruction.name in ("bar", "barrier") and len(instruction.operands) == 2
+        if instruction.name == "bar" and len(instruction.operands) == 2
     }
     if len(sizes) > 1 or any(block_size % size for size in sizes):
         raise UnknownInstruction(f"barriers of {sorted(sizes)} threads")

@@ -18,18 +18,17 @@ class Accessors:
       threads: their numbers in the launch; those of a block follow each other.
       barriers: how many barriers each has passed.
       block_size: threads of a block.
-      team_size: neighbouring threads of a block for which its barriers are; 0 if they
-        are for all of it.
+      team_size: neighbouring threads of a block for which its barriers are.
     """
 
     threads: np.ndarray
     barriers: np.ndarray
     block_size: int
-    team_size: int = 0
+    team_size: int
 
     def teams(self, threads: np.ndarray) -> np.ndarray:
         """The numbers of the teams that threads are of."""
-        return threads // (self.team_size or self.block_size)
+        return threads // self.team_size
 
     def name(self, number: int) -> str:
         """One of them, for messages."""
@@ -50,7 +49,7 @@ class Memory:
     >>> memory = Memory(8)
     >>> memory.fill(0, np.array([1, 2], np.uint32))
     >>> memory.begin(readable=[(0, 8)], writable=[])
-    >>> one = Accessors(np.array([0]), np.array([0]), 32)
+    >>> one = Accessors(np.array([0]), np.array([0]), 32, 32)
     >>> memory.load(np.array([4]), 4, one).view(np.uint32)
     array([[2]], dtype=uint32)
     """

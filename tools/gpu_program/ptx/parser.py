@@ -5,7 +5,7 @@ import re
 
 from tools.gpu_program.ptx.faults import UnknownInstruction
 
-_TYPES = re.compile(r"([busf]\d+|pred|f16x2|bf16|bf16x2|e4m3|e5m2|e4m3x2|e5m2x2)")
+_TYPES = re.compile(r"[busf]\d+|pred|bf16|bf16x2")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tools.gpu_program.ptx.faults import Fault
 from tools.gpu_program.ptx.interpreter import execute
 from tools.gpu_program.ptx.memory import Memory
 from tools.gpu_program.ptx.parser import Kernel, parse
-from tools.gpu_program.ptx.schedule import Node, read_entry
+from tools.hlo_nodes import Node, read_entry
 
 _GAP = 4096
 """Bytes between allocations, so that what leaves one meets no other."""
@@ -94,20 +94,13 @@ def compile_program(lowered: jax.stages.Lowered) -> Program:
       lowered: from ``targets.lower_for``, for one device.
     """
     dump = compile_with_dump(lowered)
-    grids = launches_of(dump.thunks)
     entry = re.compile(r"\.entry\s+([\w$]+)")
     sources = {name: source for source in dump.ptx for name in entry.findall(source)}
-    numbers = {
-        int(number): name
-        for number, name in re.findall(r"^(\d+): .*?(\S+) grid:", dump.thunks, re.M)
-    }
-    launches = {}
-    for annotation in dump.annotations.split("thunk_metadata")[1:]:
-        node = re.search(r'profile_annotation: "(.*)"', annotation)
-        number = re.search(r"thunk_id: (\d+)", annotation)
-        if node and number and int(number[1]) in numbers:
-            kernel = numbers[int(number[1])]
-            launches[node[1]] = kernel, grids[kernel][0]
+    thunks = launches_of(dump.thunks)
+    annotated = re.findall(
+        r'profile_annotation: "(.*)"\s+thunk_id: (\d+)', dump.annotations
+    )
+    launches = {node: thunks[int(n)] for node, n in annotated if int(n) in thunks}
     for node, kernel in dump.mosaic.items():
         launches[node] = kernel.name, kernel.launch
         sources[kernel.name] = kernel.ptx
@@ -205,9 +198,9 @@ class _Run:
 
 def _constant(node: Node) -> np.ndarray:
     kind = node.shape.partition("[")[0]
-    if "..." in node.value or kind not in _DTYPES:
+    if "..." in node.arguments or kind not in _DTYPES:
         raise Unsupported(f"{node.name}: its constant is not in the program's text")
-    words = re.findall(r"[^\s{},]+", node.value)
+    words = re.findall(r"[^\s{},]+", node.arguments)
     if kind == "pred":
         return np.array([word == "true" for word in words])
     number = int if kind[0] in "su" else float

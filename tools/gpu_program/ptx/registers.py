@@ -39,7 +39,6 @@ class Registers:
                 self._values[f"%{name}.{axis}"] = (index % length).astype(np.uint32)
                 self._constants[f"%n{name}.{axis}"] = length
                 index = index // length
-        self._values["%laneid"] = (threads % 32).astype(np.uint32)
 
     def read(self, operand: str, kind: str, active: np.ndarray) -> np.ndarray:
         """The patterns of an operand, which may be a constant.

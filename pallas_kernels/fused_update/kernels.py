@@ -1,0 +1,136 @@
+"""The update of whole leaves: by a launcher's kernels on every device, or by XLA."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+from jax import lax
+
+from pallas_kernels.fused_update import sharded, xla
+from pallas_kernels.fused_update.launchers import launcher_of
+from pallas_kernels.fused_update.spec import (
+    BlockBody,
+    Body,
+    Call,
+    Launcher,
+    Leaf,
+    Scalars,
+    Shard,
+)
+from pallas_kernels.lowered import for_one_device, for_one_platform
+from pallas_kernels.platforms import transformable
+
+# Before, interpreted kernels of many devices may wait for each other for ever.
+_INTERPRETS_SHARDS = jax.__version_info__ >= (0, 11)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The update of leaves by a launcher's kernels, on every device's shards of them.
+
+    Interpreted, one for TPUs is run by Pallas' model of a TPU. It has side effects, for
+    which JAX has no partitioning.
+
+    Args:
+      body, room, interpret: as of :class:`.spec.Call`.
+      implementation: which names the launcher.
+    """
+
+    body: Body | BlockBody
+    room: tuple[int, int]
+    implementation: str | None
+    interpret: bool
+
+    @property
+    def transformable(self) -> Callable:
+        """The update as a function, with the derivatives of the reference."""
+        return transformable(self._where_kernels_run, self._reference)
+
+    @property
+    def _is_for_tpus(self) -> bool:
+        return self.implementation == "tpu"
+
+    @property
+    def _reference(self) -> Callable:
+        return functools.partial(reference, self.body)
+
+    def _where_kernels_run(self, *args) -> list[jax.Array]:
+        """The results by kernels; by the reference in a program that has none."""
+        if self.interpret:
+            return self._over_shards(*args)
+        *_, leaves = args
+        is_perhaps_partitioned = sharded.is_partitioned(leaves[0]) is None
+        if self._is_for_tpus and is_perhaps_partitioned:
+            return for_one_device(self._over_shards, self._reference)(*args)
+        return for_one_platform(self._over_shards, self._reference)(*args)
+
+    def _over_shards(
+        self, scalars: Scalars, layer, first, leaves: Sequence[Leaf]
+    ) -> list[jax.Array]:
+        """The results of whole leaves."""
+        # Kernels read the table's words alone.
+        shared = dataclasses.replace(scalars, values=()), layer, first
+        if self.interpret and self._is_for_tpus and not _INTERPRETS_SHARDS:
+            return self._over_groups(shared, [Shard(x, x.shape) for x in leaves])
+        can_partition = not self._is_for_tpus
+        return sharded.over_shards(
+            self._over_groups, shared, leaves, can_partition=can_partition
+        )
+
+    def _over_groups(self, shared, shards: Sequence[Shard]) -> list[jax.Array]:
+        """The results of one device's shards, by a kernel for each group of them.
+
+        Args:
+          shared: the scalars of all shards, the layer, and the index of the leaf's
+            first element.
+          shards: the leaves' shards on the device.
+        """
+        launcher: Launcher = launcher_of(self.implementation, self.interpret)
+        scalars, layer, first = shared
+        if first is not None:
+            shards = [shard.after(first[0]) for shard in shards]
+        call = Call(
+            self.body,
+            shards,
+            scalars.table,
+            scalars.rows,
+            layer,
+            scalars.when,
+            self.room,
+            self.interpret,
+        )
+        groups = launcher.groups(shards)
+        if len(groups) == 1:
+            return launcher.update(call)
+        written: list = [None] * len(shards)
+        for group in groups:
+            own = [shards[i] for i in group]
+            rows = [lax.slice(scalars.rows, [i], [i + 1]) for i in group]
+            rows = lax.concatenate(rows, 0)
+            new = launcher.update(dataclasses.replace(call, shards=own, rows=rows))
+            count = len(own[0].leaf.results)
+            for n, i in enumerate(group):
+                written[i] = new[n * count :][:count]
+        return [x for new in written for x in new]
+
+
+def reference(
+    body: Body | BlockBody, scalars: Scalars, layer, first, leaves: Sequence[Leaf]
+) -> list[jax.Array]:
+    """The results by array operations."""
+    rows = [scalars.rows] if len(leaves) == 1 else [r[None] for r in scalars.rows]
+    shape = leaves[0].shape
+    index = None if first is None else xla.index_of(shape, shape, first[0])
+    return [
+        x
+        for leaf, row in zip(leaves, rows, strict=True)
+        for x in xla.update(
+            body,
+            leaf,
+            xla.row_of(scalars.table, row, scalars.values),
+            layer,
+            scalars.when,
+            index,
+        )
+    ]
