@@ -84,15 +84,15 @@ def narrowed_dtypes(what: str, params, dtype, keep_float32: KeepFloat32):
     """
     narrow = float_dtype(what, dtype)
 
-    def choose(path, leaf) -> np.dtype:
-        name = jax.tree_util.keystr(path)
+    def choose(name: str, leaf) -> np.dtype:
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "ndim"):
             raise TypeError(f"{what}: params{name} is {leaf!r}, not an array")
         is_kept = keep_float32 is not None and keep_float32(name, leaf)
         is_narrowed = trees.is_float(leaf) and not is_kept
         return narrow if is_narrowed else np.dtype(leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(choose, params)
+    names, leaves, treedef = trees.named_leaves(params)
+    return treedef.unflatten(map(choose, names, leaves))
 
 
 def dtypes_of(what: str, params, dtype, keep_float32: KeepFloat32):

@@ -19,13 +19,13 @@ from side_by_side import (
     squared_error,
 )
 
-from lowbit_optax.training import narrow
+from lowbit_optax.training import cast_model
 
 peft_trainer = pytest.importorskip("tunix.sft.peft_trainer", exc_type=ImportError)
 import orbax.checkpoint as ocp  # noqa: E402  (Tunix needs it)
 from tunix.utils import compat  # noqa: E402
 
-LINES = ("optimizer = narrow(model, lowbit_optax.lowbit_adamw(learning_rate))",)
+LINES = ("optimizer = cast_model(model, lowbit_optax.lowbit_adamw(learning_rate))",)
 
 WHERE = {2: "the same mesh", 4: "4 devices"}
 
@@ -79,7 +79,7 @@ def _trained(tx, dtype, steps, folder=None, devices=1):
     with compat.set_mesh(mesh), mesh:
         model = _made()
         if dtype == jnp.bfloat16:
-            tx = narrow(model, tx)
+            tx = cast_model(model, tx)
         trainer = peft_trainer.PeftTrainer(model, tx, config)
         trainer = trainer.with_loss_fn(_error).with_gen_model_input_fn(
             lambda x: {"inputs": x.input_tokens, "targets": x.input_mask}
