@@ -48,9 +48,10 @@ ELEMENTWISE = frozenset(
         p.tan_p, p.tanh_p, p.xor_p,
     }
 )  # fmt: skip
-"""The primitives that kernels of all launchers compute.
+"""The primitives that kernels for GPUs compute, by both launchers.
 
-Float remainders are missing: Mosaic GPU's compiler has none.
+Those for TPUs compute the ones that :mod:`pallas_kernels.fused_update.tpu.rules` has as
+well. Float remainders are missing: Mosaic GPU's compiler has none.
 """
 
 _ONE_TO_ONE = frozenset({p.copy_p, p.stop_gradient_p})
@@ -247,7 +248,7 @@ def _check_elementwise(node: Node, call: Call, shape: tuple[int, ...]) -> None:
         shapes = ", ".join(str(list(x.aval.shape)) for x in call.inputs)
         raise NotElementwise(
             f"{primitive} of {shapes or 'nothing'} to {list(node.aval.shape)} is not "
-            "elementwise"
+            "among the elementwise operations of kernels"
         )
     if jnp.issubdtype(node.aval.dtype, jnp.floating) and node.aval.dtype.itemsize > 4:
         raise NotElementwise(f"it computes in {node.aval.dtype}")

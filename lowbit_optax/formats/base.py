@@ -170,7 +170,8 @@ class WeightFormat:
         Args:
           master: float32.
           dtype: of the parameter.
-          random: the leaf's random bits.
+          random: the leaf's random bits, or a ``ToNearest``, whose words stand for one
+            half. So take all randomness from its methods.
         """
         raise NotImplementedError
 

@@ -15,8 +15,9 @@ from lowbit_optax._step import trees
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.multi_steps import check_multi_steps_around
 from lowbit_optax._step.stepper import Stepper
-from lowbit_optax.loss_scaling.guarded import Sizes, guarded
 from lowbit_optax.loss_scaling.scales import Scaling
+from lowbit_optax.loss_scaling.sizes import Sizes
+from lowbit_optax.transformations.guarded_step import guarded
 
 
 class LossScaleState(typing.NamedTuple):

@@ -25,10 +25,10 @@ from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.stepper import Stepper, stepper_of
 from lowbit_optax._step.wrapped import step_wrapped
 from lowbit_optax.formats import MomentFormat
-from lowbit_optax.loss_scaling.guarded import guarded
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
 from lowbit_optax.lpmm.summed import Accumulators, Summed, uncontained
 from lowbit_optax.lpmm.sums import Sums, empty
+from lowbit_optax.transformations.guarded_step import guarded
 from lowbit_optax.transformations.lowbit import apply_updates
 from pallas_kernels.platforms import is_for_one_cpu
 

@@ -5,8 +5,8 @@ import optax
 from lowbit_optax._numerics.landing import ADD_LIKE_GRADS
 from lowbit_optax._step.guard import UNGUARDED
 from lowbit_optax._step.stepper import stepper_of
-from lowbit_optax.loss_scaling.guarded import guarded
 from lowbit_optax.transformations.direct import OtherUpdates
+from lowbit_optax.transformations.guarded_step import guarded
 
 
 class _LikeGrads(OtherUpdates):

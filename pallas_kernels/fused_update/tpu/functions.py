@@ -18,7 +18,7 @@ from jax.extend.core import primitives as p
 
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.spec import BlockBody, Body
-from pallas_kernels.fused_update.tpu.rules import RULES, by_itself, is_supported
+from pallas_kernels.fused_update.tpu.rules import RULES, by_itself, unsupported
 from pallas_kernels.fused_update.tpu.tiling import REGISTER
 from pallas_kernels.fused_update.tpu.values import Lazy, Narrow
 from pallas_kernels.operations import ClosedJaxpr
@@ -42,9 +42,9 @@ class Function:
             self._closed, self.shapes = traced(*like)
 
     @property
-    def is_supported(self) -> bool:
-        """Whether kernels have every operation of it, for its dtypes."""
-        return is_supported(self._closed.jaxpr)
+    def unsupported(self) -> list[str]:
+        """Its operations that TPU kernels have not, or not for their dtypes."""
+        return list(unsupported(self._closed.jaxpr))
 
     def add_known(self, scalars: Sequence[jax.Array], known: Known) -> None:
         """Compute what depends on scalars only.
@@ -156,13 +156,13 @@ class Functions:
     of_blocks: BlockFunctions | None = None
 
     @property
-    def are_supported(self) -> bool:
-        """Whether TPU kernels have all their operations."""
+    def unsupported(self) -> list[str]:
+        """Their operations that TPU kernels have not."""
         parts = [self.run]
         if self.of_blocks is not None:
             before, rounds, _ = self.of_blocks
             parts += [before, *itertools.chain(*rounds)]
-        return all(x.is_supported for x in parts)
+        return [operation for x in parts for operation in x.unsupported]
 
 
 def traced(

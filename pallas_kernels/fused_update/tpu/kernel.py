@@ -89,8 +89,9 @@ def refusal(body: Body | BlockBody, leaf: Leaf, scalars: int) -> str | None:
     for dtype, block_size in (*operands, *results):
         if dtype not in (plain if block_size is None else _OF_BLOCKS):
             return f"kernels for TPUs copy arrays of {dtype}"
-    if not traced(body, operands, scalars).are_supported:
-        return "kernels for TPUs lack one of its operations"
+    operations = traced(body, operands, scalars).unsupported
+    if operations:
+        return f"kernels for TPUs have no {operations[0]}"
     return None
 
 

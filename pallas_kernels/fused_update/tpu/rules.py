@@ -11,7 +11,7 @@ Quotients and roots are those of :mod:`.division`, by generations of TPUs.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -61,14 +61,14 @@ _PRIMITIVES = frozenset(
 _OF_NARROW = (p.convert_element_type_p, p.bitcast_convert_type_p, p.select_n_p)
 
 
-def is_supported(jaxpr: core.Jaxpr) -> bool:
-    """Whether kernels have every operation of a jaxpr, for its dtypes."""
-    return all(
-        is_supported(eqn.params["jaxpr"].jaxpr)
-        if eqn.primitive is p.jit_p
-        else _is_supported(eqn)
-        for eqn in jaxpr.eqns
-    )
+def unsupported(jaxpr: core.Jaxpr) -> Iterator[str]:
+    """The operations of a jaxpr that kernels have not, or not for their dtypes."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is p.jit_p:
+            yield from unsupported(eqn.params["jaxpr"].jaxpr)
+        elif not _is_supported(eqn):
+            operands = ", ".join(x.aval.str_short() for x in eqn.invars)
+            yield f"{eqn.primitive} of {operands}"
 
 
 def _is_supported(eqn) -> bool:

@@ -79,7 +79,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("function", REFUSED.values(), ids=REFUSED)
 def test_what_xla_fuses_with_the_update_is_not_read(function):
-    with pytest.raises(NotElementwise, match="is not elementwise"):
+    with pytest.raises(NotElementwise, match="is not among the elementwise"):
         updated(function)
 
 

@@ -153,10 +153,16 @@ def test_programs_of_small_functions_compute_them():
 
 NOT_ELEMENTWISE = {
     "transpose": (lambda x: x.reshape(2, 4).T.reshape(8), "reshape of .* is not elem"),
-    "cumsum": (jnp.cumsum, r"cumsum of \[8\] to \[8\] is not elementwise"),
-    "iota": (lambda x: x + jnp.arange(8.0), "iota of nothing to .* is not elementwise"),
-    "broadcast": (lambda x: x * x[:1], "is not elementwise"),
-    "reverse": (lambda x: x[::-1] + x, r"rev of \[8\] to \[8\] is not elementwise"),
+    "cumsum": (jnp.cumsum, r"cumsum of \[8\] to \[8\] is not among the elementwise"),
+    "iota": (
+        lambda x: x + jnp.arange(8.0),
+        "iota of nothing to .* is not among the elementwise",
+    ),
+    "broadcast": (lambda x: x * x[:1], "is not among the elementwise"),
+    "reverse": (
+        lambda x: x[::-1] + x,
+        r"rev of \[8\] to \[8\] is not among the elementwise",
+    ),
     "constants": (lambda x: x + np.float32(ROW), r"a constant array of shape \[8\]"),
 }
 

@@ -81,5 +81,5 @@ def test_kernels_on_shards_read_their_parts(name, spec):
 def test_random_numbers_are_xlas_and_so_is_the_update():
     params = {"kernel": normal((100, 72), jnp.bfloat16)}
     inner = optax.noisy_sgd(0.01, key=0)
-    with pytest.raises(ValueError, match=r"erf_inv .* is not elementwise"):
+    with pytest.raises(ValueError, match=r"erf_inv .* is not among the elementwise"):
         trained("pallas", params, gradient_series(params, 1), inner=inner)

@@ -1,0 +1,48 @@
+"""How large gradients are, divided by the loss scale: whether a step may happen.
+
+``with_loss_scale`` measures all gradients at once, and :mod:`lowbit_optax.release` a
+few at a time. Both make a :class:`lowbit_optax._step.guard.Guard` of what they find.
+"""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lowbit_optax._step import trees
+
+
+class Sizes(typing.NamedTuple):
+    """How large some gradients are, divided by the loss scale.
+
+    Args:
+      finite: bool scalar, whether all of them are finite.
+      largest: float32 scalar, max |g|, if they are.
+    """
+
+    finite: jax.Array
+    largest: jax.Array
+
+    @classmethod
+    def of(cls, grads, factor: jax.Array) -> "Sizes":
+        """The sizes of gradients times the factor, which may make them infinite."""
+        arrays = [x for x in jax.tree.leaves(grads) if trees.is_float(x) and x.size]
+        if not arrays:
+            return cls(jnp.bool_(True), jnp.float32(0))
+        largest = jnp.stack([_largest_magnitude(x) for x in arrays])
+        scaled = largest * factor
+        finite = jnp.all(jnp.isfinite(jnp.stack([largest, scaled])))
+        return cls(finite, jnp.max(scaled))
+
+
+def _largest_magnitude(x: jax.Array) -> jax.Array:
+    """The largest ``|x|`` as float32; NaN if an element is NaN.
+
+    The maximum is taken over bit patterns, because on some backends a maximum of floats
+    ignores NaNs. The bit pattern of a NaN is larger than the pattern of any number.
+    """
+    wide = jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+    patterns = lax.bitcast_convert_type(wide, f"uint{8 * wide.dtype.itemsize}")
+    largest = lax.bitcast_convert_type(jnp.max(patterns), wide.dtype)
+    return largest.astype(jnp.float32)
