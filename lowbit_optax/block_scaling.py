@@ -9,7 +9,9 @@ from lowbit_optax._arguments import check_static_int
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import trees
-from lowbit_optax.formats.block_scaled_tensor import quantize
+from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor, quantize
+
+__all__ = ["BlockScaledTensor", "block_scale"]
 
 
 def block_scale(
@@ -33,7 +35,7 @@ def block_scale(
     scales. To begin from float32 weights with all of these bits, give ``from_master``
     shapes::
 
-        like = jax.eval_shape(lowbit_optax.block_scale, params)
+        like = jax.eval_shape(lowbit_optax.block_scaling.block_scale, params)
         params, state = lowbit_optax.from_master(tx, params, like)
 
     Values are rounded to nearest. None saturates. NaNs and infinities become NaN, and

@@ -104,7 +104,9 @@ def step_of(tx, stacked: bool) -> Callable:
         # Linear in the weights, so that gradients are these in every program.
         def body(total, layer):
             weights, grad = layer
-            products = lo.dequantize(weights, jnp.float32) * grad.astype(jnp.float32)
+            products = lo.lpmm.dequantize(weights, jnp.float32) * grad.astype(
+                jnp.float32
+            )
             return total + products.sum(), None
 
         total, _ = jax.lax.scan(body, jnp.float32(0), (params[0], grads[0]))
@@ -132,7 +134,7 @@ def start(family: Family, kind: str, small: bool) -> tuple:
         params = [bfloat16(rng.standard_normal(s, np.float32)) for s in shapes]
         grads = [bfloat16(rng.integers(-128, 128, s) / 512.0) for s in shapes]
         if family.quantised:
-            params = lo.quantize_params(params)
+            params = lo.lpmm.quantize_params(params)
         return params, family.make(implementation="xla").init(params), grads
 
 
@@ -161,7 +163,7 @@ def differing(got, want) -> int:
 
 def furthest(got, want) -> float:
     """The largest distance of two parameters, in the largest weight."""
-    wide = functools.partial(lo.dequantize, dtype=jnp.float32)
+    wide = functools.partial(lo.lpmm.dequantize, dtype=jnp.float32)
     with on_cpu():
         a, b = (jax.tree.leaves(wide(jax.tree.map(np.asarray, x))) for x in (got, want))
     pairs = [(np.float32(x), np.float32(y)) for x, y in zip(a, b, strict=True)]

@@ -63,7 +63,7 @@ def _ours(alias: Callable, rate, quantised=False, **options) -> Optimizer:
     tx = alias(rate, weight_decay=DECAY, **options)
 
     def init(params):
-        params = lo.quantize_params(params, bits=12) if quantised else params
+        params = lo.lpmm.quantize_params(params, bits=12) if quantised else params
         return params, tx.init(params)
 
     step = lambda params, state, grads: lo.step(tx, params, state, grads)

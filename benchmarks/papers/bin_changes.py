@@ -41,7 +41,7 @@ def train(bits: int | None, rounding: str, rate: float, params, batches):
         tx = optax.sgd(schedule, 0.9)
     else:
         tx = lowbit_optax.lpmm_sgd(schedule, 0.9, rounding=rounding)
-        params = lowbit_optax.quantize_params(params, bits=bits)
+        params = lowbit_optax.lpmm.quantize_params(params, bits=bits)
 
     differentiate = lpmm.value_and_grad(next_byte.loss_fn)
 
@@ -54,7 +54,7 @@ def train(bits: int | None, rounding: str, rate: float, params, batches):
         return (new, state), jnp.float32(moved)
 
     (params, _), moved = jax.lax.scan(body, (params, tx.init(params)), batches)
-    return lowbit_optax.dequantize(params), moved.reshape(POINTS, -1).mean(1)
+    return lowbit_optax.lpmm.dequantize(params), moved.reshape(POINTS, -1).mean(1)
 
 
 def measure(args) -> dict:

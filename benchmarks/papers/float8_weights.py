@@ -49,7 +49,7 @@ DEFAULTS = {
 }
 
 
-def _split(bits: int, rounding: str) -> lowbit_optax.WeightFormat:
+def _split(bits: int, rounding: str) -> lowbit_optax.formats.WeightFormat:
     return lowbit_optax.extra_bits(bits, rounding=rounding, residual_rounding="nearest")
 
 

@@ -27,9 +27,11 @@ NEEDS = ("matplotlib",)
 DEVICES, RATE, WIDTH, POINTS = 8192, 3e-3, 64, 60
 BOUNDS = {"initial": 2.0**30, "largest": 2.0**40}
 RULES = {
-    "no scale": lowbit_optax.static_scale(1.0),
-    "Backoff, period 100": lowbit_optax.backoff_scale(**BOUNDS, period=100),
-    "LogNormal": lowbit_optax.log_normal_scale(**BOUNDS),
+    "no scale": lowbit_optax.loss_scaling.static_scale(1.0),
+    "Backoff, period 100": lowbit_optax.loss_scaling.backoff_scale(
+        **BOUNDS, period=100
+    ),
+    "LogNormal": lowbit_optax.loss_scaling.log_normal_scale(**BOUNDS),
 }
 COLORS = dict(zip(RULES, ("gray", "#c44e52", "#4c72b0"), strict=True))
 LINES = dict(zip(RULES, ("-", "--", ":"), strict=True))
@@ -56,7 +58,10 @@ def train(name: str, params, batches):
         differentiate = lowbit_optax.scaled_value_and_grad(loss_fn)
         loss, grads = differentiate(params, state, windows)
         vanished = jnp.mean(grads["hidden"] == 0, dtype=jnp.float32)
-        scale, before = lowbit_optax.current_loss_scale(state), state.skipped
+        scale, before = (
+            lowbit_optax.loss_scaling.current_loss_scale(state),
+            state.skipped,
+        )
         params, state = lowbit_optax.step(tx, params, state, grads)
         return (params, state), (
             loss * DEVICES,

@@ -29,7 +29,7 @@ def cases(scale: float, steps: int) -> dict:
         noisy_digits.rate_of(scale * rate, 1, steps) for rate in RATES.values()
     )
     found: dict = {"SGD, float32": (optax.sgd(sgd, 0.9), None)}
-    weights = lowbit_optax.quantized_weights()
+    weights = lowbit_optax.formats.quantized_weights()
     for code, bits in CODES:
         format_ = lowbit_optax.block_quantized(bits, code=code, block_size=2048)
         inner, moments = optax.sgd(sgd, 0.9), {"trace": format_}
@@ -57,7 +57,7 @@ def live_bits() -> dict[str, float]:
     ):
         params = arrays
         if bits is not None:
-            params = lowbit_optax.quantize_params(arrays, bits=bits)
+            params = lowbit_optax.lpmm.quantize_params(arrays, bits=bits)
             tx = lowbit_optax.accumulate_gradients(tx, 2)
         state = tx.init(params)
         step = jax.jit(lambda params, state, tx=tx: tx.update(arrays, state, params))

@@ -39,7 +39,7 @@ def train(rate: float, name: str, params, rows):
     else:
         bits, rounding = RUNS[name]
         tx = lowbit_optax.lpmm_adam(schedule, rounding=rounding, min_size=0)
-        params = lowbit_optax.quantize_params(params, bits=bits, min_size=0)
+        params = lowbit_optax.lpmm.quantize_params(params, bits=bits, min_size=0)
     differentiate = lpmm.value_and_grad(TASK.loss)
 
     def body(carry, batch):
@@ -48,7 +48,7 @@ def train(rate: float, name: str, params, rows):
         return lowbit_optax.step(tx, params, state, grads), None
 
     (params, _), _ = jax.lax.scan(body, (params, tx.init(params)), rows)
-    return lowbit_optax.dequantize(params)
+    return lowbit_optax.lpmm.dequantize(params)
 
 
 def measure(args) -> dict:

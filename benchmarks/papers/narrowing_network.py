@@ -92,7 +92,7 @@ def train(
     """
     tx = optax.sgd(optax.cosine_decay_schedule(rate, steps), 0.9)
     if assignment is not None:
-        scaling = lowbit_optax.backoff_scale(2.0**10, period=100)
+        scaling = lowbit_optax.loss_scaling.backoff_scale(2.0**10, period=100)
         tx = lowbit_optax.with_loss_scale(tx, scaling)
     key = jax.random.key(seed)
     params = init(key)

@@ -116,12 +116,12 @@ def train(
         key = jax.random.key(seed)
         params = init(key, width)
         if bits is not None:
-            params = lowbit_optax.quantize_params(params, bits=bits, min_size=0)
+            params = lowbit_optax.lpmm.quantize_params(params, bits=bits, min_size=0)
         carry = params, _with_seed(tx.init(params), seed)
         half, of_key = steps // 2, functools.partial(body, key)
         halfway, _ = jax.lax.scan(of_key, carry, jnp.arange(half))
         end, _ = jax.lax.scan(of_key, halfway, jnp.arange(half, steps))
-        params = lowbit_optax.dequantize(end[0])
+        params = lowbit_optax.lpmm.dequantize(end[0])
         held_out = given.held_out_images, given.held_out_labels
         right = logits_of(params, held_out[0]).argmax(-1) == held_out[1]
         return Trained(loss_fn(params, *held_out), right.mean(), halfway)

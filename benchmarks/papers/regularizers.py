@@ -41,7 +41,9 @@ def penalty(strength: float, params) -> jax.Array:
 
 def optimizer(kind: str, strength: float, steps: int) -> optax.GradientTransformation:
     adam = optax.adam(optax.cosine_decay_schedule(RATE, steps))
-    regularizer = lowbit_optax.regularize(functools.partial(penalty, strength))
+    regularizer = lowbit_optax.transformations.regularize(
+        functools.partial(penalty, strength)
+    )
     inner = optax.chain(regularizer, adam) if kind in ("float32", "master") else adam
     if kind in ("no penalty", "float32"):
         return inner

@@ -117,7 +117,7 @@ def transformation(name: str, launcher: str | None):
     """The transformation with a step's name; ``optax.adamw`` for any other name."""
     if name == LPMM:
         tx = lowbit_optax.lpmm_adam(RATE, implementation=launcher)
-        quantize = functools.partial(lowbit_optax.quantize_params, bits=12)
+        quantize = functools.partial(lowbit_optax.lpmm.quantize_params, bits=12)
         return _Quantized(tx, quantize)
     if name in ALIASES:
         return ALIASES[name](RATE, implementation=launcher)

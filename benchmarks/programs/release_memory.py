@@ -62,7 +62,7 @@ def mib(size: float) -> str:
 
 def quantized(model: Model) -> CompiledStep:
     """``lpmm_adam`` on weights of 12 bits, with release; the loss dequantises them."""
-    to_12_bits = functools.partial(lowbit_optax.quantize_params, bits=12)
+    to_12_bits = functools.partial(lowbit_optax.lpmm.quantize_params, bits=12)
     params = jax.eval_shape(to_12_bits, model.params)
     return compile_step(
         functools.partial(release.value_and_update, dtype=BF16),
@@ -168,7 +168,7 @@ def layer_by_layer() -> None:
 
 def loss_scaled() -> None:
     """Prints the table of float16 models with a loss scale."""
-    scaling = lowbit_optax.backoff_scale()
+    scaling = lowbit_optax.loss_scaling.backoff_scale()
     tx = lowbit_optax.with_loss_scale(lowbit_optax.lowbit_adamw(1e-3), scaling)
     by_layer = functools.partial(release.value_and_update, overflow="layer")
     models = {"one by one": unrolled_matrices(), "in a scan": matrices()}

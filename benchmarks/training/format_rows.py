@@ -46,10 +46,12 @@ class Row(NamedTuple):
         """Parameters and state from float32 weights; norms stay float32."""
         master = jax.tree.map(lambda x: x * self.factor, master)
         if self.dtype is None:
-            params = lowbit_optax.quantize_params(master, bits=12)
+            params = lowbit_optax.lpmm.quantize_params(master, bits=12)
             return params, tx.init(params)
         if self.dtype == "mxfp8":
-            scale = functools.partial(lowbit_optax.block_scale, axis=_summed_axis)
+            scale = functools.partial(
+                lowbit_optax.block_scaling.block_scale, axis=_summed_axis
+            )
             return lowbit_optax.from_master(tx, master, jax.eval_shape(scale, master))
         if self.has_master:
             return lowbit_optax.from_master(tx, master, self.dtype, is_norm)

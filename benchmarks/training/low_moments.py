@@ -57,12 +57,12 @@ def begin(seed: int, steps: int) -> tuple[list[jax.Array], jax.Array]:
 
 def stored_in(dtype, master):
     """What ``from_master`` takes for weights of a dtype, or of "mxfp8"."""
-    scale = functools.partial(lowbit_optax.block_scale, min_size=0)
+    scale = functools.partial(lowbit_optax.block_scaling.block_scale, min_size=0)
     return jax.eval_shape(scale, master) if dtype == "mxfp8" else dtype
 
 
 def loss(params, images, labels):
-    h, params = images, lowbit_optax.dequantize(params)
+    h, params = images, lowbit_optax.lpmm.dequantize(params)
     for w in params[:-1]:
         h = jax.nn.relu(h @ w.astype(jnp.float32))
     logits = h @ params[-1].astype(jnp.float32)
@@ -76,7 +76,7 @@ def run(tx, params, state, images, labels, chosen):
     def step(carry, batch):
         params, state = carry
         # Gradients of float8 arrays would be float8.
-        wide = [w.astype(jnp.bfloat16) for w in lowbit_optax.dequantize(params)]
+        wide = [w.astype(jnp.bfloat16) for w in lowbit_optax.lpmm.dequantize(params)]
         value, grads = jax.value_and_grad(loss)(wide, images[batch], labels[batch])
         return lowbit_optax.step(tx, params, state, grads), value
 

@@ -73,7 +73,7 @@ def optimizer(name: str, rate) -> optax.GradientTransformation:
     if name == FLOAT32:
         return optax.adam(rate)
     weights, moments = name.split(", ")
-    format_ = WEIGHTS[weights] or lowbit_optax.quantized_weights()
+    format_ = WEIGHTS[weights] or lowbit_optax.formats.quantized_weights()
     chosen = MOMENTS[moments]
     return lowbit_optax.lowbit(
         optax.adam(rate), weights=format_, moments=chosen, min_size=0
@@ -84,7 +84,7 @@ def start(name: str, tx, master):
     """Parameters and state from float32 weights."""
     if name.startswith("LPMM"):
         bits = int(name.split(", ")[0].split()[1])
-        params = lowbit_optax.quantize_params(master, bits=bits, min_size=0)
+        params = lowbit_optax.lpmm.quantize_params(master, bits=bits, min_size=0)
         return params, tx.init(params)
     if name == FLOAT32:
         return master, tx.init(master)
@@ -100,7 +100,7 @@ def bits_of(name: str) -> float:
 
 
 def _wide(params) -> list:
-    return [x.astype(jnp.float32) for x in lowbit_optax.dequantize(params)]
+    return [x.astype(jnp.float32) for x in lowbit_optax.lpmm.dequantize(params)]
 
 
 def _digits_loss(params, images, labels):

@@ -78,7 +78,7 @@ def excess(name: str, rate: float, seed: int, steps: int) -> float:
 def _excess(tx, begun, x, y, best, chosen):
     def step(carry, rows):
         params, state = carry
-        wide = lowbit_optax.dequantize(params).astype(jnp.float32)
+        wide = lowbit_optax.lpmm.dequantize(params).astype(jnp.float32)
         grads = x[rows].T @ (x[rows] @ wide - y[rows]) / len(rows)
         above = jnp.mean((x @ (wide - best)) ** 2)
         return lowbit_optax.step(tx, params, state, grads), above

@@ -124,7 +124,7 @@ class Slot:
             warnings.warn(
                 f"lowbit: moment {field!r} of {owner} is stored with a sign, because "
                 "nothing is known of it; if it is a second moment, whose root divides "
-                "the update, say so by lowbit_optax.register_moments",
+                "the update, say so by lowbit_optax.formats.register_moments",
                 stacklevel=2,
             )
         return dataclasses.replace(self, format=format_)

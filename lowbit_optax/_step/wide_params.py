@@ -45,7 +45,9 @@ def warn_of_wide_params(
         "param_dtype=jnp.bfloat16) or lowbit_optax.training.nnx_optimizer(model, tx)"
     )
     if isinstance(weights, QuantizedWeights):
-        fix = "params = lowbit_optax.quantize_params(params, bits=12) before tx.init"
+        fix = (
+            "params = lowbit_optax.lpmm.quantize_params(params, bits=12) before tx.init"
+        )
     warn_once(
         f"lowbit: most parameters are float32; params{name} is "
         f"{trees.describe(largest)}. Weight formats hold only parameters in fewer "

@@ -232,10 +232,10 @@ def block_quantized(
     bits, ``"sqrt"`` with 4), Muon's momentum as ``"linear"``, and other moments as
     ``"companded"``. Muon makes all directions of a matrix equally large, so that noise
     in the weak ones counts, and equal steps have the least. Second moments are
-    those of optax's states and of :func:`lowbit_optax.register_moments`, and in other
-    states the fields that have optax's names, such as ``nu``, ``v`` and ``exp_avg_sq``.
-    All codes store them without a sign. A second moment that is not zero never becomes
-    zero, because its root divides the update.
+    those of optax's states and of :func:`lowbit_optax.formats.register_moments`, and in
+    other states the fields that have optax's names, such as ``nu``, ``v`` and
+    ``exp_avg_sq``. All codes store them without a sign. A second moment that is not
+    zero never becomes zero, because its root divides the update.
 
     8 bits follow float32's AdamW even where one value of a block is 1,000 times the
     others. 4 bits of ``mu`` do too beside 8 bits of ``nu``, with noise of a quarter of

@@ -63,7 +63,7 @@ class BlockScaledTensor(QuantizedWeight):
       axis: the axis of the blocks, negative.
 
     >>> import jax.numpy as jnp, lowbit_optax
-    >>> w = lowbit_optax.block_scale(jnp.ones((64, 128)))
+    >>> w = lowbit_optax.block_scaling.block_scale(jnp.ones((64, 128)))
     >>> w.codes.dtype, w.scales.dtype, w.scales.shape
     (dtype(float8_e4m3fn), dtype(float8_e8m0fnu), (2, 128))
     >>> w.dequantize(jnp.bfloat16).dtype

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 _REMEDY = (
-    "call lowbit_optax.dequantize(weight) to compute with it (for one layer of a "
+    "call lowbit_optax.lpmm.dequantize(weight) to compute with it (for one layer of a "
     "stack: in the body of the scan)"
 )
 

@@ -53,7 +53,7 @@ class QuantizedTensor(QuantizedWeight):
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> x = jnp.linspace(-1, 1, 8192).reshape(2, 64, 64)
-    >>> w = lowbit_optax.quantize_params(x, bits=12)
+    >>> w = lowbit_optax.lpmm.quantize_params(x, bits=12)
     >>> w.shape, w.codes.shape, w.scales.shape
     ((2, 64, 64), (2, 24, 64), (2, 1, 2))
     >>> w.dequantize(jnp.bfloat16).dtype

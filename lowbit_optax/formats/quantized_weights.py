@@ -60,7 +60,7 @@ def result_of(
 
 
 def quantized_weights(*, rounding: Rounding = "stochastic") -> WeightFormat:
-    """Update :class:`lowbit_optax.QuantizedTensor` leaves by quantising them again.
+    """Update leaves of :class:`.lpmm.QuantizedTensor` by quantising them again.
 
         theta' = Q(theta + u)
 

@@ -70,7 +70,7 @@ def with_loss_scale(
       Micikevicius et al. 2018, section 3.2; OpenSeq2Seq, "Automatic Loss Scaling".
 
     >>> import jax.numpy as jnp, lowbit_optax
-    >>> scaling = lowbit_optax.static_scale(8.0)
+    >>> scaling = lowbit_optax.loss_scaling.static_scale(8.0)
     >>> tx = with_loss_scale(lowbit_optax.kahan_sgd(0.5), scaling)
     >>> params = jnp.ones(4, jnp.float16)
     >>> loss_fn = lambda params: jnp.sum(params.astype(jnp.float32))
@@ -102,8 +102,9 @@ def scaled_value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
       is not scaled. The gradients are scaled, and :func:`with_loss_scale` unscales
       them.
 
-    >>> import jax.numpy as jnp, optax, lowbit_optax
-    >>> tx = with_loss_scale(optax.sgd(0.5), lowbit_optax.static_scale(8.0))
+    >>> import jax.numpy as jnp, optax
+    >>> from lowbit_optax.loss_scaling import static_scale
+    >>> tx = with_loss_scale(optax.sgd(0.5), static_scale(8.0))
     >>> params = jnp.float16(2.0)
     >>> scaled_value_and_grad(jnp.square)(params, tx.init(params))
     (Array(4., dtype=float16), Array(32., dtype=float16))
@@ -137,8 +138,9 @@ def current_loss_scale(opt_state: optax.OptState) -> jax.Array:
     Raises:
       ValueError: if ``opt_state`` has no loss scale, or more than one.
 
-    >>> import jax.numpy as jnp, optax, lowbit_optax
-    >>> tx = with_loss_scale(optax.sgd(0.5), lowbit_optax.static_scale(8.0))
+    >>> import jax.numpy as jnp, optax
+    >>> from lowbit_optax.loss_scaling import static_scale
+    >>> tx = with_loss_scale(optax.sgd(0.5), static_scale(8.0))
     >>> current_loss_scale(optax.chain(tx).init(jnp.ones(3)))
     Array(8., dtype=float32)
     """

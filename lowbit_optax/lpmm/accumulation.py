@@ -107,7 +107,7 @@ def accumulate_gradients(
       LPMM, section 3.3, "Microbatching", and Algorithm 1.
 
     >>> import jax.numpy as jnp, lowbit_optax
-    >>> params = lowbit_optax.quantize_params(jnp.ones((64, 64)), bits=12)
+    >>> params = lowbit_optax.lpmm.quantize_params(jnp.ones((64, 64)), bits=12)
     >>> tx = accumulate_gradients(lowbit_optax.lpmm_sgd(0.5), every=2)
     >>> state = tx.init(params)
     >>> for _ in range(2):

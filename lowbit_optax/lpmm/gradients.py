@@ -31,10 +31,10 @@ def value_and_grad(
         their dtypes.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
       lazy: whether ``loss_fn`` gets the weights undequantised and calls
-        :func:`lowbit_optax.dequantize` itself on those that it is about to use. Then a
-        ``lax.scan`` over stacked layers dequantises only one layer at a time, if its
-        body is under ``jax.checkpoint``. Without ``jax.checkpoint``, all dequantised
-        layers are kept for the backward pass.
+        :func:`lowbit_optax.lpmm.dequantize` itself on those that it is about to use.
+        Then a ``lax.scan`` over stacked layers dequantises only one layer at a time, if
+        its body is under ``jax.checkpoint``. Without ``jax.checkpoint``, all
+        dequantised layers are kept for the backward pass.
 
     Returns:
       A function ``(params, *args, **kwargs) -> (value, gradients)``. The gradients have
@@ -45,11 +45,11 @@ def value_and_grad(
         computes with a tensor that it has not dequantised.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
-    >>> params = lowbit_optax.quantize_params(jnp.ones((3, 64, 64)))
+    >>> params = lowbit_optax.lpmm.quantize_params(jnp.ones((3, 64, 64)))
     >>> def loss_fn(layers, x):
     ...     @jax.checkpoint
     ...     def body(x, layer):
-    ...         return x @ lowbit_optax.dequantize(layer, jnp.bfloat16), None
+    ...         return x @ lowbit_optax.lpmm.dequantize(layer, jnp.bfloat16), None
     ...     return jax.lax.scan(body, x, layers)[0].sum()
     >>> x = jnp.ones((1, 64), jnp.bfloat16)
     >>> loss, grads = value_and_grad(loss_fn, jnp.bfloat16, lazy=True)(params, x)

@@ -51,14 +51,14 @@ def lpmm_sgd(
         None.
       block_size: number of values of the momentum that share a scale; 2048 if None. The
         block size of the weights is an argument of
-        :func:`lowbit_optax.quantize_params`.
+        :func:`lowbit_optax.lpmm.quantize_params`.
       rounding: of weights and momentum, ``"stochastic"`` or ``"nearest"``; stochastic
         if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
         ``warn`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation for trees from :func:`lowbit_optax.quantize_params`.
+      An optax transformation for trees from :func:`lowbit_optax.lpmm.quantize_params`.
 
     Raises:
       TypeError, ValueError: for arguments that are not as above.
@@ -68,7 +68,7 @@ def lpmm_sgd(
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> from lowbit_optax import lpmm
-    >>> params = lowbit_optax.quantize_params({"w": jnp.ones((64, 64))}, bits=12)
+    >>> params = lowbit_optax.lpmm.quantize_params({"w": jnp.ones((64, 64))}, bits=12)
     >>> tx = lpmm_sgd(1e-3, 0.9)
     >>> @jax.jit
     ... def train_step(params, state):
@@ -125,7 +125,7 @@ def lpmm_adam(
         ``warn`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation for trees from :func:`lowbit_optax.quantize_params`.
+      An optax transformation for trees from :func:`lowbit_optax.lpmm.quantize_params`.
 
     Raises:
       TypeError, ValueError: for arguments that are not as above.
@@ -135,7 +135,7 @@ def lpmm_adam(
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> from lowbit_optax import lpmm
-    >>> params = lowbit_optax.quantize_params({"w": jnp.ones((64, 64))}, bits=12)
+    >>> params = lowbit_optax.lpmm.quantize_params({"w": jnp.ones((64, 64))}, bits=12)
     >>> tx = lpmm_adam(1e-3)
     >>> @jax.jit
     ... def train_step(params, state):

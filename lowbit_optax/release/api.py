@@ -62,7 +62,7 @@ def value_and_update(
     Args:
       loss_fn: called as ``loss_fn(params, *args, **kwargs)``; returns a real scalar, or
         ``(loss, aux)``. To use a :class:`QuantizedTensor` it calls
-        :func:`lowbit_optax.dequantize`, for stacked layers in the scan's body.
+        :func:`lowbit_optax.lpmm.dequantize`, for stacked layers in the scan's body.
       tx: an optax transformation, or :func:`lowbit_optax.with_loss_scale` around one;
         the loss is then scaled here, and not in ``loss_fn``. The update of one layer in
         a loop must not need the gradients of other parameters. A stack that is updated

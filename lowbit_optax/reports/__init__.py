@@ -1,1 +1,21 @@
 """What training takes and loses: memory, planned and compiled, and rounding errors."""
+
+from lowbit_optax.reports.diagnostics import LeafReport, cancelled_updates, step_report
+from lowbit_optax.reports.explaining import explain
+from lowbit_optax.reports.memory import MemoryReport, memory_report
+from lowbit_optax.reports.planning import Plan, PlannedFormats, plan
+from lowbit_optax.reports.step_memory import StepMemory, step_memory
+
+__all__ = [
+    "LeafReport",
+    "MemoryReport",
+    "Plan",
+    "PlannedFormats",
+    "StepMemory",
+    "cancelled_updates",
+    "explain",
+    "memory_report",
+    "plan",
+    "step_memory",
+    "step_report",
+]

@@ -89,7 +89,7 @@ def step_memory(
       tx: an optax transformation.
       params: tree of arrays or ShapeDtypeStructs.
       loss_fn: ``(params, *batch) -> scalar``. For a QuantizedTensor it calls
-        :func:`lowbit_optax.dequantize`.
+        :func:`lowbit_optax.lpmm.dequantize`.
       *batch: trees of arrays or ShapeDtypeStructs, which may have shardings; without
         them they are whole on each device.
       release: whether the step is in the backward pass.

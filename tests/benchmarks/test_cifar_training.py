@@ -120,7 +120,7 @@ def test_microbatches_update_the_weights_every_nth_step(name):
         return 0.1
 
     state, step = _network(name, _options(rate, microbatches=2))
-    read = lambda state: jax.device_get(lowbit_optax.dequantize(state.params))
+    read = lambda state: jax.device_get(lowbit_optax.lpmm.dequantize(state.params))
     params = [read(state)]
     for _ in range(4):
         state, _ = step(state)
@@ -136,7 +136,7 @@ def test_microbatches_update_the_weights_every_nth_step(name):
 
 def test_bytes_a_parameter_are_of_the_arrays_that_the_codes_stand_for():
     state, _ = _network("lpmm_sgd", _options(microbatches=2))
-    leaves = jax.tree.leaves(jax.eval_shape(lowbit_optax.dequantize, state.params))
+    leaves = jax.tree.leaves(jax.eval_shape(lowbit_optax.lpmm.dequantize, state.params))
     sizes = [leaf.size for leaf in leaves]
     large = [leaf.shape for leaf in leaves if leaf.size >= 4096]
     quantized = sum(map(math.prod, large))

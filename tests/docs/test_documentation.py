@@ -24,10 +24,14 @@ NEWCOMERS = (
 )
 MODULES = (
     "lowbit_optax",
+    "lowbit_optax.block_scaling",
+    "lowbit_optax.formats",
     "lowbit_optax.loss_scaling",
     "lowbit_optax.lpmm",
     "lowbit_optax.precision",
     "lowbit_optax.release",
+    "lowbit_optax.reports",
+    "lowbit_optax.transformations",
     "pallas_kernels",
 )
 

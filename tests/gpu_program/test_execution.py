@@ -289,7 +289,9 @@ def test_different_leaves_in_few_kernels_have_the_same_bits(family, shapes):
 def test_different_quantised_leaves_have_the_same_bits(block_size, shape):
     shapes = [shape, (2, *shape), (*shape[:-1], shape[-1] + 32)]
     params = {str(n): normal(each, seed=n) for n, each in enumerate(shapes)}
-    params = lowbit_optax.quantize_params(params, bits=12, block_size=128, min_size=0)
+    params = lowbit_optax.lpmm.quantize_params(
+        params, bits=12, block_size=128, min_size=0
+    )
     assert_same_quantised_step(block_size, params, None)
 
 
@@ -329,7 +331,7 @@ def test_several_programs_in_a_block_of_threads_have_the_same_bits(
 
 def with_scale(family, implementation):
     inner = transformation(MOMENTUM, family, implementation)
-    scaling = lowbit_optax.backoff_scale(2.0**4)
+    scaling = lowbit_optax.loss_scaling.backoff_scale(2.0**4)
     return lowbit_optax.with_loss_scale(inner, scaling)
 
 
@@ -393,7 +395,7 @@ LPMM = {
 def lpmm(block_size, implementation):
     return lowbit(
         MOMENTUM,
-        weights=lowbit_optax.quantized_weights(),
+        weights=lowbit_optax.formats.quantized_weights(),
         moments=block_quantized(8, block_size=block_size),
         min_size=0,
         implementation=implementation,
@@ -415,7 +417,9 @@ def test_quantised_weights_have_the_same_bits(family, shape):
 def test_equal_quantised_leaves_in_one_kernel_have_the_same_bits(block_size, shape):
     values = quantised(shape, 12, 128)["kernel"].dequantize()
     params = {f"kernel {i}": jnp.roll(values, 64 * i, axis=0) for i in range(3)}
-    params = lowbit_optax.quantize_params(params, bits=12, block_size=128, min_size=0)
+    params = lowbit_optax.lpmm.quantize_params(
+        params, bits=12, block_size=128, min_size=0
+    )
     assert_same_quantised_step(block_size, params, "fused_update_many")
 
 
@@ -434,7 +438,7 @@ def assert_same_quantised_step(block_size, params, kernel):
 @pytest.mark.parametrize("name", ["lpmm_sgd", "lpmm_adam"])
 def test_a_step_of_lpmm_differs_in_few_roundings(name):
     params = {"kernel": normal(SHAPES["ragged"], F32)}
-    params = lowbit_optax.quantize_params(params)
+    params = lowbit_optax.lpmm.quantize_params(params)
     options = {"momentum": 0.9} if name == "lpmm_sgd" else {}
     tx = getattr(lowbit_optax, name)(0.01, **options)
     grads = random_grads({"kernel": normal(SHAPES["ragged"])}, 0)

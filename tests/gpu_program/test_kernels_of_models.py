@@ -37,7 +37,9 @@ LOWBIT = {
     "plain": (lowbit_optax.lowbit_adamw(1e-3), 22, 12.28),
     "clipped": (CLIPPED, 224, 14.28),
     "scaled": (
-        lowbit_optax.with_loss_scale(CLIPPED, lowbit_optax.backoff_scale()),
+        lowbit_optax.with_loss_scale(
+            CLIPPED, lowbit_optax.loss_scaling.backoff_scale()
+        ),
         430,
         16.3,
     ),

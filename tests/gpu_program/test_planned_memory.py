@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import lowbit_optax
-from lowbit_optax import step_memory
+from lowbit_optax.reports import step_memory
 from tools.gpu_program.release_steps import matrices
 from tools.gpu_program.targets import gpu_mesh
 

@@ -22,7 +22,7 @@ LAYER = 2 * SIDE * SIDE  # bytes of one, dequantised in bfloat16
 def loss_fn(layers, x):
     @jax.checkpoint
     def body(x, layer):
-        return jnp.tanh(x @ lowbit_optax.dequantize(layer, BF16)), None
+        return jnp.tanh(x @ lowbit_optax.lpmm.dequantize(layer, BF16)), None
 
     return jnp.sum(jax.lax.scan(body, x, layers)[0].astype(jnp.float32))
 
@@ -74,7 +74,7 @@ def test_released_quantised_layers_keep_one_gradient_beside_the_activations():
     def loss_fn(params, x):
         @jax.checkpoint
         def body(x, layer):
-            return jnp.tanh(x @ lowbit_optax.dequantize(layer, BF16)), None
+            return jnp.tanh(x @ lowbit_optax.lpmm.dequantize(layer, BF16)), None
 
         x, _ = jax.lax.scan(body, x, params["layers"])
         return jnp.mean(x.astype(jnp.float32) ** 2)

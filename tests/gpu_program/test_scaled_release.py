@@ -20,7 +20,7 @@ from tools.gpu_program.unrolled import unrolled_matrices
 
 MODELS = {"scanned": matrices, "unrolled": unrolled_matrices}
 ADAMW = lowbit_optax.with_loss_scale(
-    lowbit_optax.lowbit_adamw(1e-3), lowbit_optax.backoff_scale()
+    lowbit_optax.lowbit_adamw(1e-3), lowbit_optax.loss_scaling.backoff_scale()
 )
 
 

@@ -26,7 +26,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_scaled_step_copies_neither_parameters_nor_state_nor_gradients(name):
     inner = OPTIMIZERS[name]
-    tx = lowbit_optax.with_loss_scale(inner, lowbit_optax.backoff_scale())
+    tx = lowbit_optax.with_loss_scale(inner, lowbit_optax.loss_scaling.backoff_scale())
     plain, scaled = lower_step(inner, PARAMS), lower_step(tx, PARAMS)
     assert scaled.in_place
     assert scaled.temporary < 0.05
@@ -41,7 +41,7 @@ def test_a_scaled_step_copies_neither_parameters_nor_state_nor_gradients(name):
 @pytest.mark.parametrize("name", ["kahan_adamw", "lowbit_adamw"])
 def test_a_scaled_kernel_spills_no_registers_and_is_hardly_longer(name):
     inner = OPTIMIZERS[name]
-    tx = lowbit_optax.with_loss_scale(inner, lowbit_optax.backoff_scale())
+    tx = lowbit_optax.with_loss_scale(inner, lowbit_optax.loss_scaling.backoff_scale())
 
     def fused(tx):
         kernels = program(lower_step(tx, PARAMS).lowered).kernels.values()

@@ -20,7 +20,7 @@ ADAMW = lowbit_optax.lowbit_adamw(1e-3)
 
 
 def loss_scaled(tx):
-    return lowbit_optax.with_loss_scale(tx, lowbit_optax.backoff_scale())
+    return lowbit_optax.with_loss_scale(tx, lowbit_optax.loss_scaling.backoff_scale())
 
 
 # A step alone moves 12.25 bytes per parameter; here gradients are read once more.

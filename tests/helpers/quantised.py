@@ -13,11 +13,13 @@ from lowbit_optax._numerics import linear_code
 @functools.cache
 def quantizer(bits, **options):
     """``quantize_params``, jitted: else each operation is compiled for each shape."""
-    quantize = functools.partial(lowbit_optax.quantize_params, bits=bits, **options)
+    quantize = functools.partial(
+        lowbit_optax.lpmm.quantize_params, bits=bits, **options
+    )
     return jax.jit(quantize)
 
 
-values_of = jax.jit(lowbit_optax.dequantize, static_argnums=1)
+values_of = jax.jit(lowbit_optax.lpmm.dequantize, static_argnums=1)
 
 
 def quantised(shape, bits, block_size):
@@ -28,7 +30,7 @@ def quantised(shape, bits, block_size):
     weights.reshape(-1, shape[-1])[::8, ::4] = 1.0
     weights *= linear_code.largest_code(bits) * 2.0**-bits
     params = {"kernel": jnp.asarray(weights, jnp.float32)}
-    return lowbit_optax.quantize_params(
+    return lowbit_optax.lpmm.quantize_params(
         params, bits=bits, block_size=block_size, min_size=0
     )
 
@@ -50,5 +52,5 @@ def shrinking(params, seed):
             size += np.where(np.abs(value) > 0.95 * largest, 2.0**-3, 0.0)
         return jnp.asarray(np.sign(value) * size, jnp.float32)
 
-    is_weight = lambda x: isinstance(x, lowbit_optax.QuantizedTensor)
+    is_weight = lambda x: isinstance(x, lowbit_optax.lpmm.QuantizedTensor)
     return jax.tree.map(draw, params, is_leaf=is_weight)

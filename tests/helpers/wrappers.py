@@ -36,7 +36,7 @@ WRAPPERS = {
         make, hyperparam_dtype=jnp.float32
     )(learning_rate=RATE),
     "loss_scale": lambda make, other: lowbit_optax.with_loss_scale(
-        make(RATE), lowbit_optax.static_scale(1.0)
+        make(RATE), lowbit_optax.loss_scaling.static_scale(1.0)
     ),
     "accumulation": lambda make, other: lowbit_optax.accumulate_gradients(
         make(RATE), 2, lowbit_optax.block_quantized(8), min_size=0

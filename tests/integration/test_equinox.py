@@ -63,7 +63,7 @@ WITH_RESIDUALS = {
     "kahan": _kept_by(lowbit_optax.kahan()),
     "master_copy": _kept_by(lowbit_optax.master_copy()),
     "loss scale": lowbit_optax.with_loss_scale(
-        _kept_by(lowbit_optax.kahan()), lowbit_optax.static_scale(8.0)
+        _kept_by(lowbit_optax.kahan()), lowbit_optax.loss_scaling.static_scale(8.0)
     ),
     "chain": optax.chain(optax.clip(1.0), _kept_by(lowbit_optax.kahan())),
 }

@@ -6,7 +6,10 @@ import textwrap
 
 import lowbit_optax
 
-MODULES = ("emulation", "loss_scaling", "lpmm", "precision", "release", "training")
+MODULES = (
+    *("block_scaling", "emulation", "formats", "loss_scaling", "lpmm", "precision"),
+    *("release", "reports", "training"),
+)
 
 
 def _run(program):

@@ -6,12 +6,22 @@ import optax
 import pytest
 
 import lowbit_optax
-from lowbit_optax import emulation, lpmm, precision, release
+from lowbit_optax import (
+    block_scaling,
+    emulation,
+    formats,
+    loss_scaling,
+    lpmm,
+    precision,
+    release,
+    reports,
+)
 
 pytestmark = pytest.mark.standard_promotion
 
 # The names that the expressions below use.
-NAMES = {name: getattr(lowbit_optax, name) for name in lowbit_optax.__all__} | {
+MODULES = [lowbit_optax, block_scaling, formats, loss_scaling, lpmm, reports]
+NAMES = {name: getattr(x, name) for x in MODULES for name in x.__all__} | {
     **dict(emulation=emulation, lpmm=lpmm, precision=precision, release=release),
     **dict(jax=jax, jnp=jnp, optax=optax, FloatFormat=precision.FloatFormat),
     **dict(BF16=jnp.bfloat16, F16=jnp.float16, F32=jnp.float32),

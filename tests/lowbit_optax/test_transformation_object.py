@@ -32,7 +32,7 @@ TRANSFORMATIONS = {
     "extra_bits_sgd": lowbit_optax.extra_bits_sgd(0.01, 0.9, bits=8, min_size=0),
     "lpmm_sgd": lowbit_optax.lpmm_sgd(0.01),
     "with_loss_scale": lowbit_optax.with_loss_scale(
-        lowbit_optax.kahan_sgd(0.01), lowbit_optax.backoff_scale()
+        lowbit_optax.kahan_sgd(0.01), lowbit_optax.loss_scaling.backoff_scale()
     ),
     "accumulate_gradients": lowbit_optax.accumulate_gradients(
         lowbit_optax.kahan_sgd(0.01), 2
@@ -163,7 +163,7 @@ PICKLED_BY_OPTAX = {
     [
         lambda inner: lowbit_optax.lowbit(inner, weights=lowbit_optax.kahan()),
         lambda inner: lowbit_optax.with_loss_scale(
-            lowbit_optax.lowbit(inner), lowbit_optax.static_scale(1.0)
+            lowbit_optax.lowbit(inner), lowbit_optax.loss_scaling.static_scale(1.0)
         ),
     ],
     ids=["lowbit", "with_loss_scale"],

@@ -13,7 +13,6 @@ import optax
 import pytest
 
 from lowbit_optax import (
-    backoff_scale,
     block_quantized,
     cast,
     extra_bits,
@@ -30,6 +29,7 @@ from lowbit_optax import (
     sr_sgd,
     with_loss_scale,
 )
+from lowbit_optax.loss_scaling import backoff_scale
 
 pytest.importorskip("libtpu", reason="needs the tpu-program extra")
 

@@ -234,7 +234,7 @@ def test_leaves_without_kernels_compile_by_xla(shape):
 
 def test_a_skipped_step_is_skipped_in_the_kernel():
     tx = lowbit_optax.with_loss_scale(
-        lowbit_optax.lowbit_adamw(1e-3), lowbit_optax.backoff_scale()
+        lowbit_optax.lowbit_adamw(1e-3), lowbit_optax.loss_scaling.backoff_scale()
     )
     step = lower_step(tx, LEAF)
     assert step.fused_launches == 1

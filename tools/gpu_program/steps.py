@@ -163,7 +163,9 @@ def lower_lpmm_step(tx, like, bits=12, block_size=2048, **options) -> OptimizerS
 def quantized_like(like, bits=12, block_size=2048):
     """A tree of ShapeDtypeStructs as QuantizedTensors of them."""
     options = {"bits": bits, "block_size": block_size}
-    return jax.eval_shape(lambda x: lowbit_optax.quantize_params(x, **options), like)
+    return jax.eval_shape(
+        lambda x: lowbit_optax.lpmm.quantize_params(x, **options), like
+    )
 
 
 def bytes_of(*trees) -> int:

@@ -98,7 +98,7 @@ class GPT(NamedTuple):
 
     def _weights(self, tree):
         """What is multiplied with, of parameters as they are stored."""
-        arrays = lowbit_optax.dequantize(tree, self.dtype)
+        arrays = lowbit_optax.lpmm.dequantize(tree, self.dtype)
         return jax.tree.map(lambda x: x.astype(self.dtype), arrays)
 
     def _block(self, x: jax.Array, layer: dict) -> jax.Array:

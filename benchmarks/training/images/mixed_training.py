@@ -65,7 +65,7 @@ def make_optimizer(
     )
     if period is None:
         return sgd
-    scaling = lowbit_optax.backoff_scale(INITIAL_SCALE, period=period)
+    scaling = lowbit_optax.loss_scaling.backoff_scale(INITIAL_SCALE, period=period)
     return lowbit_optax.with_loss_scale(sgd, scaling)
 
 

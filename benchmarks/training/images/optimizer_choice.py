@@ -118,8 +118,8 @@ OPTIONS = ("dtype", "bits", "rounding", "loss_scale")
 """Of command lines: those that some optimizers do not take."""
 
 LOSS_SCALES = {
-    "backoff": lowbit_optax.backoff_scale,
-    "lognormal": lowbit_optax.log_normal_scale,
+    "backoff": lowbit_optax.loss_scaling.backoff_scale,
+    "lognormal": lowbit_optax.loss_scaling.log_normal_scale,
 }
 
 COMPARED = ("", "nearest_", "sr_", "kahan_", "extra_bits_", "lowbit_")
@@ -143,7 +143,7 @@ def loss_scaling(choice: str | float) -> lowbit_optax.loss_scaling.Scaling:
     """The scaling of a name in `LOSS_SCALES`, or the static one of a number."""
     if choice in LOSS_SCALES:
         return LOSS_SCALES[choice]()
-    return lowbit_optax.static_scale(choice)
+    return lowbit_optax.loss_scaling.static_scale(choice)
 
 
 def _accumulated(
@@ -167,7 +167,7 @@ def _accumulated(
 def weight_storage(name: str, dtype: str | None, bits: int) -> Callable[[Any], Any]:
     """What makes of float32 parameters those that the optimizer `name` trains."""
     if is_lpmm(name):
-        return functools.partial(lowbit_optax.quantize_params, bits=bits)
+        return functools.partial(lowbit_optax.lpmm.quantize_params, bits=bits)
     return functools.partial(cast_weights, dtype=jnp.dtype(dtype))
 
 

@@ -21,14 +21,9 @@ from tqdm import tqdm
 
 from benchmarks.training.images.augmentation import crop_and_flip, normalise
 from benchmarks.training.images.cifar_data import Dataset, Split, epoch_order
-from lowbit_optax import (
-    LossScaleState,
-    QuantizedTensor,
-    dequantize,
-    lpmm,
-    scaled_value_and_grad,
-    training,
-)
+from lowbit_optax import lpmm, scaled_value_and_grad, training
+from lowbit_optax.loss_scaling import LossScaleState
+from lowbit_optax.lpmm import QuantizedTensor, dequantize
 
 FETCH_EVERY = 20  # steps between reads of the metrics: each read waits for the device
 

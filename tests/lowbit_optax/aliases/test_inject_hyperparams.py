@@ -34,7 +34,7 @@ def params_for(name, size=64):
     """A kernel of 64 elements, which are not packed; 4096 are."""
     weights = {"kernel": jnp.linspace(-1, 1, size).reshape(-1, 64)}
     if name.startswith("lpmm"):
-        return lowbit_optax.quantize_params(weights, bits=12, min_size=0)
+        return lowbit_optax.lpmm.quantize_params(weights, bits=12, min_size=0)
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)
 
 
@@ -173,7 +173,7 @@ MADE_INSIDE = {
     "chain": lambda b2: optax.chain(optax.clip_by_global_norm(1.0), _adamw(b2)),
     "partition": lambda b2: optax.partition({"a": _adamw(b2)}, {"kernel": "a"}),
     "with_loss_scale": lambda b2: lowbit_optax.with_loss_scale(
-        _adamw(b2), lowbit_optax.static_scale(1.0)
+        _adamw(b2), lowbit_optax.loss_scaling.static_scale(1.0)
     ),
     "accumulate_gradients": lambda b2: lowbit_optax.accumulate_gradients(_adamw(b2), 2),
     "direct_updates": lambda b2: lowbit_optax.direct_updates(_adamw(b2)),
@@ -185,7 +185,7 @@ MADE_INSIDE = {
 AROUND = {
     "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
     "with_loss_scale": lambda tx: lowbit_optax.with_loss_scale(
-        tx, lowbit_optax.static_scale(1.0)
+        tx, lowbit_optax.loss_scaling.static_scale(1.0)
     ),
     "accumulate_gradients": lambda tx: lowbit_optax.accumulate_gradients(tx, 2),
     "direct_updates": lowbit_optax.direct_updates,

@@ -12,8 +12,9 @@ from optimizers import apply, assert_same_bits, initial, normal, train, weights_
 from patterns import assert_same, every, patterns_of
 
 import lowbit_optax
-from lowbit_optax import BlockScaledTensor, block_scale, lowbit
+from lowbit_optax import lowbit
 from lowbit_optax._numerics.random_bits import random_bits
+from lowbit_optax.block_scaling import BlockScaledTensor, block_scale
 from lowbit_optax.formats.block_scaled_weights import BlockScaledWeights
 from lowbit_optax.formats.extra_bits import ExtraBits
 

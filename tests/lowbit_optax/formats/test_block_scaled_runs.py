@@ -12,8 +12,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from optimizers import assert_same_bits, normal
 
 import lowbit_optax
-from lowbit_optax import block_scale, convert, lowbit, lpmm, release
+from lowbit_optax import convert, lowbit, lpmm, release
 from lowbit_optax._step import left_to_xla
+from lowbit_optax.block_scaling import block_scale
 from lowbit_optax.states.checkpoints import check_storage_formats, storage_formats
 
 pytestmark = pytest.mark.standard_promotion
@@ -54,10 +55,10 @@ def test_weights_pass_through_other_formats_and_come_back():
 def test_quantised_weights_of_other_kinds_turn_into_each_other():
     tx = lowbit_optax.lpmm_sgd(0.1, 0.9)
     twelve = jax.eval_shape(
-        functools.partial(lowbit_optax.quantize_params, bits=12), MASTER
+        functools.partial(lowbit_optax.lpmm.quantize_params, bits=12), MASTER
     )
     params, state = converted(begun(), TX, tx, twelve)
-    assert isinstance(params["w"], lowbit_optax.QuantizedTensor)
+    assert isinstance(params["w"], lowbit_optax.lpmm.QuantizedTensor)
     params, state = converted((params, state), tx, TX, LIKE)
     got = lowbit_optax.master_weights(params, state)["w"]
     np.testing.assert_allclose(got, MASTER["w"], atol=1e-3)

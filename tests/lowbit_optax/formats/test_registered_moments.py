@@ -52,7 +52,7 @@ def test_undeclared_moments_stay_float32():
 
 def test_registered_moments_are_stored_as_optaxs_own():
     state_class = new_class()
-    lowbit_optax.register_moments(
+    lowbit_optax.formats.register_moments(
         state_class, averages=("fast", "squares"), second_moments=("squares",)
     )
     tx, state = stored(state_class)
@@ -69,7 +69,7 @@ def test_registered_moments_are_stored_as_optaxs_own():
 
 def test_a_declared_bound_lets_four_bits_be_relative():
     state_class = new_class()
-    lowbit_optax.register_moments(
+    lowbit_optax.formats.register_moments(
         state_class,
         averages=("fast", "squares"),
         second_moments=("squares",),
@@ -84,7 +84,7 @@ def test_a_second_moment_stored_with_a_sign_unasked_is_warned_of():
     with pytest.warns(UserWarning, match="'squares' of State is stored with a sign"):
         stored(new_class(), moments)
     state_class = new_class()
-    lowbit_optax.register_moments(state_class, second_moments=("squares",))
+    lowbit_optax.formats.register_moments(state_class, second_moments=("squares",))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tx, _ = stored(state_class, moments)

@@ -55,7 +55,7 @@ def stored(format_, dtype, words):
     zero = jnp.uint32(0)
     random = Given(zero, zero, given=words)
     if dtype is None:
-        param = lo.quantize_params(MASTERS, bits=12)
+        param = lo.lpmm.quantize_params(MASTERS, bits=12)
     else:
         param = MASTERS.astype(dtype)
     return jax.tree.leaves(format_.store(param, MASTERS * 1.01, random)[:2])

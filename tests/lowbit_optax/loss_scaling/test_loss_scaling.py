@@ -12,13 +12,12 @@ from jax import lax
 from optimizers import apply, assert_same_bits, initial, jitted
 
 import lowbit_optax
-from lowbit_optax import (
+from lowbit_optax import scaled_value_and_grad, with_loss_scale
+from lowbit_optax.loss_scaling import (
     backoff_scale,
     current_loss_scale,
     log_normal_scale,
-    scaled_value_and_grad,
     static_scale,
-    with_loss_scale,
 )
 from lowbit_optax.training import TrainState
 
@@ -317,7 +316,7 @@ def test_an_overflow_is_skipped_in_any_composition(around, inside):
     after, new = step(tx, params, state, spoilt(grads))
     np.testing.assert_array_equal(after["w"], params["w"])
     assert float(current_loss_scale(new)) == 2.0**9
-    is_scaled = lambda x: isinstance(x, lowbit_optax.LossScaleState)
+    is_scaled = lambda x: isinstance(x, lowbit_optax.loss_scaling.LossScaleState)
     old, new = (
         next(x for x in jax.tree.leaves(s, is_leaf=is_scaled) if is_scaled(x))
         for s in (state, new)

@@ -121,7 +121,9 @@ def test_a_microbatch_that_overflows_is_left_out(microbatch, how):
         optax.sgd(0.5, 0.9), implementation=None if how == "branches" else how
     )
     tx = accumulate_gradients(low, 2)
-    scaled = lowbit_optax.with_loss_scale(tx, lowbit_optax.backoff_scale(2.0**10))
+    scaled = lowbit_optax.with_loss_scale(
+        tx, lowbit_optax.loss_scaling.backoff_scale(2.0**10)
+    )
     params, grads = jnp.ones(SHAPE, jnp.bfloat16), grads_of(2).astype(jnp.bfloat16)
     with jax.set_mesh(jax.make_mesh((devices,), ("x",), (AxisType.Auto,))):
         step, plain = (
@@ -136,7 +138,7 @@ def test_a_microbatch_that_overflows_is_left_out(microbatch, how):
                 assert_same_bits(kept, got)
                 assert_same_bits(after.inner_state, state.inner_state)
                 state = after
-            scale = lowbit_optax.current_loss_scale(state)
+            scale = lowbit_optax.loss_scaling.current_loss_scale(state)
             got, state = step(got, state, grad * scale.astype(grad.dtype))
             want, expected = plain(want, expected, grad)
     assert (int(state.inner_state.mini_step), int(state.inner_state.count)) == (0, 2)
@@ -191,7 +193,7 @@ def test_what_is_not_finite_reaches_the_inner_transformation(format_):
 
 @pytest.mark.parametrize("route", ["step", "update"])
 def test_outside_of_jit_only_the_first_steps_compile(route):
-    params = lowbit_optax.quantize_params({"w": jnp.ones(SHAPE)})
+    params = lowbit_optax.lpmm.quantize_params({"w": jnp.ones(SHAPE)})
     tx = accumulate_gradients(lpmm_sgd(0.1, 0.9), 2)
     state, grads = tx.init(params), {"w": grads_of(1)[0]}
     compiled = []

@@ -31,7 +31,7 @@ def noise_of(steps, n):
 
 def start():
     theta = np.random.default_rng(1).normal(size=SHAPE)
-    return lowbit_optax.quantize_params(jnp.float32(theta), bits=BITS)
+    return lowbit_optax.lpmm.quantize_params(jnp.float32(theta), bits=BITS)
 
 
 def gradient(theta, noise):
@@ -146,14 +146,14 @@ def sgds_update(state):
 
 
 def released(tx, params, state, grads):
-    loss = lambda params: jnp.sum(lowbit_optax.dequantize(params) * grads)
+    loss = lambda params: jnp.sum(lowbit_optax.lpmm.dequantize(params) * grads)
     step = releases.value_and_update(loss, tx)
     _, params, state = step(params, state)
     return params, state
 
 
 def scaled(tx):
-    return lowbit_optax.with_loss_scale(tx, lowbit_optax.static_scale(1.0))
+    return lowbit_optax.with_loss_scale(tx, lowbit_optax.loss_scaling.static_scale(1.0))
 
 
 ROUTES = {

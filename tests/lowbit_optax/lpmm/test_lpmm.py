@@ -12,9 +12,9 @@ from optimizers import assert_same_bits, initial, jitted
 from quantised import quantizer, values_of
 
 import lowbit_optax
-from lowbit_optax import QuantizedTensor, dequantize, lpmm_sgd
+from lowbit_optax import lpmm_sgd
 from lowbit_optax._numerics import linear_code
-from lowbit_optax.lpmm import value_and_grad
+from lowbit_optax.lpmm import QuantizedTensor, dequantize, value_and_grad
 
 HALVES = jnp.bfloat16, jnp.float16
 BITS = [4, 5, 8, 10, 12, 15, 16]
@@ -157,7 +157,7 @@ def test_small_and_integer_leaves_stay():
         "none": None,
         "large": jnp.ones((64, 64), jnp.bfloat16),
     }
-    got = lowbit_optax.quantize_params(params)
+    got = lowbit_optax.lpmm.quantize_params(params)
     assert isinstance(got["large"], QuantizedTensor)
     back = dequantize(got, jnp.bfloat16)
     np.testing.assert_array_equal(back["large"], params["large"])

@@ -16,13 +16,8 @@ from optimizers import apply, assert_same_bits, initial, train
 from quantised import quantizer
 
 import lowbit_optax
-from lowbit_optax import (
-    QuantizedTensor,
-    accumulate_gradients,
-    lpmm_adam,
-    lpmm_sgd,
-    training,
-)
+from lowbit_optax import accumulate_gradients, lpmm_adam, lpmm_sgd, training
+from lowbit_optax.lpmm import QuantizedTensor
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -139,10 +134,10 @@ import sys
 import jax.numpy as jnp
 import lowbit_optax
 assert "flax" not in sys.modules
-params = lowbit_optax.quantize_params({"w": jnp.ones((64, 64))})
+params = lowbit_optax.lpmm.quantize_params({"w": jnp.ones((64, 64))})
 from flax import serialization
 restored = serialization.from_bytes(params, serialization.to_bytes(params))
-assert isinstance(restored["w"], lowbit_optax.QuantizedTensor)
+assert isinstance(restored["w"], lowbit_optax.lpmm.QuantizedTensor)
 """
 
 

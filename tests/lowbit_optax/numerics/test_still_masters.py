@@ -180,7 +180,9 @@ def accumulated(tx):
 
 
 def loss_scaled(tx):
-    return lowbit_optax.with_loss_scale(tx, lowbit_optax.backoff_scale(2.0**15))
+    return lowbit_optax.with_loss_scale(
+        tx, lowbit_optax.loss_scaling.backoff_scale(2.0**15)
+    )
 
 
 # Wrappers of optax give +0 where they skip a step, which optax's sum adds to -0.
@@ -207,7 +209,7 @@ def test_a_step_without_an_update_moves_no_master(dtype, wrap, advance):
     tx = wrap(weights_only(optax.sgd(0.5), TOWARD_ZERO, min_size=0))
     params, state = lowbit_optax.from_master(tx, masters(), dtype, None)
     grads = jnp.resize(jnp.float32([1, -1]), params.shape)
-    if isinstance(state, lowbit_optax.LossScaleState):
+    if isinstance(state, lowbit_optax.loss_scaling.LossScaleState):
         grads *= jnp.inf
     if isinstance(state, optax.ApplyIfFiniteState):
         grads = (grads * jnp.inf).astype(dtype)

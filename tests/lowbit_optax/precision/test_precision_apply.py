@@ -379,7 +379,7 @@ def test_promotion_recovers_training_that_overflows_forward():
     loss_fn = lambda w, x, y: jnp.mean(jnp.square(x @ w - y)) / 1e2
     w = jnp.zeros((3, 2), jnp.bfloat16)
     widened = lambda w, x, y: loss_fn(w.astype(jnp.float32), x, y)
-    scaling = lowbit_optax.backoff_scale(2.0**24)
+    scaling = lowbit_optax.loss_scaling.backoff_scale(2.0**24)
     tx = lowbit_optax.with_loss_scale(lowbit_optax.kahan_adamw(0.05), scaling)
     compiled = []
 
@@ -403,7 +403,7 @@ def test_promotion_recovers_training_that_overflows_forward():
             assignment, now, state = step(assignment, now, state, promoted)
         losses[promoted] = widened(now, x, y)
     assert losses[True] < 0.01 * losses[False]
-    assert float(lowbit_optax.current_loss_scale(state)) < 2.0**24
+    assert float(lowbit_optax.loss_scaling.current_loss_scale(state)) < 2.0**24
     assert compiled == [False, True]
 
 

@@ -142,7 +142,7 @@ def test_effects_in_the_body_happen_once_a_layer():
 def _quantized_loss(params, x):
     @jax.checkpoint
     def body(x, w):
-        return jnp.tanh(x @ lowbit_optax.dequantize(w, jnp.float32)), None
+        return jnp.tanh(x @ lowbit_optax.lpmm.dequantize(w, jnp.float32)), None
 
     return simple_loss(params, x, body)
 
@@ -156,7 +156,9 @@ LPMM = {
 @pytest.mark.parametrize("name", LPMM)
 def test_quantised_layers_are_stepped_as_by_lazy_gradients(name):
     tx = LPMM[name]
-    layers = lowbit_optax.quantize_params(released.weights(3), bits=12, block_size=64)
+    layers = lowbit_optax.lpmm.quantize_params(
+        released.weights(3), bits=12, block_size=64
+    )
     params = {"layers": layers, "head": normal(64)}
     batches = released.batches(5)
 

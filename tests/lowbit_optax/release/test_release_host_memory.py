@@ -26,7 +26,9 @@ STEPS = {
     "adamw": (optax.adamw(2.0**-7), {}),
     "kahan_clipped": (lowbit_optax.kahan_sgd(2.0**-7, 0.5), {"max_grad_norm": 0.25}),
     "scaled": (
-        lowbit_optax.with_loss_scale(LOWBIT, lowbit_optax.backoff_scale(256.0)),
+        lowbit_optax.with_loss_scale(
+            LOWBIT, lowbit_optax.loss_scaling.backoff_scale(256.0)
+        ),
         {"overflow": "layer"},
     ),
 }
@@ -66,12 +68,12 @@ def test_the_numbers_are_those_of_the_state_on_the_device(name):
 
 @pytest.mark.slow_to_compile
 def test_quantised_layers_have_their_state_in_host_memory_too():
-    params = lowbit_optax.quantize_params(simple_params(), bits=12)
+    params = lowbit_optax.lpmm.quantize_params(simple_params(), bits=12)
     tx = lowbit_optax.lpmm_adam(2.0**-7)
 
     def loss_fn(params, x):
-        head = lowbit_optax.dequantize(params["head"], jnp.float32)
-        body = lambda x, w: simple_body(x, lowbit_optax.dequantize(w, jnp.float32))
+        head = lowbit_optax.lpmm.dequantize(params["head"], jnp.float32)
+        body = lambda x, w: simple_body(x, lowbit_optax.lpmm.dequantize(w, jnp.float32))
         return simple_loss({"head": head}, x, body, params["layers"])
 
     state = tx.init(params)

@@ -13,7 +13,8 @@ from optimizers import assert_same_bits
 from released import RATE, SGD, normal, weights
 
 import lowbit_optax
-from lowbit_optax import backoff_scale, log_normal_scale, release, with_loss_scale
+from lowbit_optax import release, with_loss_scale
+from lowbit_optax.loss_scaling import backoff_scale, log_normal_scale
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -180,7 +180,7 @@ AS_AN_ARRAY = {
 
 @pytest.mark.parametrize("name", AS_AN_ARRAY)
 def test_a_body_that_computes_with_a_quantised_layer_is_told_to_dequantise_it(name):
-    layers = lowbit_optax.quantize_params(released.weights(3), block_size=64)
+    layers = lowbit_optax.lpmm.quantize_params(released.weights(3), block_size=64)
     params, tx = {"layers": layers, "head": jnp.ones(64)}, lowbit_optax.lpmm_sgd(RATE)
 
     def loss_fn(params, x):
@@ -195,7 +195,7 @@ def test_a_body_that_computes_with_a_quantised_layer_is_told_to_dequantise_it(na
 
 
 def test_an_arrays_method_of_a_quantised_weight_names_dequantize():
-    weight = lowbit_optax.quantize_params(released.weights(), block_size=64)
+    weight = lowbit_optax.lpmm.quantize_params(released.weights(), block_size=64)
     with pytest.raises(AttributeError, match=r"astype.*lowbit_optax\.dequantize"):
         weight.astype(jnp.bfloat16)
 

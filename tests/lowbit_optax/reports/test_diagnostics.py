@@ -37,7 +37,7 @@ def sgd(weights=None, rate=RATE, **options):
 
 def test_it_says_what_the_next_step_does_in_every_weight_format():
     master, grads = normal(0), normal(1)
-    quantized = lowbit_optax.quantize_params({"w": master}, bits=8)
+    quantized = lowbit_optax.lpmm.quantize_params({"w": master}, bits=8)
     txs = {name: sgd(weights) for name, weights in FORMATS.items()}
     into = lowbit_optax.stochastic_rounding(error_feedback="trace")
     txs["error_feedback"] = lowbit(optax.sgd(RATE, 0.9), weights=into, min_size=0)
@@ -125,7 +125,7 @@ def test_wrappers_report_the_same():
     txs |= {
         "bare": sgd(rate=wrappers.RATE),
         "chain in a loss scale": lowbit_optax.with_loss_scale(
-            txs["chain"], lowbit_optax.static_scale(1.0)
+            txs["chain"], lowbit_optax.loss_scaling.static_scale(1.0)
         ),
     }
     # A seed depends on the parameters that a transformation sees.
@@ -145,7 +145,9 @@ def test_wrappers_report_the_same():
 
 
 @pytest.mark.parametrize("under", [jax.jit, lambda f: f], ids=["jit", "eager"])
-@pytest.mark.parametrize("record", [step_report, lowbit_optax.cancelled_updates])
+@pytest.mark.parametrize(
+    "record", [step_report, lowbit_optax.reports.cancelled_updates]
+)
 def test_a_step_in_a_conditional_is_refused(record, under):
     tx = optax.MultiSteps(sgd(), 2).gradient_transformation()
     params = {"w": normal(0, dtype=BF16)}

@@ -17,8 +17,9 @@ from optimizers import (
 from wrappers import WRAPPERS
 
 import lowbit_optax
-from lowbit_optax import cancelled_updates, kahan, lowbit, memory_report
+from lowbit_optax import kahan, lowbit, memory_report
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, is_blank
+from lowbit_optax.reports import cancelled_updates
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -109,7 +110,7 @@ def _quantised(bits=12):
         "w": jnp.asarray(np.random.default_rng(0).normal(size=(2048, 64)), jnp.float32),
         "b": jnp.ones(64),
     }
-    return lowbit_optax.quantize_params(params, bits=bits)
+    return lowbit_optax.lpmm.quantize_params(params, bits=bits)
 
 
 @pytest.mark.parametrize(

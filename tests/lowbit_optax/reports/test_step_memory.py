@@ -9,8 +9,9 @@ import optax
 import pytest
 
 import lowbit_optax
-from lowbit_optax import memory_report, plan, step_memory
+from lowbit_optax import memory_report, plan
 from lowbit_optax.reports import bars as memory_bars
+from lowbit_optax.reports import step_memory
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -28,7 +29,7 @@ def _params(dtype=jnp.bfloat16):
 def _loss(params, x):
     @jax.checkpoint
     def body(h, w):
-        w = lowbit_optax.dequantize(w, jnp.bfloat16).astype(h.dtype)
+        w = lowbit_optax.lpmm.dequantize(w, jnp.bfloat16).astype(h.dtype)
         return jnp.tanh(h @ w), None
 
     h, _ = jax.lax.scan(body, x * params["norm"].astype(x.dtype), params["layers"])

@@ -63,11 +63,14 @@ def test_five_steps_a_checkpoint_and_five_more_are_ten_steps(
     _resumes(tmp_path, store, optimizer(), params, gradient_series(params, 10))
 
 
-SCALE = lowbit_optax.backoff_scale(4.0, period=3, smallest=2.0)
+SCALE = lowbit_optax.loss_scaling.backoff_scale(4.0, period=3, smallest=2.0)
 # The transformation, and the function that prepares its parameters.
 OTHERS = {
-    "lpmm": (lowbit_optax.lpmm_adam(0.01), lowbit_optax.quantize_params),
-    "block-scaled": (lowbit(optax.sgd(0.1, 0.9)), lowbit_optax.block_scale),
+    "lpmm": (lowbit_optax.lpmm_adam(0.01), lowbit_optax.lpmm.quantize_params),
+    "block-scaled": (
+        lowbit(optax.sgd(0.1, 0.9)),
+        lowbit_optax.block_scaling.block_scale,
+    ),
     "loss scale": (
         lowbit_optax.with_loss_scale(lowbit_optax.kahan_sgd(0.5), SCALE),
         lambda params: params,
@@ -149,7 +152,7 @@ def test_every_format_goes_on_on_another_mesh(tmp_path, name, mesh):
     params = {"w": random_grads({"w": jnp.ones((512, 128))}, 0)["w"]}
     series = gradient_series(params, 4)
     if name == "lpmm":
-        params = lowbit_optax.quantize_params(params, bits=12)
+        params = lowbit_optax.lpmm.quantize_params(params, bits=12)
     else:
         params = {"w": params["w"].astype(jnp.bfloat16)}
     _goes_on(tmp_path, tx, params, series, *MESHES[mesh])

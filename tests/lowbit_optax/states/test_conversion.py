@@ -29,8 +29,8 @@ from lowbit_optax import (
     kahan,
     lowbit,
     master_weights,
-    quantize_params,
 )
+from lowbit_optax.lpmm import quantize_params
 
 pytestmark = pytest.mark.standard_promotion
 

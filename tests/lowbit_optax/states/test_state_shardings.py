@@ -124,7 +124,7 @@ def test_training_goes_on_with_one_devices_numbers(name, axis_type):
 def test_quantised_weights_may_have_one_sharding_or_one_per_array():
     mesh = _mesh()
     columns = jax.NamedSharding(mesh, jax.P(None, "x"))
-    params = lowbit_optax.quantize_params({"w": jnp.ones((2048, 256))}, bits=12)
+    params = lowbit_optax.lpmm.quantize_params({"w": jnp.ones((2048, 256))}, bits=12)
     tx = lowbit_optax.lpmm_adam(0.1)
     one = state_shardings(tx, params, {"w": columns})
     per_array = state_shardings(tx, params, jax.tree.map(lambda _: columns, params))
@@ -167,7 +167,7 @@ def test_an_axis_that_is_sharded_takes_no_second_mesh_axis():
 
 def _quantized(shape):
     weights = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    return jax.eval_shape(lowbit_optax.quantize_params, weights)
+    return jax.eval_shape(lowbit_optax.lpmm.quantize_params, weights)
 
 
 def _bfloat16(shape):

@@ -134,7 +134,7 @@ PASS_ON = {
     "snapshot after": lambda tx: optax.chain(tx, optax.snapshot("n", optax.tree.norm)),
     "split_real_and_imaginary": contrib.split_real_and_imaginary,
     "with_loss_scale": lambda tx: lowbit_optax.with_loss_scale(
-        tx, lowbit_optax.static_scale(1.0)
+        tx, lowbit_optax.loss_scaling.static_scale(1.0)
     ),
 }
 
@@ -186,7 +186,9 @@ def halved(tx):
 
 
 def loss_scaled(tx):
-    return lowbit_optax.with_loss_scale(tx, lowbit_optax.backoff_scale(2.0**4))
+    return lowbit_optax.with_loss_scale(
+        tx, lowbit_optax.loss_scaling.backoff_scale(2.0**4)
+    )
 
 
 CHANGE = {
@@ -376,7 +378,7 @@ def test_orders_that_recover_from_an_overflow_train_as_in_float32(name):
     params, state, step = PARAMS, tx.init(PARAMS), jitted(tx, lowbit_optax.step)
     for i, grads in enumerate(SERIES + SERIES[:1]):
         if "loss scale" in name:
-            scale = lowbit_optax.current_loss_scale(state)
+            scale = lowbit_optax.loss_scaling.current_loss_scale(state)
             grads = jax.tree.map(lambda x, by=scale: x * by, grads)
         if i == OVERFLOW:
             grads = grads | {"w": grads["w"].at[1, 2].set(jnp.inf)}
@@ -396,7 +398,7 @@ def test_arguments_of_another_kind_are_named():
     with pytest.raises(TypeError, match="tx is a dict, not an optax"):
         lowbit_optax.step(PARAMS, tx, state, SERIES[0])
     with pytest.raises(TypeError, match="inner is a dict, not an optax"):
-        lowbit_optax.with_loss_scale(PARAMS, lowbit_optax.static_scale())
+        lowbit_optax.with_loss_scale(PARAMS, lowbit_optax.loss_scaling.static_scale())
 
 
 @pytest.mark.parametrize("moments", ["float32", None])

@@ -190,7 +190,7 @@ def test_where_there_were_no_gradients_the_moment_stays_zero():
     ("inner", "scale", "bad"),
     [
         (optax.apply_if_finite(ADAMW(1e-3), 5), None, np.nan),
-        (ADAMW(1e-3), lowbit_optax.static_scale(2.0), np.inf),
+        (ADAMW(1e-3), lowbit_optax.loss_scaling.static_scale(2.0), np.inf),
     ],
     ids=["apply_if_finite", "loss scale"],
 )

@@ -42,6 +42,7 @@ from lowbit_optax import (
 )
 from lowbit_optax.formats.block_quantized import QuantizedMoment
 from lowbit_optax.precision import FloatFormat
+from lowbit_optax.transformations import regularize
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -122,7 +123,7 @@ OTHERS = {
         "bfloat16", INTO_TRACE | {"moments": BFLOAT16_MOMENTS}, "tpu"
     ),
     "a_penalty": (
-        "bfloat16", {"inner": optax.chain(lowbit_optax.regularize(penalty), MOMENTUM)}
+        "bfloat16", {"inner": optax.chain(regularize(penalty), MOMENTUM)}
     ),
 }  # fmt: skip
 

@@ -33,7 +33,9 @@ TRANSFORMATIONS = {
     **{name: adamw(0.01, weights) for name, weights in ALL_FORMATS.items()},
     **{name: adamw(0.01, extra_bits(8), x) for name, x in MOMENTS.items()},
     "global norm": optax.chain(optax.clip_by_global_norm(1.0), LOWBIT),
-    "loss scale": lowbit_optax.with_loss_scale(LOWBIT, lowbit_optax.backoff_scale()),
+    "loss scale": lowbit_optax.with_loss_scale(
+        LOWBIT, lowbit_optax.loss_scaling.backoff_scale()
+    ),
     "accumulated": lowbit_optax.accumulate_gradients(LOWBIT, 2, min_size=0),
 }
 SWITCHES = {

@@ -67,7 +67,7 @@ def test_kernels_and_xla_give_a_large_stack_the_same_bits(options, advance):
 @slow
 @each_advance
 def test_kernels_and_xla_give_large_quantised_weights_the_same_bits(advance):
-    params = lowbit_optax.quantize_params({"w": numbers(0)}, bits=12)
+    params = lowbit_optax.lpmm.quantize_params({"w": numbers(0)}, bits=12)
     make = functools.partial(lowbit_optax.lpmm_sgd, 2.0**-7, 0.5)
     assert_same_bits(*both(params, SERIES, advance=advance, make=make))
 

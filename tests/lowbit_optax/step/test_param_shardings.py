@@ -136,7 +136,7 @@ WRAPPERS = {
     "direct_updates": lowbit_optax.direct_updates,
     "accumulate_gradients": lambda tx: lowbit_optax.accumulate_gradients(tx, 2),
     "with_loss_scale": lambda tx: lowbit_optax.with_loss_scale(
-        tx, lowbit_optax.static_scale(4.0)
+        tx, lowbit_optax.loss_scaling.static_scale(4.0)
     ),
 }
 

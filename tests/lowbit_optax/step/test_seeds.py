@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from optimizers import adamw, normal
 
 import lowbit_optax
-from lowbit_optax import extra_bits, quantize_params, split_array
+from lowbit_optax import extra_bits, split_array
+from lowbit_optax.lpmm import quantize_params
 
 SHAPE = 256, 256  # the correlation of independent bits has a deviation of 1/256
 HALF_A_SPACING = 2.0**-9

@@ -155,14 +155,14 @@ def test_other_ranks_and_meshes(placed, axis_type):
     assert_same_bits(got, _trained(tx, params, grads))
 
 
-QUANTISED = functools.partial(lowbit_optax.quantize_params, bits=12, block_size=64)
+QUANTISED = functools.partial(lowbit_optax.lpmm.quantize_params, bits=12, block_size=64)
 # The transformation, and the function that prepares its parameters.
 OTHERS = {
     "quantised": (lowbit_optax.lpmm_sgd(0.1, 0.9, block_size=64), QUANTISED),
     "quantised adam": (lowbit_optax.lpmm_adam(1e-2, block_size=64), QUANTISED),
     "block-scaled": (
         lowbit_optax.lowbit(optax.sgd(0.1, 0.9)),
-        lowbit_optax.block_scale,
+        lowbit_optax.block_scaling.block_scale,
     ),
     "sums": (
         lowbit_optax.accumulate_gradients(lowbit_optax.kahan_sgd(0.5), 2),
@@ -276,7 +276,7 @@ def test_master_weights_and_reports_of_sharded_training(axis_type):
         masters = masters(*got)
         _assert_placed(masters, sharding)
         assert_same_bits(masters, want)
-        share = jax.jit(functools.partial(lowbit_optax.cancelled_updates, tx))
+        share = jax.jit(functools.partial(lowbit_optax.reports.cancelled_updates, tx))
         share = share(*got, grads[0])
         assert 0 <= float(share) <= 1
 

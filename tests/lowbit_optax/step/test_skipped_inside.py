@@ -101,7 +101,7 @@ def test_apply_if_finite_inside_changes_no_master(inner, options, advance):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_a_skipped_update_keeps_the_sign_of_zeros(dtype):
     inner = lowbit(optax.sgd(0.1), moments="float32")
-    tx = lowbit_optax.with_loss_scale(inner, lowbit_optax.backoff_scale())
+    tx = lowbit_optax.with_loss_scale(inner, lowbit_optax.loss_scaling.backoff_scale())
     params = jnp.full(8, -0.0, dtype)
     for advance in (lowbit_optax.step, apply):
         after, _ = advance(tx, params, tx.init(params), jnp.full(8, jnp.inf))

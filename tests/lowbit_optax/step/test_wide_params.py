@@ -59,7 +59,7 @@ MADE = {
     "chain": lambda tx: optax.chain(optax.clip(1.0), tx).init(_params()),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).init(_params()),
     "with_loss_scale": lambda tx: lowbit_optax.with_loss_scale(
-        tx, lowbit_optax.backoff_scale()
+        tx, lowbit_optax.loss_scaling.backoff_scale()
     ).init(_params()),
     "direct_updates": lambda tx: lowbit_optax.direct_updates(tx).init(_params()),
 }
@@ -75,7 +75,7 @@ def test_float32_parameters_are_said_once_with_the_lines_that_narrow_them(make):
 def test_of_quantized_weights_it_names_quantize_params():
     with pytest.warns(UserWarning, match="quantize_params"):
         lowbit_optax.lpmm_adam(1e-3).init(_params())
-    params = lowbit_optax.quantize_params(_params(), bits=12, min_size=0)
+    params = lowbit_optax.lpmm.quantize_params(_params(), bits=12, min_size=0)
     lowbit_optax.lpmm_adam(1e-3).init(params)
 
 

@@ -152,7 +152,7 @@ def test_a_step_happens_where_no_wrapper_skips_it():
 
 def loss_scaled(learning_rate):
     tx = lowbit_optax.kahan_sgd(learning_rate)
-    return lowbit_optax.with_loss_scale(tx, lowbit_optax.static_scale(1.0))
+    return lowbit_optax.with_loss_scale(tx, lowbit_optax.loss_scaling.static_scale(1.0))
 
 
 @pytest.mark.parametrize("make", [lowbit_optax.kahan_sgd, loss_scaled])

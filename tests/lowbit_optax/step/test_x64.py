@@ -44,9 +44,9 @@ TRANSFORMATIONS = {
             lowbit_optax.kahan_sgd(RATE), scaling
         )
         for name, scaling in {
-            "static": lowbit_optax.static_scale(128.0),
-            "backoff": lowbit_optax.backoff_scale(),
-            "log-normal": lowbit_optax.log_normal_scale(),
+            "static": lowbit_optax.loss_scaling.static_scale(128.0),
+            "backoff": lowbit_optax.loss_scaling.backoff_scale(),
+            "log-normal": lowbit_optax.loss_scaling.log_normal_scale(),
         }.items()
     },
 }
@@ -65,7 +65,9 @@ def problem(name, jit=jax.jit):
     """Parameters, the transformation's state, and gradients in two dtypes."""
     params = {"matrix": normal(0, 96, 48), "vector": normal(1, 48)}
     if name.startswith("lpmm"):
-        params = jit(functools.partial(lowbit_optax.quantize_params, bits=12))(params)
+        params = jit(functools.partial(lowbit_optax.lpmm.quantize_params, bits=12))(
+            params
+        )
     grads = {
         "matrix": normal(2, 96, 48, size=0.1),
         "vector": normal(3, 48, dtype=jnp.float32, size=0.1),

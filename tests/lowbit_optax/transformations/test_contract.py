@@ -47,14 +47,14 @@ DIRECT = {
     "loss scale inside": lambda tx: optax.chain(
         lowbit(
             lowbit_optax.with_loss_scale(
-                optax.sgd(1.0), lowbit_optax.static_scale(1.0)
+                optax.sgd(1.0), lowbit_optax.loss_scaling.static_scale(1.0)
             ),
             min_size=0,
             weights=lowbit_optax.extra_bits(16),
         )
     ),
     "loss scale": lambda tx: lowbit_optax.with_loss_scale(
-        tx, lowbit_optax.static_scale(1.0)
+        tx, lowbit_optax.loss_scaling.static_scale(1.0)
     ),
     "accumulated": lambda tx: lowbit_optax.accumulate_gradients(tx, 1),
 }
@@ -121,7 +121,7 @@ def test_lbfgs_has_no_moments_and_says_so():
 
 
 def test_multi_steps_around_lpmm_is_refused_at_init():
-    params = lowbit_optax.quantize_params({"w": jnp.ones((64, 64))})
+    params = lowbit_optax.lpmm.quantize_params({"w": jnp.ones((64, 64))})
     tx = optax.MultiSteps(lowbit_optax.lpmm_sgd(0.1), 2)
     with pytest.raises(TypeError, match="accumulate_gradients"):
         tx.init(params)
@@ -130,7 +130,7 @@ def test_multi_steps_around_lpmm_is_refused_at_init():
 
 
 def test_every_leaf_of_any_tree_may_be_a_quantized_tensor():
-    params = lowbit_optax.quantize_params({"w": jnp.ones((64, 64))}) | {
+    params = lowbit_optax.lpmm.quantize_params({"w": jnp.ones((64, 64))}) | {
         "v": jnp.ones((64, 64), jnp.bfloat16)
     }
     tx = lowbit_optax.kahan_adamw(0.01)

@@ -19,7 +19,8 @@ from optimizers import (
 )
 
 import lowbit_optax
-from lowbit_optax import DirectUpdate, direct_updates, kahan_sgd, lowbit_adamw
+from lowbit_optax import direct_updates, kahan_sgd, lowbit_adamw
+from lowbit_optax.transformations import DirectUpdate
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -63,7 +64,7 @@ AROUND = {
         make, hyperparam_dtype=jnp.float32
     )(learning_rate=RATE),
     "loss_scale": lambda make: lowbit_optax.with_loss_scale(
-        make(RATE), lowbit_optax.static_scale(1.0)
+        make(RATE), lowbit_optax.loss_scaling.static_scale(1.0)
     ),
 }
 
@@ -117,7 +118,7 @@ def test_a_boundary_between_update_and_sum_changes_no_bit(boundary):
 
 @pytest.mark.parametrize("is_inside", [True, False])
 def test_a_loss_scale_skips_a_step(is_inside):
-    scale = lowbit_optax.backoff_scale(2.0**8)
+    scale = lowbit_optax.loss_scaling.backoff_scale(2.0**8)
     scaled = lambda tx: lowbit_optax.with_loss_scale(tx, scale)
     inner = lowbit_adamw(0.1)
     tx = direct_updates(scaled(inner)) if is_inside else scaled(direct_updates(inner))

@@ -9,7 +9,9 @@ import optax
 import pytest
 
 import lowbit_optax
-from lowbit_optax import extra_bits, lowbit, quantized_weights, regularize
+from lowbit_optax import extra_bits, lowbit
+from lowbit_optax.formats import quantized_weights
+from lowbit_optax.transformations import regularize
 
 
 def elastic(params):
@@ -77,7 +79,7 @@ def test_it_trains_as_float32_with_the_penalty_in_the_loss(penalty):
 
 
 def test_quantised_weights_are_seen_by_their_values():
-    params = lowbit_optax.quantize_params({"w": jnp.ones((64, 64))}, bits=16)
+    params = lowbit_optax.lpmm.quantize_params({"w": jnp.ones((64, 64))}, bits=16)
     penalty = lambda params: jnp.sum(params["w"] ** 2)
     tx = lowbit(
         optax.chain(regularize(penalty), optax.sgd(0.25)), weights=quantized_weights()
