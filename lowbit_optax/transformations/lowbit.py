@@ -147,7 +147,7 @@ def lowbit(
 def step(
     tx: optax.GradientTransformation,
     params: optax.Params,
-    state: optax.OptState,
+    opt_state: optax.OptState,
     grads: optax.Updates,
     **extra_args,
 ) -> tuple[optax.Params, optax.OptState]:
@@ -176,12 +176,12 @@ def step(
     Args:
       tx: an optax transformation.
       params: tree of parameters.
-      state: ``tx``'s state.
+      opt_state: ``tx``'s state.
       grads: tree of gradients, any float dtype.
       **extra_args: for ``tx.update``.
 
     Returns:
-      ``(params, state)``.
+      ``(params, opt_state)``.
 
     Raises:
       TypeError: if ``tx`` is not a transformation.
@@ -198,14 +198,14 @@ def step(
     stepper = stepper_of(tx)
     with context.params_wanted(False):
         if stepper is not None:
-            return stepper.run(params, state, grads, REPLACE, extra_args)
+            return stepper.run(params, opt_state, grads, REPLACE, extra_args)
         check_transformation("step", "tx", tx)
         tx = optax.with_extra_args_support(tx)
-        direct = step_wrapped(tx, params, state, grads, extra_args, apply_updates)
+        direct = step_wrapped(tx, params, opt_state, grads, extra_args, apply_updates)
         if direct is not None:
             return direct
-        updates, state = tx.update(grads, state, params, **extra_args)
-        return apply_updates(params, updates), state
+        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+        return apply_updates(params, updates), opt_state
 
 
 def apply_updates(params: optax.Params | None, updates: optax.Updates) -> optax.Params:
