@@ -188,15 +188,15 @@ def test_a_body_that_computes_with_a_quantised_layer_is_told_to_dequantise_it(na
         return simple_loss(params, x, body)
 
     (x,) = released.batches(1)[0]
-    with pytest.raises(TypeError, match=r"lowbit_optax\.dequantize"):
+    with pytest.raises(TypeError, match=r"lpmm\.dequantize"):
         release.value_and_update(loss_fn, tx)(params, tx.init(params), x)
-    with pytest.raises(TypeError, match=r"lowbit_optax\.dequantize"):
+    with pytest.raises(TypeError, match=r"lpmm\.dequantize"):
         lowbit_optax.lpmm.value_and_grad(loss_fn, lazy=True)(params, x)
 
 
 def test_an_arrays_method_of_a_quantised_weight_names_dequantize():
     weight = lowbit_optax.lpmm.quantize_params(released.weights(), block_size=64)
-    with pytest.raises(AttributeError, match=r"astype.*lowbit_optax\.dequantize"):
+    with pytest.raises(AttributeError, match=r"astype.*lpmm\.dequantize"):
         weight.astype(jnp.bfloat16)
 
 

@@ -247,7 +247,8 @@ def test_without_a_kernel_the_error_names_the_leaf_and_the_reason():
     series = dyadic_series(params, 1)
     for inner in (MUON, optax.adafactor(0.01, min_dim_size_to_factor=8)):
         with pytest.raises(
-            ValueError, match=r"no kernel can update params\['kernel'\]: .* is not elem"
+            ValueError,
+            match=r"no kernel can update params\['kernel'\]: .* is not among",
         ) as error:
             trained("pallas", params, series, inner=inner, weights=kahan())
         assert "implementation=None uses XLA for such leaves" in str(error.value)
