@@ -1,4 +1,4 @@
-"""The update of whole leaves: by a launcher's kernels on every device, or by XLA."""
+"""Update whole leaves, with a launcher's kernels on each device or with XLA."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from pallas_kernels.fused_update.spec import (
 from pallas_kernels.lowered import for_one_device, for_one_platform
 from pallas_kernels.platforms import transformable
 
-# Before, interpreted kernels of many devices may wait for each other for ever.
+# In older versions, interpreted kernels of several devices can deadlock.
 _INTERPRETS_SHARDS = jax.__version_info__ >= (0, 11)
 
 

@@ -1,4 +1,4 @@
-"""Which launcher's kernels an implementation runs."""
+"""Choose the launcher that an implementation uses."""
 
 import importlib
 import typing
@@ -14,8 +14,8 @@ def launcher_of(implementation: str | None, interpret: bool = False) -> typing.A
 
     Args:
       implementation: see :data:`pallas_kernels.platforms.Implementation`.
-      interpret: whether the kernel's operations are run on any platform. Of those for
-        GPUs XLA can run Triton's.
+      interpret: whether kernels run as ordinary operations, on any platform. JAX can
+        interpret only Triton's kernels for GPUs.
     """
     if implementation == "tpu":
         name = "tpu.kernel"

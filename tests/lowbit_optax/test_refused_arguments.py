@@ -126,6 +126,10 @@ REFUSED = {
             )
             for code in ("sqrt", "float", "log")
         ),
+        (
+            "accumulate_gradients(SGD, 2, block_quantized(8, relative_to='nu'))",
+            "no second moment to be relative to",
+        ),
     ],
     "loss scales": [
         ("static_scale(0.0)", r"scale is 0\.0"),

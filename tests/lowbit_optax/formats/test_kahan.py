@@ -206,6 +206,13 @@ def test_an_overflowing_parameter_is_infinite_and_its_compensation_zero(
     assert_infinite(*train(tx, params, grads, 3))
 
 
+def test_a_compensation_of_a_whole_spacing_belongs_to_its_weight():
+    # What stochastic rounding of the weight lost, rounded up itself.
+    param, residual = jnp.ones(1, jnp.bfloat16), jnp.full(1, 2.0**-7, jnp.bfloat16)
+    joined = lowbit_optax.kahan(rounding="stochastic").join(param, residual)
+    np.testing.assert_array_equal(joined, 1 - 2.0**-7)
+
+
 # What a GPU's compiler could take away.
 
 

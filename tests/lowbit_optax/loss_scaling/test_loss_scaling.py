@@ -216,6 +216,12 @@ def test_zeros_raise_the_scale_and_an_overflow_brings_back_the_usual_one():
     assert scales[-1] == scales[49]
 
 
+def test_a_gradient_far_below_the_mean_does_not_end_a_row_of_zeros():
+    sizes = [2.0] * 50 + [0.0] * 100 + [2.0**-8] + [0.0] * 100
+    scales, _, _ = log_normal_run(sizes)
+    assert scales[-1] > 4 * scales[150]
+
+
 @pytest.mark.parametrize("inner", INNERS)
 def test_scaled_training_is_unscaled_training_bit_for_bit(inner):
     start = parameters(jnp.float32)

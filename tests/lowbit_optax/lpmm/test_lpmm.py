@@ -12,7 +12,7 @@ from optimizers import assert_same_bits, initial, jitted
 from quantised import quantizer, values_of
 
 import lowbit_optax
-from lowbit_optax import lpmm_sgd
+from lowbit_optax import lpmm_adam, lpmm_sgd
 from lowbit_optax._numerics import linear_code
 from lowbit_optax.lpmm import QuantizedTensor, dequantize, value_and_grad
 
@@ -339,6 +339,18 @@ def test_in_a_scan_only_the_current_layer_is_dequantised():
     all_layers = 4 * LAYERS * WIDTH**2
     assert whole > all_layers
     assert lazy < all_layers / 2
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_adam_looks_ahead_as_optaxs_does_if_it_should(nesterov):
+    weights, grads = {"w": jnp.ones((64, 64))}, {"w": jnp.full((64, 64), 0.5)}
+    params = lowbit_optax.lpmm.quantize_params(weights, bits=16)
+    tx = lpmm_adam(0.1, nesterov=nesterov)
+    params, _ = lowbit_optax.step(tx, params, initial(tx, params), grads)
+    theirs = optax.adam(0.1, nesterov=nesterov)
+    updates, _ = theirs.update(grads, theirs.init(weights))
+    np.testing.assert_allclose(values_of(params["w"]), 1 + updates["w"], atol=0.02)
 
 
 # Bad input.

@@ -356,6 +356,17 @@ def test_stochastic_rounding_is_unbiased_and_follows_the_seed():
     assert of_seed(-1) == of_seed(2**32 - 1)
 
 
+def test_a_cotangent_is_rounded_by_other_draws_than_its_tensor():
+    with_itself = lambda y: (jnp.sum(1.5625 * y), y)
+    loss_fn, options = lambda w, x: with_itself(x @ w), {"has_aux": True, "seed": 3}
+    w, x = jnp.full((1, 4096), 1.25), jnp.full((1, 1), 1.25)
+    plan = precision.trace(loss_fn, w, x, has_aux=True)
+    f = gradient(loss_fn, precision.uniform(plan, formats=FEW_BITS), **options)
+    (_, (y, _)), grads = f(w, x)
+    is_up = y == 1.75, grads / 1.25 == 1.75  # 1.5625 is 1.5 or, once in four, 1.75
+    np.testing.assert_allclose(np.mean(is_up[0] & is_up[1]), 1 / 16, atol=0.02)
+
+
 def test_stochastic_rounding_draws_anew_at_each_iteration_of_nested_scans():
     def loss_fn(w, xs):
         inner = lambda c, x: (c, x @ w)

@@ -226,6 +226,11 @@ OTHER_FORMATS = {
         _adamw(extra_bits(8)),
         r"params\['kernel'\] is bfloat16\[64, 24\] there and .*nearest_8_bits.* here",
     ),
+    "moments that the run does not have": (
+        optax.adamw(0.01),
+        optax.sgd(0.01),
+        r"state\[0\]\.mu\['kernel'\] is bfloat16\[64, 24\] there and nothing here",
+    ),
 }
 
 

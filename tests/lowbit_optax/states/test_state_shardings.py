@@ -165,6 +165,13 @@ def test_an_axis_that_is_sharded_takes_no_second_mesh_axis():
         )
 
 
+def test_the_other_axis_is_one_that_divides():
+    mesh = jax.sharding.AbstractMesh((4,), ("x",))
+    tx, params = lowbit_optax.lowbit_adamw(1e-3), _bfloat16((1000, 6, 256))
+    found = state_shardings(tx, params, jax.P("x"), mesh=mesh, uneven="other_axis")
+    assert found.inner_state[0].mu.codes["w"].spec == jax.P(None, None, "x")
+
+
 def _quantized(shape):
     weights = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
     return jax.eval_shape(lowbit_optax.lpmm.quantize_params, weights)

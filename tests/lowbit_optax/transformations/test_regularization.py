@@ -87,3 +87,12 @@ def test_quantised_weights_are_seen_by_their_values():
     zeros = {"w": jnp.zeros((64, 64))}
     params, _ = lowbit_optax.step(tx, params, tx.init(params), zeros)
     np.testing.assert_allclose(params["w"].dequantize(), 0.5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_gradients_keep_their_dtype_beside_parameters_of_another(dtypes):
+    grads, params = (jnp.full(3, 2.0**-12, dtype) for dtype in dtypes)
+    tx = regularize(lambda params: jnp.sum(params).astype(jnp.float32))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert updates.dtype == grads.dtype
+    np.testing.assert_array_equal(updates, (1 + grads).astype(grads.dtype))
