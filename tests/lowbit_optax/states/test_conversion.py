@@ -357,7 +357,21 @@ def _sgd(rate=0.1):
 
 _OTHER = {"kernel": jnp.ones((8, 8)), "bias": jnp.ones(40)}
 
+
 # What the state is made by, from_tx, to_tx, and what else is given.
+def test_biases_and_normalisations_stay_float32_as_with_from_master():
+    master = {"kernel": jnp.ones((8, 4)), "norm": {"scale": jnp.ones((2, 4))}}
+    run = master, optax.adamw(0.1).init(master)
+    to_tx = lowbit_optax.kahan_adamw(0.1)
+    params, state = convert(*run, optax.adamw(0.1), to_tx, dtype=BF16)
+    want, want_state = lowbit_optax.from_master(to_tx, master)
+    assert_same_bits(params, want)
+    assert params["norm"]["scale"].dtype == jnp.float32
+    assert_same_bits(state.residual, want_state.residual)
+    params, _ = convert(*run, optax.adamw(0.1), to_tx, dtype=BF16, keep_float32=None)
+    assert params["norm"]["scale"].dtype == BF16
+
+
 REFUSED = {
     "another optimizer": (
         _sgd(), _sgd(), _adamw(kahan()), {},
