@@ -170,8 +170,7 @@ class WeightFormat:
         Args:
           master: float32.
           dtype: of the parameter.
-          random: the leaf's random bits, or a ``ToNearest``, whose words stand for one
-            half. So take all randomness from its methods.
+          random: the leaf's random bits; use only its methods, which ``ToNearest`` has.
         """
         raise NotImplementedError
 

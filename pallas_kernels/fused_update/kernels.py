@@ -118,7 +118,18 @@ class Kernels:
 def reference(
     body: Body | BlockBody, scalars: Scalars, layer, first, leaves: Sequence[Leaf]
 ) -> list[jax.Array]:
-    """The results by array operations."""
+    """Update whole leaves with array operations, which define the results of kernels.
+
+    Args:
+      body: computes new rows from the rows of a leaf's arrays.
+      scalars: a table of scalars, with a row for each leaf.
+      layer: as of :class:`.spec.Call`.
+      first: the index of the leaf's first element, in an array; None if it is 0.
+      leaves: of one shape.
+
+    Returns:
+      The results of all leaves, leaf after leaf.
+    """
     rows = [scalars.rows] if len(leaves) == 1 else [r[None] for r in scalars.rows]
     shape = leaves[0].shape
     index = None if first is None else xla.index_of(shape, shape, first[0])

@@ -41,7 +41,8 @@ WRAPPED = {
     "loss scale": loss_scaled(ADAMW),
     "loss scale and clip": loss_scaled(optax.chain(CLIP, ADAMW)),
 }
-READ_TWICE_MORE = {"apply_if_finite and clip", "loss scale and clip"}
+# Two that read gradients once more. XLA writes partial maxima of scaled ones.
+MOVED = {"apply_if_finite and clip": 16.26, "loss scale and clip": 16.261}
 
 
 @pytest.mark.parametrize("name", WRAPPED)
@@ -49,7 +50,7 @@ def test_a_wrapped_step_makes_no_new_gradients_and_copies_nothing(name):
     step = lower_step(WRAPPED[name], PARAMS)
     assert step.in_place
     assert step.temporary < 0.01
-    assert step.moved < (16.27 if name in READ_TWICE_MORE else 14.26)
+    assert step.moved < MOVED.get(name, 14.26)
     assert not re.search(r" (conditional|while)\(", step.compiled.as_text())
 
 
