@@ -19,13 +19,14 @@ _NORM = re.compile(r"norm(?!al)|^ln(_|\d|$)")
 
 
 def is_bias_or_norm(path: str, leaf) -> bool:
-    """The default of ``keep_float32``: whether a leaf is a bias or a normalisation's.
+    """Return whether a leaf belongs to a bias or a normalisation.
 
-    It keeps leaves of fewer than two axes, leaves whose name ends with ``bias`` or is
-    ``scale``, and all leaves of a module whose name says that it normalises, such as
-    ``LayerNorm_0`` or ``ln_1``. So it keeps the bias of an attention layer, whose axes
-    are heads and features, and scales that are stacked over layers. These leaves are a
-    small part of a model's memory. It narrows matrices, convolutions and embeddings.
+    This is the default of ``keep_float32``. It keeps leaves of fewer than two axes,
+    leaves whose name ends with ``bias`` or is ``scale``, and all leaves of a module
+    whose name contains ``norm`` or is like ``ln_1``. So it keeps the bias of an
+    attention layer, whose axes are heads and features, and scales that are stacked over
+    layers. These leaves are a small part of a model's memory. It narrows matrices,
+    convolutions and embeddings.
 
     Args:
       path: of the leaf, as ``jax.tree_util.keystr`` writes it.
@@ -96,9 +97,9 @@ def narrowed_dtypes(what: str, params, dtype, keep_float32: KeepFloat32):
 
 
 def dtypes_of(what: str, params, dtype, keep_float32: KeepFloat32):
-    """The dtypes of parameters: :func:`narrowed_dtypes`, or a tree that is given.
+    """Return ``dtype`` if it is a tree of dtypes, and :func:`narrowed_dtypes` if not.
 
-    Such a tree is a prefix of the parameters, and decides alone.
+    For a tree of dtypes, ``keep_float32`` has no effect.
     """
     is_one = jax.tree_util.treedef_is_leaf(jax.tree.structure(dtype))
     return narrowed_dtypes(what, params, dtype, keep_float32) if is_one else dtype

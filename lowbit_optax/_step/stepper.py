@@ -65,10 +65,11 @@ class Stepper(abc.ABC):
     def update_within(
         self, updates: optax.Updates, state, params: optax.Params | None = None, **extra
     ) -> tuple[optax.Updates, typing.Any]:
-        """``update``, of a transformation that is made while an update is traced.
+        """The ``update`` of a transformation that a wrapper makes while it is traced.
 
-        It may hold values of that trace, as ``optax.inject_hyperparams`` makes it, so
-        it cannot run after the trace has ended. It runs within, and leaves no mark.
+        ``optax.inject_hyperparams`` makes such transformations. They may hold values of
+        the trace, so they cannot run after the trace has ended. They run at once, and
+        leave no mark.
         """
         with context.params_wanted(False):
             return self.run(params, state, updates, ADD, extra)
@@ -120,7 +121,7 @@ def marked(
     params,
     extra_args: dict,
 ) -> tuple[optax.Updates, typing.Any]:
-    """What stands for the updates and the new state of a transformation in a trace.
+    """Mark the place of an update in a trace; return placeholders of its results.
 
     Args:
       stepper: the transformation.

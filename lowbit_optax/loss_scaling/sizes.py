@@ -1,4 +1,4 @@
-"""How large gradients are, divided by the loss scale: whether a step may happen.
+"""Measure gradients, for the decision whether a step happens.
 
 ``with_loss_scale`` measures all gradients at once, and :mod:`lowbit_optax.release` a
 few at a time. Both make a :class:`lowbit_optax._step.guard.Guard` of what they find.

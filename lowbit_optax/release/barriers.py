@@ -1,4 +1,4 @@
-"""What keeps XLA from moving, fusing or repeating parts of a released step."""
+"""Barriers that keep XLA from moving and fusing parts of a released step."""
 
 from collections.abc import Callable
 

@@ -131,7 +131,7 @@ class ReleasedLoop:
 class _ReadBack:
     """Finds arrays that a layer's backward pass needs and that exist anyway.
 
-    The backward loop reads these again. The others the forward loop saves in stacks.
+    The backward loop reads these again. The forward loop saves the others in stacks.
     """
 
     def save(self, pull, out, known: list) -> list:
@@ -165,10 +165,10 @@ def _like(primals, cotangents):
 
 
 def _layer_at(index, stacks, early):
-    """One layer of stacks.
+    """Read one layer from each stack.
 
-    ``early`` is the same index, known before the gradients are, when copies from host
-    memory can begin.
+    ``early`` equals ``index`` and is available before the gradients are, so that copies
+    from host memory can start early.
     """
     return jax.tree.map(
         lambda x: lax.dynamic_index_in_dim(

@@ -33,7 +33,10 @@ class OtherUpdates(Stepper):
         return self.inner.init(params)
 
     def update(self, updates, state, params=None, **extra):
-        """As in optax. A step takes new parameters, which other updates only wrap."""
+        """As in optax; while a step traces its wrappers, the inner ``update``.
+
+        The step writes new parameters, so updates of another kind are not needed.
+        """
         if not context.current().wants_params:
             return super().update(updates, state, params, **extra)
         inner = optax.with_extra_args_support(self.inner)

@@ -1,4 +1,4 @@
-"""A step of any transformation, which a guard may skip."""
+"""Step any transformation under a guard, which may skip the step."""
 
 import optax
 

@@ -104,12 +104,12 @@ class FlatTiling:
 
     @property
     def is_small(self) -> bool:
-        """Whether its launch takes longer than its update."""
+        """Whether launching its kernel takes longer than the update."""
         return self.size <= MAX_ELEMENTS_OF_SMALL_LEAF
 
     @property
     def is_below_2_30(self) -> bool:
-        """Whether all offsets are."""
+        """Whether every offset of an element is below 2^30."""
         return self.size <= 2**30
 
     def numbers(self, are_equal: bool) -> FlatNumbers:
@@ -330,7 +330,7 @@ class BlockTiling:
 
     @functools.cached_property
     def is_below_2_30(self) -> bool:
-        """Whether all offsets are."""
+        """Whether every offset of an element is below 2^30."""
         rows = max([self.rows, *map(self.word_rows, self.packed)])
         return self.lead * rows * self.row_stride <= 2**30
 

@@ -43,7 +43,7 @@ class Function:
 
     @property
     def unsupported(self) -> list[str]:
-        """Its operations that TPU kernels have not, or not for their dtypes."""
+        """Its operations that TPU kernels do not support."""
         return list(unsupported(self._closed.jaxpr))
 
     def add_known(self, scalars: Sequence[jax.Array], known: Known) -> None:
@@ -157,7 +157,7 @@ class Functions:
 
     @property
     def unsupported(self) -> list[str]:
-        """Their operations that TPU kernels have not."""
+        """Their operations that TPU kernels do not support."""
         parts = [self.run]
         if self.of_blocks is not None:
             before, rounds, _ = self.of_blocks

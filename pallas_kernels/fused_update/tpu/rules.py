@@ -62,7 +62,7 @@ _OF_NARROW = (p.convert_element_type_p, p.bitcast_convert_type_p, p.select_n_p)
 
 
 def unsupported(jaxpr: core.Jaxpr) -> Iterator[str]:
-    """The operations of a jaxpr that kernels have not, or not for their dtypes."""
+    """The operations of a jaxpr that TPU kernels do not support."""
     for eqn in jaxpr.eqns:
         if eqn.primitive is p.jit_p:
             yield from unsupported(eqn.params["jaxpr"].jaxpr)
