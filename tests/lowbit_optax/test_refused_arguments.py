@@ -15,12 +15,16 @@ from lowbit_optax import (
     precision,
     release,
     reports,
+    transformations,
 )
 
 pytestmark = pytest.mark.standard_promotion
 
 # The names that the expressions below use.
-MODULES = [lowbit_optax, block_scaling, formats, loss_scaling, lpmm, reports]
+MODULES = [
+    *(lowbit_optax, block_scaling, formats, loss_scaling, lpmm, reports),
+    transformations,
+]
 NAMES = {name: getattr(x, name) for x in MODULES for name in x.__all__} | {
     **dict(emulation=emulation, lpmm=lpmm, precision=precision, release=release),
     **dict(jax=jax, jnp=jnp, optax=optax, FloatFormat=precision.FloatFormat),
