@@ -131,7 +131,7 @@ def train(tx, dtype, params, log: Log, order, counts: int = 1):
         share = None
         if dtype != jnp.float32:
             grads = gradients(carry[0], indices[0])
-            share = lowbit_optax.reports.cancelled_updates(tx, *carry, grads)
+            share = lowbit_optax.step_report(tx, *carry, grads).lost
         return jax.lax.scan(step, carry, indices)[0], share
 
     order = order.reshape(counts, -1, BATCH)

@@ -65,7 +65,7 @@ def quantized(model: Model) -> CompiledStep:
     to_12_bits = functools.partial(lowbit_optax.lpmm.quantize_params, bits=12)
     params = jax.eval_shape(to_12_bits, model.params)
     return compile_step(
-        functools.partial(release.value_and_update, dtype=BF16),
+        functools.partial(release.value_and_update, grad_dtype=BF16),
         dataclasses.replace(model, params=params),
         lowbit_optax.lpmm_adam(1e-3),
     )

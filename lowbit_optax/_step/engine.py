@@ -22,7 +22,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from lowbit_optax._jaxprs.not_folded import not_folded
-from lowbit_optax._numerics.landing import REPLACE, Landing
+from lowbit_optax._numerics.landing import ADD_LIKE_GRADS, REPLACE, Landing
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._step import backends, context, trees
 from lowbit_optax._step.blanks import residuals_of
@@ -65,6 +65,8 @@ class Lowbit(Stepper):
       param_shardings: where the parameters lie on a mesh.
       warn: whether ``init`` warns of float32 parameters, and a step of large leaves
         that XLA updates on an accelerator.
+      match_grad_dtype: whether updates have the gradients' dtypes, where these are
+        those of the parameters.
     """
 
     inner: optax.GradientTransformation
@@ -75,6 +77,7 @@ class Lowbit(Stepper):
     implementation: Implementation = None
     param_shardings: ParamShardings = None
     warn: bool = True
+    match_grad_dtype: bool = False
 
     def init(self, params: optax.Params):
         """The initial state, with which every master equals its parameter."""
@@ -130,6 +133,8 @@ class Lowbit(Stepper):
         guard: Guard | Unguarded = UNGUARDED,
     ):
         """A step, if the guard lets it happen; see :meth:`.Stepper.run`."""
+        if self.match_grad_dtype and not landing.is_direct:
+            landing = ADD_LIKE_GRADS
         step = self.open(params, state, grads, guard, landing)
         report = context.current().report
         if report is not None:

@@ -96,6 +96,13 @@ def narrowed_dtypes(what: str, params, dtype, keep_float32: KeepFloat32):
     return treedef.unflatten(map(choose, names, leaves))
 
 
+def narrowed_shapes(what: str, params, dtype, keep_float32: KeepFloat32):
+    """The shapes of parameters, with the dtypes of :func:`narrowed_dtypes`."""
+    dtypes = narrowed_dtypes(what, params, dtype, keep_float32)
+    shape = lambda leaf, dtype: jax.ShapeDtypeStruct(leaf.shape, dtype)
+    return jax.tree.map(shape, params, dtypes)
+
+
 def dtypes_of(what: str, params, dtype, keep_float32: KeepFloat32):
     """Return ``dtype`` if it is a tree of dtypes, and :func:`narrowed_dtypes` if not.
 

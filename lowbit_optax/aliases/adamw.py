@@ -54,8 +54,8 @@ def kahan_adamw(
       rounding, residual_rounding: of w and of c, see :func:`lowbit_optax.kahan`.
       moments: formats of m (``mu``) and v (``nu``); ``cast(jnp.bfloat16)``, rounded
         stochastically, if None.
-      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warn`` of :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
+        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -122,8 +122,8 @@ def sr_adamw(
       error_feedback: None, or ``"mu"``; see :func:`lowbit_optax.stochastic_rounding`.
       moments: formats of m (``mu``) and v (``nu``); ``cast(jnp.bfloat16)``, rounded
         stochastically, if None.
-      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warn`` of :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
+        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -194,8 +194,8 @@ def extra_bits_adamw(
       rounding, residual_rounding: of the parameter and of W, see
         :func:`lowbit_optax.extra_bits`.
       moments: formats of m (``mu``) and v (``nu``); ``"float32"`` if None.
-      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warn`` of :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
+        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -262,8 +262,8 @@ def lowbit_adamw(
       weight_decay: d, decoupled.
       bits: extra bits of the weights; 8 if None.
       moments: formats of m (``mu``) and v (``nu``); ``block_quantized(8)`` if None.
-      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warn`` of :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
+        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -321,8 +321,8 @@ def lowbit_lion(
       weight_decay: d, decoupled.
       bits: extra bits of the weights; 8 if None.
       moments: format of m (``mu``); ``block_quantized(8)`` if None.
-      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warn`` of :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
+        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.

@@ -89,8 +89,8 @@ def lowbit_muon(
       bits: extra bits of the weights; 8 if None.
       moments: formats of Muon's m (``mu``) and of AdamW's (``mu``, ``nu``);
         ``block_quantized(8)`` if None, whose codes of Muon's m are linear.
-      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warn`` of :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
+        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.

@@ -50,8 +50,8 @@ def kahan_sgd(
       rounding, residual_rounding: of w and of c, see :func:`lowbit_optax.kahan`.
       moments: format of the momentum; ``cast(jnp.bfloat16)``, rounded stochastically,
         if None.
-      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warn`` of :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
+        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -118,8 +118,8 @@ def sr_sgd(
         :func:`lowbit_optax.stochastic_rounding`.
       moments: format of the momentum; ``cast(jnp.bfloat16)``, rounded stochastically,
         if None.
-      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warn`` of :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
+        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -187,8 +187,8 @@ def extra_bits_sgd(
       rounding, residual_rounding: of the parameter and of W, see
         :func:`lowbit_optax.extra_bits`.
       moments: format of the momentum; ``"float32"`` if None.
-      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warn`` of :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
+        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.
@@ -251,8 +251,8 @@ def lowbit_sgd(
       weight_decay: d, added to the gradient (not decoupled); 0 if None.
       bits: extra bits of the weights; 8 if None.
       moments: format of the momentum; ``block_quantized(8)`` if None.
-      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warn`` of :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
+        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation, for :func:`lowbit_optax.step` or as usual.

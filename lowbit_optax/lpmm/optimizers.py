@@ -54,8 +54,8 @@ def lpmm_sgd(
         :func:`lowbit_optax.lpmm.quantize_params`.
       rounding: of weights and momentum, ``"stochastic"`` or ``"nearest"``; stochastic
         if None.
-      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warn`` of :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
+        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation for trees from :func:`lowbit_optax.lpmm.quantize_params`.
@@ -121,8 +121,8 @@ def lpmm_adam(
       weight_decay: d, decoupled, as in ``optax.adamw``; 0 if None.
       momentum_bits, block_size, rounding: of m, as in :func:`lpmm_sgd`. v is stored by
         ``block_quantized(8)``, in which no value becomes 0.
-      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warn`` of :func:`lowbit_optax.lowbit`.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
+        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation for trees from :func:`lowbit_optax.lpmm.quantize_params`.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._numerics.dtypes import float_dtype
+from lowbit_optax._tables import Explanation
 from lowbit_optax.release.host_memory import with_memory_kind
 from lowbit_optax.release.plan import loss_scaled, plan_release, without_scale
 from lowbit_optax.release.released_step import released_step
@@ -23,7 +24,7 @@ def value_and_update(
     max_grad_norm: float | None = None,
     overflow: str = "exact",
     state_memory: str = "device",
-    dtype: jax.typing.DTypeLike = jnp.float32,
+    grad_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
     """A training step that updates parameters during the backward pass.
 
@@ -84,7 +85,7 @@ def value_and_update(
         to the device while the layer's gradients are computed, and back after the
         update. All other state is on the device. A state that lies elsewhere is moved;
         :func:`host_shardings` places it before. The numbers are the same.
-      dtype: of the gradients of QuantizedTensors; any float dtype.
+      grad_dtype: of the gradients of QuantizedTensors; any float dtype.
 
     Returns:
       A function ``(params, opt_state, *args, **kwargs) -> (value, params, opt_state)``.
@@ -100,7 +101,7 @@ def value_and_update(
         step is called, if a loss scale is inside another transformation, or if ``tx``
         needs the gradients of several parameters at once, one of which would be updated
         in a loop.
-      TypeError: if ``dtype`` is not a float dtype; when the step is called, if a
+      TypeError: if ``grad_dtype`` is not a float dtype; when the step is called, if a
         parameter is not an array, if the loss is not a real scalar, or if ``loss_fn``
         computes with a QuantizedTensor that it has not dequantised.
 
@@ -123,7 +124,7 @@ def value_and_update(
     >>> params["layers"].shape
     (3, 64, 64)
     """
-    dtype = float_dtype("release: dtype", dtype)
+    grad_dtype = float_dtype("release: grad_dtype", grad_dtype)
     if max_grad_norm is not None and not _is_positive(max_grad_norm):
         raise ValueError(
             "release: max_grad_norm must be a positive number, or None for no "
@@ -132,7 +133,7 @@ def value_and_update(
     _check_options(overflow, state_memory, tx, max_grad_norm)
 
     def with_update(params, opt_state, *args, **kwargs):
-        loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
+        loss = trace_loss(loss_fn, has_aux, grad_dtype, params, args, kwargs)
         plan = plan_release(loss, tx, opt_state)
         return released_step(
             loss, plan, tx, opt_state, max_grad_norm, overflow, state_memory
@@ -148,12 +149,12 @@ def explain(
     has_aux: bool = False,
     overflow: str = "exact",
     state_memory: str = "device",
-    dtype: jax.typing.DTypeLike = jnp.float32,
+    grad_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
     """When :func:`value_and_update` updates each parameter; nothing is run.
 
     Args:
-      loss_fn, tx, has_aux, overflow, state_memory, dtype: as for
+      loss_fn, tx, has_aux, overflow, state_memory, grad_dtype: as for
         :func:`value_and_update`.
 
     Returns:
@@ -180,11 +181,11 @@ def explain(
     >>> when["['layers']"], when["['head']"]
     ('in the loop', 'after the backward pass: it has fewer than 4096 elements')
     """
-    dtype = float_dtype("release: dtype", dtype)
+    grad_dtype = float_dtype("release: grad_dtype", grad_dtype)
     _check_options(overflow, state_memory, tx, None)
 
     def with_shapes(params, opt_state, *args, **kwargs):
-        loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
+        loss = trace_loss(loss_fn, has_aux, grad_dtype, params, args, kwargs)
         plan = plan_release(loss, tx, opt_state)
         in_loops = {leaf.name for leaf in plan.parts.stacks}
 
@@ -195,7 +196,8 @@ def explain(
             place = f"; its state is {where} host memory" if is_on_host else ""
             return report + unless + place
 
-        return {name: complete(name, x) for name, x in plan.reports.items()}
+        found = {name: complete(name, x) for name, x in plan.reports.items()}
+        return Explanation(found)
 
     return with_shapes
 
@@ -260,7 +262,7 @@ def host_shardings(
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
-    dtype: jax.typing.DTypeLike = jnp.float32,
+    grad_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
     """Shardings of a state that starts where ``state_memory="pinned_host"`` keeps it.
 
@@ -268,7 +270,7 @@ def host_shardings(
     state on the device; :func:`explain` tells which. Nothing is run.
 
     Args:
-      loss_fn, tx, has_aux, dtype: as for :func:`value_and_update`.
+      loss_fn, tx, has_aux, grad_dtype: as for :func:`value_and_update`.
 
     Returns:
       A function of ``(params, opt_state, *args, **kwargs)``, arrays or
@@ -297,7 +299,7 @@ def host_shardings(
     """
 
     def with_shapes(params, opt_state, *args, **kwargs):
-        loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
+        loss = trace_loss(loss_fn, has_aux, grad_dtype, params, args, kwargs)
         stacks = plan_release(loss, tx, opt_state).stack_numbers
         leaves, structure = jax.tree.flatten(without_scale(tx, opt_state)[1])
         marks = structure.unflatten([n in stacks for n in range(len(leaves))])

@@ -1,6 +1,6 @@
 """What training takes and loses: memory, planned and compiled, and rounding errors."""
 
-from lowbit_optax.reports.diagnostics import LeafReport, cancelled_updates, step_report
+from lowbit_optax.reports.diagnostics import LeafReport, StepReport, step_report
 from lowbit_optax.reports.explaining import explain
 from lowbit_optax.reports.memory import MemoryReport, memory_report
 from lowbit_optax.reports.planning import Plan, PlannedFormats, plan
@@ -12,7 +12,7 @@ __all__ = [
     "Plan",
     "PlannedFormats",
     "StepMemory",
-    "cancelled_updates",
+    "StepReport",
     "explain",
     "memory_report",
     "plan",

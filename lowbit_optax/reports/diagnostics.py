@@ -8,11 +8,13 @@ It is computed beside a step and not by it, so that it costs other steps nothing
 """
 
 import dataclasses
+import functools
 import typing
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.landing import REPLACE, apply_leaf
@@ -21,6 +23,7 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.error_feedback import ahead_of_leaves
 from lowbit_optax._step.inner_update import trace_update
 from lowbit_optax._step.step import Step
+from lowbit_optax._tables import Table, Tabular
 from lowbit_optax.formats import quantized_tensor
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
@@ -55,19 +58,69 @@ class LeafReport(typing.NamedTuple):
     moment_errors: dict[str, jax.Array]
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True, repr=False)
+class StepReport(Tabular):
+    """What :func:`step_report` finds, a pytree of float32 scalars; ``print`` it.
+
+    Args:
+      leaves: a tree like the parameters (a QuantizedTensor is one leaf) of
+        :class:`LeafReport`; None at leaves that only transformations of other packages
+        update.
+    """
+
+    leaves: typing.Any
+
+    @property
+    def lost(self):
+        """A tree like the parameters: the share of updates that rounding would cancel.
+
+            lost = #{u != 0 and round(p + u) == p} / #{u != 0}
+
+        with u the float32 update of the inner transformation and p the stored
+        parameter; 0 where no update is non-zero. For a QuantizedTensor ``round`` is to
+        the nearest code, with the steps of p + u. A share near 1 says that plain
+        training in this dtype has stopped learning there. Under ``jax.jit`` only this
+        share is computed if nothing else of the report is used.
+
+        References:
+          Zamirai et al. 2020, figure 9.
+        """
+        return jax.tree.map(lambda x: x and x.lost, self.leaves, is_leaf=_is_report)
+
+    def scalars(self) -> dict[str, jax.Array]:
+        """Every scalar by its path, such as ``"layer/kernel/lost"``, for a logger."""
+        found = jax.tree_util.tree_leaves_with_path(self.leaves)
+        name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+        return {name(path): x for path, x in found}
+
+    def table(self) -> Table:
+        """Every scalar, with a row for each leaf."""
+        found = jax.tree_util.tree_leaves_with_path(self.leaves, is_leaf=_is_report)
+        head = ["leaf", *LeafReport._fields[:-1], "moment_errors"]
+        rows = [
+            [jax.tree_util.keystr(path), *map(_shown, leaf[:-1]), _errors_shown(leaf)]
+            for path, leaf in found
+            if leaf is not None
+        ]
+        return Table("what the next step does to each leaf", [head, *rows])
+
+
 def step_report(
     tx: optax.GradientTransformation,
     params: optax.Params,
     state: optax.OptState,
     grads: optax.Updates,
     **extra_args,
-):
-    """A flight recorder: what the next step would do to each leaf.
+) -> StepReport:
+    """Report what the next step would do to each leaf, without doing it.
 
-    It takes what :func:`lowbit_optax.step` takes, changes nothing, and returns float32
-    scalars, so that it can be logged, and jitted with the step or by itself. It costs
-    nothing in steps that are not recorded. To record every hundredth step of one
-    program, put it into ``jax.lax.cond``.
+    Pass the arguments of :func:`lowbit_optax.step`. The report consists of float32
+    scalars, so you can compute it under ``jax.jit``, with the step or alone, and log
+    it. Steps without a report cost nothing more. To record every hundredth step of one
+    program, call it inside ``jax.lax.cond``.
 
     Args:
       tx: an optax transformation; those of :func:`lowbit_optax.lowbit` may be anywhere
@@ -77,8 +130,7 @@ def step_report(
       **extra_args: for ``tx.update``.
 
     Returns:
-      A tree like ``params`` (a QuantizedTensor is one leaf) of :class:`LeafReport`;
-      None at leaves that only transformations of other packages update.
+      A :class:`StepReport`: ``print`` it, or log its ``scalars()``.
 
     Raises:
       ValueError: if the step of a ``lowbit`` is inside a conditional.
@@ -87,75 +139,46 @@ def step_report(
     >>> tx = lowbit_optax.lowbit(optax.adamw(1e-4), min_size=0)
     >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
     >>> grads = {"w": jnp.full((64, 64), 0.1, jnp.bfloat16)}
-    >>> report = step_report(tx, params, tx.init(params), grads)["w"]
-    >>> float(report.lost), round(float(report.moved), 1)
+    >>> report = step_report(tx, params, tx.init(params), grads)
+    >>> float(report.lost["w"]), round(float(report.leaves["w"].moved), 1)
     (1.0, 1.0)
-    >>> sorted(report.moment_errors)
-    ['mu', 'nu']
+    >>> sorted(report.scalars())[:3]
+    ['w/lost', 'w/moment_errors/mu', 'w/moment_errors/nu']
     """
-    reports = _reported("step_report", tx, params, state, grads, extra_args)
+    reports = _reported(tx, params, state, grads, extra_args)
     # A loss scale hands on zeros in place of gradients that have overflowed.
-    return jax.tree.map(
+    leaves = jax.tree.map(
         lambda x, grad: x and x._replace(nonfinite_grads=_nonfinite(grad)),
         reports,
         grads,
         is_leaf=_is_report,
     )
+    return StepReport(leaves)
 
 
-def cancelled_updates(
-    tx: optax.GradientTransformation,
-    params: optax.Params,
-    state: optax.OptState,
-    grads: optax.Updates,
-    **extra_args,
-):
-    """The share of non-zero updates that rounding to nearest would cancel, per leaf.
-
-        share = #{u != 0 and round(p + u) == p} / #{u != 0}
-
-    with u the float32 update of the inner transformation and p the stored parameter.
-    For a QuantizedTensor ``round`` is to the nearest code, with the steps of p + u.
-    A share near 1 says that plain training in this dtype has stopped learning there.
-    It is ``lost`` of :func:`step_report`; under ``jax.jit`` the rest is not computed.
-
-    Args:
-      tx, params, state, grads, **extra_args: as for :func:`step_report`.
-
-    Returns:
-      A tree like ``params`` (a QuantizedTensor is one leaf) of float32 scalars from 0
-      to 1 (0 where no update is non-zero); None at leaves that only transformations of
-      other packages update. jit it with the step.
-
-    Raises:
-      ValueError: if the step of a ``lowbit`` is inside a conditional.
-
-    References:
-      Zamirai et al. 2020, figure 9.
-
-    >>> import jax.numpy as jnp, lowbit_optax
-    >>> tx = lowbit_optax.kahan_sgd(1.0)
-    >>> params = jnp.ones(4, jnp.bfloat16)
-    >>> grads = jnp.array([0.0, 1e-5, 1e-4, 1.0])
-    >>> cancelled_updates(tx, params, tx.init(params), grads)
-    Array(0.6666667, dtype=float32)
-    """
-    reports = _reported("cancelled_updates", tx, params, state, grads, extra_args)
-    return jax.tree.map(lambda x: x and x.lost, reports, is_leaf=_is_report)
-
-
-def _reported(function: str, tx, params, state, grads, extra_args):
+def _reported(tx, params, state, grads, extra_args):
     """A tree like the parameters: reports of what a step would do to each leaf."""
     names, leaves, treedef = trees.named_leaves(params)
     trees.parts_of(names, treedef, grads, "grads")  # raises for another structure
     tx = optax.with_extra_args_support(tx)
     of_step = lambda step, update, _: _step_reports(step, update)
-    with context.reporting(function, of_step) as found:
+    with context.reporting("step_report", of_step) as found:
         updates, _ = tx.update(grads, state, params, **extra_args)
     if not found:
         updates = trees.parts_of(names, treedef, updates, "updates")
         found = dict(zip(names, map(_plain_report, leaves, updates), strict=True))
     return treedef.unflatten(map(found.get, names))
+
+
+def _shown(x) -> str:
+    """A scalar's value; the type of what has no value, or has several."""
+    is_traced = not isinstance(x, jax.Array) or isinstance(x, Tracer)
+    return str(jax.typeof(x)) if is_traced or x.ndim else f"{float(x):.3g}"
+
+
+def _errors_shown(leaf: LeafReport) -> str:
+    errors = sorted(leaf.moment_errors.items())
+    return " ".join(f"{field} {_shown(error)}" for field, error in errors)
 
 
 def _is_report(x) -> bool:

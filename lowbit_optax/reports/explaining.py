@@ -9,11 +9,12 @@ from lowbit_optax._step.changed_updates import ChangedUpdateError
 from lowbit_optax._step.state import holds_lowbit
 from lowbit_optax._step.step import Step
 from lowbit_optax._step.wrapped import is_direct
+from lowbit_optax._tables import Explanation
 
 
 def explain(
     tx: optax.GradientTransformation, params: optax.Params, **extra_args
-) -> dict[str, str]:
+) -> Explanation:
     """What will update each parameter on the accelerator, and why not a kernel.
 
     Nothing is run. It speaks of the devices of the mesh in force (``jax.set_mesh``), or
@@ -43,7 +44,7 @@ def explain(
     >>> lowbit_optax.explain(tx, params)["['w']"] == by_what
     True
     """
-    found: dict[str, str] = {}
+    found = Explanation()
 
     def explained(step: Step, update, implementation) -> dict:
         found.update(backends.explained(step, update, implementation))
@@ -59,11 +60,11 @@ def explain(
     shapes = trees.abstract(params)
     state = jax.eval_shape(tx.init, shapes)
     if not holds_lowbit(state):
-        return {}
+        return found
     try:
         is_direct(tx, shapes, state, extra_args)
     except ChangedUpdateError as error:
-        return dict.fromkeys(error.names, f"wrong: {error}")
+        return Explanation(dict.fromkeys(error.names, f"wrong: {error}"))
     grads = jax.tree.map(
         lambda x: (
             jax.ShapeDtypeStruct(x.shape, "float32") if trees.is_quantized(x) else x

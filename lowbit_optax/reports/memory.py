@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,13 @@ from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
 from lowbit_optax._step.changed_updates import ChangedUpdateError
+from lowbit_optax._step.kept_float32 import (
+    KeepFloat32,
+    is_bias_or_norm,
+    narrowed_shapes,
+)
 from lowbit_optax._step.wrapped import is_direct
+from lowbit_optax._tables import Table, Tabular, some
 from lowbit_optax.reports import bars
 from lowbit_optax.states.state_leaves import StateLeaf, state_leaves
 
@@ -26,8 +32,6 @@ _ACCUMULATORS = ("accumulators", "acc_grads")
 
 # From this share of the parameters on, the report says that float32 leaves cost.
 _NOTABLE_SHARE = 0.1
-
-_NAMES_SHOWN = 3
 
 _LIVE_GRADIENTS = 2
 
@@ -84,9 +88,9 @@ class LeafMemory:
         return tuple(name for name, dtype in self.moment_dtypes if dtype == "float32")
 
 
-@dataclasses.dataclass(frozen=True)
-class MemoryReport:
-    """The table that :func:`memory_report` makes; ``str`` prints it.
+@dataclasses.dataclass(frozen=True, repr=False)
+class MemoryReport(Tabular):
+    """The table that :func:`memory_report` makes; ``print`` it.
 
     Args:
       leaves: one entry per parameter leaf.
@@ -141,17 +145,18 @@ class MemoryReport:
         """How many parameters are in float32 leaves, which no weight format narrows."""
         return sum(leaf.size for leaf in self.leaves if leaf.dtype == "float32")
 
-    def __str__(self) -> str:
+    def table(self) -> Table:
+        """Bytes per parameter, with a row for each leaf and their total."""
         saved = self.total.float32_master - self.total.total
         summary = (
             f"{self.total.total:,} bytes of parameters and optimizer state; optax with "
             f"a float32 master:\n{self.total.float32_master:,} ({saved:,} more). "
             "Gradients come on top."
         )
-        table = ["bytes per parameter", *self._table(), summary]
-        return "\n".join([*table, *_float32_moments_notes(self.leaves), *self._notes()])
+        notes = [summary, *_float32_moments_notes(self.leaves), *self._notes()]
+        return Table("bytes per parameter", self._rows(), notes, totals=1)
 
-    def _table(self) -> list[str]:
+    def _rows(self) -> list[list[str]]:
         parts = ["params", "residual", "moments", "accumulators", "other"]
         is_some = lambda part: any(getattr(leaf, part) for leaf in self.leaves)
         shown = [*parts[:3], *filter(is_some, parts[3:]), "total"]
@@ -160,7 +165,7 @@ class MemoryReport:
             parts = (getattr(leaf, part) for part in (*shown, "float32_master"))
             per_parameter = (f"{part / max(leaf.size, 1):.3f}" for part in parts)
             rows.append([leaf.name, f"{leaf.size:,}", leaf.dtype, *per_parameter])
-        return aligned(rows)
+        return rows
 
     def _notes(self) -> list[str]:
         notes = []
@@ -174,7 +179,7 @@ class MemoryReport:
                 "keeps as many low bits as the weight format does."
             )
         if self.changed_updates:
-            notes.append(_CHANGED.format(_some(self.changed_updates)))
+            notes.append(_CHANGED.format(some(self.changed_updates)))
         elif self.steps_directly is False:
             notes.append(_NOT_DIRECT)
         return notes
@@ -194,34 +199,18 @@ def _float32_moments_notes(leaves: tuple[LeafMemory, ...]) -> list[str]:
         if in_others.isdisjoint(fields):
             note += "every leaf, which no moment format holds"
         else:
-            note += f"{_some(names)}, too small for their moment format"
+            note += f"{some(names)}, too small for their moment format"
         notes.append(note)
     return notes
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
 
 
 def memory_report(
     tx: optax.GradientTransformation,
     params: optax.Params,
     *,
-    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    dtype: jax.typing.DTypeLike | None = None,
+    keep_float32: KeepFloat32 = is_bias_or_norm,
+    grad_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     stacked: Callable[[str], bool] | None = None,
 ) -> MemoryReport:
     """Bytes per parameter, by part, by leaf and in total; no state is allocated.
@@ -231,8 +220,12 @@ def memory_report(
         inside it.
       params: tree of arrays or ShapeDtypeStructs. A QuantizedTensor is one leaf, of its
         logical shape.
-      dtype: of quantised weights' gradients and dequantised copies. Other gradients
-        have their parameter's dtype.
+      dtype: of the parameters in training, if ``params`` have the float32 shapes that
+        :func:`from_master` will narrow to ``dtype``. If None, ``params`` are reported
+        as they are.
+      keep_float32: which parameters stay in float32; see :func:`from_master`.
+      grad_dtype: of quantised weights' gradients and dequantised copies. Other
+        gradients have their parameter's dtype.
       stacked: ``path -> bool``: whether the leaf's first axis is a stack of layers that
         a scan goes through, so that the gradient of one layer counts.
 
@@ -247,7 +240,7 @@ def memory_report(
 
     Raises:
       TypeError: if ``tx`` is not a transformation, ``params`` are an optimizer's state,
-        or ``dtype`` is not a floating-point dtype.
+        or ``dtype`` or ``grad_dtype`` is not a floating-point dtype.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
@@ -258,7 +251,9 @@ def memory_report(
     13.0
     """
     check_transformation("memory_report", "tx", tx)
-    dtype = float_dtype("memory_report: dtype", dtype)
+    grad_dtype = float_dtype("memory_report: grad_dtype", grad_dtype)
+    if dtype is not None:
+        params = narrowed_shapes("memory_report: dtype", params, dtype, keep_float32)
     names, leaves, _ = trees.named_leaves(params)
     by_name = dict(zip(names, leaves, strict=True))
     state = jax.eval_shape(tx.init, params)
@@ -278,7 +273,7 @@ def memory_report(
     sums["other"] += loose
     size = sum(row.size for row in rows)
     total = LeafMemory("total", (size,), "", **sums)
-    sizes = gradient_bytes(params, dtype, stacked)
+    sizes = gradient_bytes(params, grad_dtype, stacked)
     steps_directly, changed = False, ()
     try:
         steps_directly = is_direct(tx, params, state, {})

@@ -16,9 +16,10 @@ from lowbit_optax._step.engine import InexactWeightsError
 from lowbit_optax._step.kept_float32 import (
     KeepFloat32,
     is_bias_or_norm,
-    narrowed_dtypes,
+    narrowed_shapes,
 )
 from lowbit_optax._step.moment_slots import Moments, NoSuchMomentError
+from lowbit_optax._tables import Table, Tabular
 from lowbit_optax.formats import (
     block_quantized,
     cast,
@@ -28,12 +29,15 @@ from lowbit_optax.formats import (
 )
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.lpmm import quantize_params
-from lowbit_optax.reports.memory import MemoryReport, aligned, memory_report
-from lowbit_optax.reports.step_memory import StepMemory, step_memory
+from lowbit_optax.reports.memory import MemoryReport, memory_report
 from lowbit_optax.states.masters import from_master
 from lowbit_optax.transformations.lowbit import lowbit
 
 _ANY_RATE = 1e-3  # the memory does not depend on it
+
+_ACTIVATIONS = """\
+Activations are not counted, except what you pass as other_bytes; step_memory compiles a
+step and counts them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +76,7 @@ _CHOICES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PlannedFormats:
     """One row of a :class:`Plan`: formats, their memory, and how to train with them.
 
@@ -112,20 +116,14 @@ class PlannedFormats:
         """Whether it fits with the step in the backward pass, and only so."""
         return self.fits(release=True) and not self.fits(release=False)
 
-    def compiled(self, loss_fn: Callable, *batch, **options) -> StepMemory:
-        """Compile a step in these formats, to confirm the prediction.
-
-        Args:
-          loss_fn, *batch, **options: as for :func:`step_memory`.
-        """
-        tx = self.make(_ANY_RATE)
-        options.setdefault("dtype", self.dtype)
-        return step_memory(tx, self.params, loss_fn, *batch, **options)
+    def __repr__(self) -> str:
+        per_param = self.report.bytes_per_param
+        return f"PlannedFormats({self.name!r}, {per_param:.2f} bytes per parameter)"
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The table that :func:`plan` makes; ``str`` prints it.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan(Tabular):
+    """The table that :func:`plan` makes; ``print`` it.
 
     Args:
       rows: all choices for this optimizer, the least lossy first.
@@ -149,11 +147,12 @@ class Plan:
             raise KeyError(f"plan: no formats {name!r}; there are {', '.join(names)}")
         return self.rows[names.index(name)]
 
-    def __str__(self) -> str:
+    def table(self) -> Table:
+        """Bytes per parameter and per device, with a row for each choice of formats."""
         head = ("formats", "weights", "state", "gradients", "released", "GiB", "with")
-        table = aligned([(*head, "fits"), *map(_cells, self.rows)])
         title = "bytes per parameter, and GiB per device without and with release"
-        return "\n".join([title, *table, self._verdict()])
+        rows = [(*head, "fits"), *map(_cells, self.rows)]
+        return Table(title, rows, [self._verdict(), _ACTIVATIONS])
 
     def _verdict(self) -> str:
         budget = _gib(self.rows[0].device_bytes)
@@ -230,8 +229,8 @@ def plan(
     _check_optimizer(optimizer)
     dtype = float_dtype("plan: dtype", dtype)
     # Narrowed here for its checks, whose errors name the leaf.
-    shapes_in = lambda dtype: _shapes(
-        params, narrowed_dtypes("plan: dtype", params, dtype, keep_float32)
+    shapes_in = lambda dtype: narrowed_shapes(
+        "plan: dtype", params, dtype, keep_float32
     )
     narrow, wide = shapes_in(dtype), shapes_in(jnp.float32)
     rows = []
@@ -245,7 +244,7 @@ def plan(
             make = functools.partial(_transformation, optimizer, choice, moments)
             try:
                 report = memory_report(
-                    make(_ANY_RATE), shapes, dtype=dtype, stacked=stacked
+                    make(_ANY_RATE), shapes, grad_dtype=dtype, stacked=stacked
                 )
             except (NoSuchMomentError, InexactWeightsError):
                 continue
@@ -285,12 +284,6 @@ def _started(
     elif choice.weights is not None:
         return from_master(tx, weights, dtype, keep_float32)
     return weights, tx.init(weights)
-
-
-def _shapes(params, dtypes):
-    return jax.tree.map(
-        lambda leaf, dtype: jax.ShapeDtypeStruct(leaf.shape, dtype), params, dtypes
-    )
 
 
 def _cells(row: PlannedFormats) -> tuple[str, ...]:

@@ -12,8 +12,9 @@ import optax
 
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._step import trees
+from lowbit_optax._tables import Table, Tabular
 from lowbit_optax.lpmm.gradients import value_and_grad
-from lowbit_optax.reports.memory import aligned, gradient_bytes, released
+from lowbit_optax.reports.memory import gradient_bytes, released
 from lowbit_optax.states.sharding import state_shardings
 from lowbit_optax.transformations.lowbit import step as lowbit_step
 
@@ -41,9 +42,9 @@ class StepBytes:
         return self.arguments + self.temporary + self.outputs - self.in_place
 
 
-@dataclasses.dataclass(frozen=True)
-class StepMemory:
-    """What :func:`step_memory` finds; ``str`` prints it.
+@dataclasses.dataclass(frozen=True, repr=False)
+class StepMemory(Tabular):
+    """What :func:`step_memory` finds; ``print`` it.
 
     Args:
       predicted: from shapes alone.
@@ -55,16 +56,16 @@ class StepMemory:
     compiled: StepBytes
     platform: str
 
-    def __str__(self) -> str:
+    def table(self) -> Table:
+        """Bytes per device, predicted and compiled, with a row for each part."""
         parts = ("arguments", "temporary", "outputs", "in_place", "peak")
         both = self.predicted, self.compiled
         rows = [(part, *(f"{getattr(x, part):,}" for x in both)) for part in parts]
-        lines = [
+        return Table(
             f"bytes per device, compiled for {self.platform}",
-            *aligned([("", "predicted", "compiled"), *rows]),
-            "predicted temporary memory has no activations",
-        ]
-        return "\n".join(lines)
+            [("", "predicted", "compiled"), *rows],
+            ["predicted temporary memory has no activations"],
+        )
 
 
 def step_memory(
@@ -74,7 +75,7 @@ def step_memory(
     *batch,
     release: bool = False,
     shardings: typing.Any = None,
-    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    grad_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     stacked: Callable[[str], bool] | None = None,
 ) -> StepMemory:
     """Compile a training step, without running it, and compare its memory with plans.
@@ -97,14 +98,14 @@ def step_memory(
         state's follow. Their mesh may be of devices that are not there, as
         ``jax.experimental.topologies`` describes them. If None, all is on one device of
         the default backend.
-      dtype, stacked: as for :func:`memory_report`.
+      grad_dtype, stacked: as for :func:`memory_report`.
 
     Returns:
       A :class:`StepMemory`; ``print`` it.
 
     Raises:
-      TypeError: if a sharding is no NamedSharding, or ``dtype`` is not a floating-point
-        dtype.
+      TypeError: if a sharding is no NamedSharding, or ``grad_dtype`` is not a
+        floating-point dtype.
       ValueError: if ``shardings`` do not fit; the error names the leaf. If the compiler
         does not analyse memory.
 
@@ -116,31 +117,31 @@ def step_memory(
     >>> found.compiled.arguments == found.predicted.arguments
     True
     """
-    dtype = float_dtype("step_memory: dtype", dtype)
+    grad_dtype = float_dtype("step_memory: grad_dtype", grad_dtype)
     params, batch = trees.abstract(params), jax.tree.map(_abstract, batch)
     state = jax.eval_shape(tx.init, params)
     placed, mesh = (params, state, *batch), None
     if shardings is not None:
         placed, mesh = _placed(tx, params, state, batch, shardings)
-    advance = _step(tx, loss_fn, release, dtype)
+    advance = _step(tx, loss_fn, release, grad_dtype)
     of_results = (None, *jax.tree.map(lambda x: x.sharding, placed[:2]))
     jitted = jax.jit(advance, donate_argnums=(0, 1), out_shardings=of_results)
     # From JAX 0.11 Pallas reads the GPU that it lowers for from the mesh in force.
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         compiled = jitted.lower(*placed).compile()
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    predicted = _predicted(params, placed, release, dtype, stacked)
+    predicted = _predicted(params, placed, release, grad_dtype, stacked)
     return StepMemory(predicted, _analysed(compiled), device.platform)
 
 
-def _step(tx, loss_fn: Callable, release: bool, dtype) -> Callable:
+def _step(tx, loss_fn: Callable, release: bool, grad_dtype) -> Callable:
     if release:
         from lowbit_optax.release import value_and_update
 
-        return value_and_update(loss_fn, tx, dtype=dtype)
+        return value_and_update(loss_fn, tx, grad_dtype=grad_dtype)
 
     def train_step(params, state, *batch):
-        differentiate = value_and_grad(loss_fn, dtype, lazy=True)
+        differentiate = value_and_grad(loss_fn, grad_dtype, lazy=True)
         loss, grads = differentiate(params, *batch)
         return loss, *lowbit_step(tx, params, state, grads)
 
@@ -176,14 +177,14 @@ def _local_bytes(x) -> int:
     return math.prod(shape) * x.dtype.itemsize
 
 
-def _predicted(params, placed, release: bool, dtype, stacked) -> StepBytes:
+def _predicted(params, placed, release: bool, grad_dtype, stacked) -> StepBytes:
     """From the shards of what is given, and of gradients like their parameters'."""
     local = lambda tree: sum(map(_local_bytes, jax.tree.leaves(tree)))
     updated = local(placed[:2])
     leaves = trees.named_leaves(placed[0])[1]
     sizes = []
     for leaf, (whole, one) in zip(
-        leaves, gradient_bytes(params, dtype, stacked), strict=True
+        leaves, gradient_bytes(params, grad_dtype, stacked), strict=True
     ):
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaf))
         sizes.append((one if release else whole) * local(leaf) // max(size, 1))

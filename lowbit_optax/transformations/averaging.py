@@ -57,9 +57,9 @@ def ema_of_params(
         False keeps the first average in, with weight ``decay^t``.
       weights: format of the average; ``extra_bits(8, sum_rounding="stochastic")`` if
         None: 1 byte per parameter beside the average itself.
-      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings`` and
-        ``warn`` of :func:`lowbit_optax.lowbit`. Without a seed, the average draws
-        other noise than an optimizer of the same parameters.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
+        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`. Without a
+        seed, the average draws other noise than an optimizer of the same parameters.
 
     Returns:
       An optax transformation. ``init`` takes the first average, such as a copy of the

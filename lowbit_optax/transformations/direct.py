@@ -20,8 +20,8 @@ from lowbit_optax.transformations.guarded_step import guarded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OtherUpdates(Stepper):
-    """A transformation's steps, with updates of another kind.
+class _Direct(Stepper):
+    """The steps of a transformation, with new parameters in place of updates.
 
     Args:
       inner: the transformation.
@@ -35,7 +35,7 @@ class OtherUpdates(Stepper):
     def update(self, updates, state, params=None, **extra):
         """As in optax; while a step traces its wrappers, the inner ``update``.
 
-        The step writes new parameters, so updates of another kind are not needed.
+        The step writes new parameters, so these updates are not needed.
         """
         if not context.current().wants_params:
             return super().update(updates, state, params, **extra)
@@ -44,8 +44,6 @@ class OtherUpdates(Stepper):
 
     update_within = update
 
-
-class _Direct(OtherUpdates):
     def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
         """See :meth:`.Stepper.run`."""
         arguments = self.inner, params, state, grads, guard, REPLACE, extra_args

@@ -34,6 +34,7 @@ def lowbit(
     implementation: Implementation = None,
     param_shardings: ParamShardings = None,
     warn: bool | None = None,
+    match_grad_dtype: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Run an optax transformation in float32 on parameters kept in fewer bits.
 
@@ -46,10 +47,10 @@ def lowbit(
     Put other transformations inside (``lowbit(optax.chain(adamw, scale))``): after or
     around ``lowbit``, ``scale``, ``reduce_on_plateau``, ``scale_by_schedule``,
     ``add_decayed_weights``, ``schedule_free`` and the like would change updates that
-    were rounded to land exactly, and :func:`step` raises an error. Wrappers that demand
-    updates in the gradients' dtype, such as ``optax.apply_if_finite``, go
-    inside as well, or around it with :func:`step`. Non-finite gradients do what they do
-    in the inner transformation.
+    were rounded to land exactly, and :func:`step` raises an error. Wrappers that
+    compare the dtypes of updates and gradients, such as ``optax.apply_if_finite``, go
+    inside as well, or around it with :func:`step` or ``match_grad_dtype``. Non-finite
+    gradients do what they do in the inner transformation.
 
     What is in ``params`` is the truth: where a stored master does not round to the
     parameter, because the parameter was set by hand, the parameter wins.
@@ -95,10 +96,20 @@ def lowbit(
         float32, and a step if XLA updates large leaves on a GPU or a TPU; True if None.
         Pass False to keep float32 parameters and store only the moments in fewer bits.
         See also :func:`lowbit_optax.explain`.
+      match_grad_dtype: whether ``update`` returns updates in the gradients' dtype, as
+        optax does, if parameter and gradient have the same dtype; False if None. Set it
+        for code around ``update`` that compares these dtypes, and for
+        ``equinox.apply_updates``, which adds updates without a cast. A bfloat16 update
+        can change a weight by up to 256 units in the last place exactly. It rounds
+        larger changes, by up to one unit of the new weight, and the residual belongs to
+        the rounded weight. :func:`step` and float32 leaves are not affected. In float16
+        and float8, with ``extra_bits(rounding="toward_zero")``, a negative master below
+        the dtype's smallest number becomes 0, because no sum changes +0 to -0.
 
     Returns:
-      A transformation whose ``update`` needs ``params`` and returns float32 updates
-      for the held leaves, and differences of integers for quantised weights.
+      A transformation whose ``update`` needs ``params`` and returns float32 updates for
+      the held leaves unless ``match_grad_dtype`` is set, and differences of integers
+      for quantised weights.
 
     Raises:
       TypeError, ValueError: for arguments that are not as above. From ``init``,
@@ -141,6 +152,7 @@ def lowbit(
         implementation,
         param_shardings,
         warn is None or warn,
+        bool(match_grad_dtype),
     ).transformation
 
 

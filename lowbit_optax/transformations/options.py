@@ -21,6 +21,7 @@ class Options(typing.TypedDict, total=False):
     implementation: Implementation
     param_shardings: ParamShardings
     warn: bool | None
+    match_grad_dtype: bool | None
 
 
 def takes_options(function: _Function) -> _Function:

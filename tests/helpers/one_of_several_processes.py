@@ -64,8 +64,7 @@ def views(tx, params, state, target):
     """What else is made of a run: float32 weights, plain optax's run, a report."""
     converted = lowbit_optax.convert(params, state, tx, PLAIN)
     report = lowbit_optax.step_report(tx, params, state, target)
-    lost = {name: leaf.lost for name, leaf in report.items() if leaf is not None}
-    return lowbit_optax.master_weights(params, state), converted, lost
+    return lowbit_optax.master_weights(params, state), converted, report.lost
 
 
 def train(tx, params, state, target):

@@ -12,6 +12,14 @@ import pytest
 
 import lowbit_optax
 from lowbit_optax import emulation
+from lowbit_optax._step.stepper import stepper_of
+
+
+def matching_grad_dtype(tx):
+    """The same transformation of this package, with updates in the gradients' dtype."""
+    same = dataclasses.replace(stepper_of(tx), match_grad_dtype=True)
+    return same.transformation
+
 
 BFLOAT16_MOMENTS = lowbit_optax.cast(jnp.bfloat16)
 

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from optimizers import matching_grad_dtype
 
 import lowbit_optax
-from lowbit_optax.transformations.like_grads import updates_like_grads
 
 STEPS = 40
 WIDTH, HIDDEN = 64, 128
@@ -75,12 +75,12 @@ def bytes_per_parameter(params: Any, state: Any) -> float:
     return sum(x.nbytes for x in arrays((params, state))) / size
 
 
-def narrow_by_like_grads(run):
+def with_narrow_updates(run):
     """``run`` with bfloat16 updates of bfloat16 parameters, for sums without a cast."""
 
     def wrapped(tx: optax.GradientTransformation, dtype: Any):
         is_narrow = dtype == jnp.bfloat16
-        return run(updates_like_grads(tx) if is_narrow else tx, dtype)
+        return run(matching_grad_dtype(tx) if is_narrow else tx, dtype)
 
     return wrapped
 

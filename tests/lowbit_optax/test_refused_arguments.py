@@ -229,12 +229,12 @@ REFUSED = {
 TAKE_A_DTYPE = (
     "from_master(LOW, MASTER, {})",
     "plan(MASTER, 1e9, dtype={})",
-    "memory_report(lpmm_sgd(0.1), MASTER, dtype={})",
-    "step_memory(lpmm_sgd(0.1), MASTER, jnp.sum, dtype={})",
+    "memory_report(lpmm_sgd(0.1), MASTER, grad_dtype={})",
+    "step_memory(lpmm_sgd(0.1), MASTER, jnp.sum, grad_dtype={})",
     "dequantize(quantize_params(MASTER), {})",
     "quantize_params(W).dequantize({})",
     "lpmm.value_and_grad(jnp.sum, {})",
-    "release.value_and_update(jnp.sum, SGD, dtype={})",
+    "release.value_and_update(jnp.sum, SGD, grad_dtype={})",
 )
 NO_FLOATS = ("jnp.int8", "jnp.complex64", "None", "'bfloat17'", "jnp.zeros_like", "{}")
 REFUSED["dtypes"] = [

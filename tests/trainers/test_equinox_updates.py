@@ -12,9 +12,9 @@ from side_by_side import (
     WIDTH,
     batches,
     compare,
-    narrow_by_like_grads,
     note_restored,
     squared_error,
+    with_narrow_updates,
 )
 
 import lowbit_optax
@@ -82,9 +82,9 @@ def test_it_trains_like_float32():
 
 
 def test_by_its_own_apply_updates_they_train_with_updates_of_their_dtype():
-    run = narrow_by_like_grads(_with(equinox.apply_updates))
+    run = with_narrow_updates(_with(equinox.apply_updates))
     lines = (
-        "tx = updates_like_grads(lowbit_optax.lowbit_adamw(learning_rate))",
+        "tx = lowbit_optax.lowbit_adamw(learning_rate, match_grad_dtype=True)",
         LINES[1],
     )
     compare("equinox apply_updates", "equinox", lines, run)

@@ -14,14 +14,14 @@ from side_by_side import (
     WIDTH,
     batches,
     compare,
-    narrow_by_like_grads,
     squared_error,
+    with_narrow_updates,
 )
 
 quantization = pytest.importorskip("haliax.quantization", exc_type=ImportError)
 
 LINES = (
-    "tx = updates_like_grads(lowbit_optax.lowbit_adamw(learning_rate))",
+    "tx = lowbit_optax.lowbit_adamw(learning_rate, match_grad_dtype=True)",
     "model = jax.tree.map(to_bfloat16, model)  # arrays of floats",
 )
 
@@ -56,7 +56,7 @@ def _run(tx, dtype):
 
 
 def test_it_trains_like_float32():
-    compare("haliax apply_updates", "haliax", LINES, narrow_by_like_grads(_run))
+    compare("haliax apply_updates", "haliax", LINES, with_narrow_updates(_run))
 
 
 @pytest.mark.parametrize("name", OURS)

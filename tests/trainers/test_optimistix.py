@@ -10,15 +10,15 @@ from side_by_side import (
     compare,
     kernels,
     narrow,
-    narrow_by_like_grads,
     network,
     squared_error,
+    with_narrow_updates,
 )
 
 optimistix = pytest.importorskip("optimistix")
 
 LINES = (
-    "tx = updates_like_grads(lowbit_optax.lowbit_adamw(learning_rate))",
+    "tx = lowbit_optax.lowbit_adamw(learning_rate, match_grad_dtype=True)",
     "params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)",
 )
 
@@ -34,9 +34,7 @@ def _run(tx, dtype):
 
 
 def test_it_trains_like_float32():
-    compare(
-        "optimistix OptaxMinimiser", "optimistix", LINES, narrow_by_like_grads(_run)
-    )
+    compare("optimistix OptaxMinimiser", "optimistix", LINES, with_narrow_updates(_run))
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from exact_steps import apply_any as update
-from optimizers import weights_only
+from optimizers import matching_grad_dtype, weights_only
 from patterns import DTYPES, assert_same, cast, each_of, every, is_nan, patterns_of
 
 import lowbit_optax
@@ -21,7 +21,6 @@ from lowbit_optax import extra_bits
 from lowbit_optax._numerics.landing import ADD, ADD_LIKE_GRADS, REPLACE
 from lowbit_optax._numerics.random_bits import random_bits
 from lowbit_optax.release import value_and_update
-from lowbit_optax.transformations.like_grads import updates_like_grads
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -130,7 +129,7 @@ def optax_apply_tree(params, updates):
 
 
 def like_grads(tx, params, state, grads):
-    tx = updates_like_grads(tx)
+    tx = matching_grad_dtype(tx)
     return update(tx, params, state, grads.astype(params.dtype))
 
 
@@ -189,7 +188,7 @@ def loss_scaled(tx):
 WAITING = {
     "MultiSteps": (lambda tx: optax.MultiSteps(tx, 4), update),
     "apply_if_finite": (
-        lambda tx: optax.apply_if_finite(updates_like_grads(tx), 4),
+        lambda tx: optax.apply_if_finite(matching_grad_dtype(tx), 4),
         update,
     ),
     "accumulate_gradients": (

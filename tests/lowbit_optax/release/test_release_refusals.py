@@ -212,7 +212,7 @@ def test_a_leaf_that_is_not_an_array_is_named(leaf):
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.complex64])
 def test_the_gradients_dtype_is_a_float(dtype):
     with pytest.raises(TypeError, match="float"):
-        release.value_and_update(simple_loss, SGD, dtype=dtype)
+        release.value_and_update(simple_loss, SGD, grad_dtype=dtype)
     with pytest.raises(TypeError, match="float"):
         released.explained(
             simple_loss, SGD, simple_params(), *released.batches(1)[0], dtype=dtype

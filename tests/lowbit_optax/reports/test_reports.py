@@ -19,7 +19,7 @@ from wrappers import WRAPPERS
 import lowbit_optax
 from lowbit_optax import kahan, lowbit, memory_report
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, is_blank
-from lowbit_optax.reports import cancelled_updates
+from lowbit_optax.reports import step_report
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -244,7 +244,7 @@ def test_cancelled_updates_are_counted_as_in_numpy(weights):
     grads = gradient_series(params, 1)[0]
     grads["kernel"] = grads["kernel"].at[::3].set(0)
     tx = lowbit(optax.sgd(0.03), weights=weights, min_size=0, moments="float32")
-    got = jax.jit(lambda *a: cancelled_updates(tx, *a))(params, tx.init(params), grads)
+    got = jax.jit(lambda *a: step_report(tx, *a).lost)(params, tx.init(params), grads)
     updates = jax.tree.map(lambda g: jnp.float32(-0.03) * g, grads)
     for name in params:
         want = _count_cancelled(params[name], updates[name])
@@ -260,8 +260,31 @@ def test_updates_of_quantised_weights_are_cancelled_below_half_a_step(bits):
     # Toward zero, so that blocks keep the step size that their largest weight has.
     values = np.asarray(params["w"].dequantize())
     inward = np.where(np.abs(values) < 0.5 * np.abs(values).max(), -np.sign(values), 0)
-    share = jax.jit(lambda *a: cancelled_updates(tx, *a))
+    share = jax.jit(lambda *a: step_report(tx, *a).lost)
     for size, want in ((0.4, 1), (0.6, 0), (0.0, 0)):
         grads = {"w": jnp.asarray(-size * steps * inward), "b": jnp.ones(64)}
         got = share(params, tx.init(params), grads)
         assert (float(got["w"]), float(got["b"])) == (want, 0)
+
+
+def test_float32_shapes_are_reported_in_the_dtypes_that_they_will_have():
+    shapes = jax.eval_shape(lambda: {"w": jnp.ones((64, 64)), "bias": jnp.ones(64)})
+    tx = lowbit_optax.kahan_adamw(1e-3)
+    params, _ = lowbit_optax.from_master(tx, jax.tree.map(jnp.zeros_like, shapes))
+    report = memory_report(tx, shapes, dtype=jnp.bfloat16)
+    assert report == memory_report(tx, params)
+    assert {leaf.name: leaf.dtype for leaf in report.leaves} == {
+        "['bias']": "float32",
+        "['w']": "bfloat16",
+    }
+
+
+def test_a_long_report_is_short_in_a_terminal_and_whole_when_it_is_printed():
+    params = {f"w{i}": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16) for i in range(40)}
+    report = memory_report(lowbit_optax.kahan_adamw(1e-3), params)
+    assert len(str(report).splitlines()) > 40 > len(repr(report).splitlines())
+    assert "28 more rows" in repr(report)
+    for shown in (repr(report), report._repr_html_()):
+        assert "total" in shown
+        assert f"{report.total.total:,}" in shown
+    assert report._repr_html_().count("<tr>") == 1 + 12 + 1

@@ -94,7 +94,8 @@ def test_a_sharding_of_another_kind_is_refused():
 def test_a_row_of_a_plan_is_confirmed_by_compiling():
     planned = plan(_params(jnp.float32), 1e9, stacked=_is_stack)
     row = planned["lpmm, 12 bits"]
-    found = row.compiled(_loss, BATCH, stacked=_is_stack)
+    tx = row.make(1e-3)
+    found = step_memory(tx, row.params, _loss, BATCH, stacked=_is_stack)
     batch = 2 * ROWS * WIDTH
     assert found.predicted.peak == row.bytes_per_device(release=False) + batch + 4
     assert found.compiled.arguments == row.report.total.total + batch

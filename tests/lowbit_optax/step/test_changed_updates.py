@@ -6,11 +6,10 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
-from optimizers import jitted
+from optimizers import jitted, matching_grad_dtype
 
 import lowbit_optax
 from lowbit_optax import release
-from lowbit_optax.transformations.like_grads import updates_like_grads
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -211,7 +210,7 @@ CHANGE = {
     "MultiSteps": lambda tx: optax.MultiSteps(halved(tx), 2),
     "with_loss_scale, then scale": lambda tx: halved(loss_scaled(tx)),
     "direct_updates, then scale": lambda tx: halved(lowbit_optax.direct_updates(tx)),
-    "updates_like_grads, then scale": lambda tx: halved(updates_like_grads(tx)),
+    "match_grad_dtype, then scale": lambda tx: halved(matching_grad_dtype(tx)),
     "direct_updates": lambda tx: lowbit_optax.direct_updates(halved(tx)),
     "with_loss_scale": lambda tx: loss_scaled(halved(tx)),
     "accumulate_gradients": lambda tx: lowbit_optax.accumulate_gradients(halved(tx), 2),

@@ -95,7 +95,7 @@ def test_none_and_empty_and_scalar_leaves_stay_what_they_are(optimizer):
     assert masters["empty rows"].shape == (0, 4)
     assert isinstance(masters["masked"], optax.MaskedNode)
     lowbit_optax.memory_report(tx, params)
-    lowbit_optax.reports.cancelled_updates(tx, moved, end, series[0])
+    lowbit_optax.step_report(tx, moved, end, series[0])
 
 
 def test_integer_leaves_are_left_to_the_inner_transformation():

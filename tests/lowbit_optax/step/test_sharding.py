@@ -276,7 +276,7 @@ def test_master_weights_and_reports_of_sharded_training(axis_type):
         masters = masters(*got)
         _assert_placed(masters, sharding)
         assert_same_bits(masters, want)
-        share = jax.jit(functools.partial(lowbit_optax.reports.cancelled_updates, tx))
+        share = jax.jit(lambda *a: lowbit_optax.step_report(tx, *a).lost)
         share = share(*got, grads[0])
         assert 0 <= float(share) <= 1
 

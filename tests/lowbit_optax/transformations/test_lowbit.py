@@ -97,7 +97,7 @@ def test_library_code_needs_no_dtype_promotion(weights, dtype):
         moved, state = lowbit_optax.step(tx, params, state, grads)
         updates, state = tx.update(grads, state, params)
         moved = lowbit_optax.apply_updates(params, updates)
-        shares = lowbit_optax.reports.cancelled_updates(tx, moved, state, grads)
+        shares = lowbit_optax.step_report(tx, moved, state, grads).lost
         return moved, lowbit_optax.master_weights(moved, state), shares
 
     params = jax.tree.map(lambda p: p.astype(dtype), model_params())
