@@ -23,7 +23,11 @@ from lowbit_optax._step.kept_float32 import (
 from lowbit_optax._step.wrapped import is_direct
 from lowbit_optax._tables import Table, Tabular, some
 from lowbit_optax.reports import bars
-from lowbit_optax.states.state_leaves import StateLeaf, state_leaves
+from lowbit_optax.states.state_leaves import (
+    StateLeaf,
+    is_scalar_of_the_state,
+    state_leaves,
+)
 
 _PARTS = ("params", "residual", "moments", "accumulators", "other")
 
@@ -261,7 +265,7 @@ def memory_report(
     loose = 0
     for part in state_leaves(params, state):
         owner = part.owner
-        if owner is None or _is_scalar_of_the_state(part, by_name[owner].shape):
+        if owner is None or is_scalar_of_the_state(part, by_name[owner].shape):
             loose += _nbytes(part.leaf)
         else:
             owned[owner].append(part)
@@ -350,14 +354,3 @@ def _row(name: str, param, parts: list[StateLeaf]) -> LeafMemory:
 
 def _nbytes(leaf) -> int:
     return leaf.size * leaf.dtype.itemsize
-
-
-def _is_scalar_of_the_state(part: StateLeaf, shape: tuple[int, ...]) -> bool:
-    """Whether a state leaf at a parameter's path is a count or hyperparameter."""
-    if part.kind is not None:
-        return False
-    if not jnp.issubdtype(part.leaf.dtype, jnp.floating):
-        return True
-    if part.leaf.shape:
-        return False
-    return bool(shape) or (not part.owner and "hyperparams" in part.attributes)

@@ -7,7 +7,7 @@
 A pair or moment whose format stays the same is not read, but handed on as it is stored.
 """
 
-import itertools
+import functools
 import typing
 
 import jax
@@ -18,7 +18,7 @@ import optax
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import DrawsToNearest, ToNearest
 from lowbit_optax._numerics.rounding import narrow_or_cast
-from lowbit_optax._step import trees
+from lowbit_optax._step import context, trees
 from lowbit_optax._step.kept_float32 import (
     KeepFloat32,
     dtypes_of,
@@ -37,6 +37,7 @@ from lowbit_optax.states.decoded import (
     decoded_run,
     recorded_nodes,
 )
+from lowbit_optax.states.matching import matched
 from lowbit_optax.states.state_leaves import (
     KeyPath,
     owner_and_field,
@@ -57,13 +58,16 @@ def convert(
         (param, residual) --join--> float32 master --split--> (param', residual')
         codes, scales ---decode--> float32 moment --encode--> codes', scales'
 
-    Both transformations must do the same in float32: they may differ in weight and
+    Both transformations must keep the same moments. They may differ in weight and
     moment formats, ``block_size``, ``min_size``, seed and implementation, in the
-    parameters' dtypes, and in where ``lowbit`` stands: ``chain(clip, lowbit(adamw))``,
-    ``lowbit(chain(clip, adamw))`` and ``chain(clip, adamw)`` are one in this. Wrappers
-    (``chain``, ``MultiSteps``, ``masked``, ``partition``, ``inject_hyperparams``,
-    ``with_loss_scale``, ``accumulate_gradients``) stay, with their state: counts,
-    hyperparameters as they are at present, loss scales.
+    parameters' dtypes, and in hyperparameters, schedules, clipping, weight decay, masks
+    and wrappers. ``lowbit`` may be in another place: ``chain(clip, lowbit(adamw))`` and
+    ``lowbit(chain(clip, adamw))`` keep the same moments.
+
+    Scalars of the state, such as counts, hyperparameters and loss scales, keep their
+    current values. A new count, for example of a schedule, starts at the number of
+    steps that the run has made, and any other new scalar starts with its initial value.
+    If a mask excludes a parameter, its moments are dropped.
 
     Exact, bit for bit:
 
@@ -100,9 +104,10 @@ def convert(
       ``(params, state)`` for ``to_tx``.
 
     Raises:
-      ValueError: if ``state`` is not one of ``from_tx`` for ``params``, if ``to_tx``
-        keeps other state in float32, or if its weight format cannot hold a leaf. The
-        error names the leaf, what was given and what is accepted.
+      ValueError: if ``state`` is not one of ``from_tx`` for ``params``, if only one of
+        the transformations keeps some moment, or if the weight format of ``to_tx``
+        cannot hold a leaf. The error names the leaf, what was given and what is
+        accepted.
       TypeError: if a leaf is no array, or ``dtype`` has something else in it.
 
     >>> import jax.numpy as jnp, optax, lowbit_optax
@@ -130,12 +135,13 @@ def convert(
     wanted = [
         plans[i].expected if i in plans else node for i, (_, node) in enumerate(nodes)
     ]
-    _check_alike(source.state, around.unflatten(wanted))
     pairs = {
         name: _pair(source, name, leaf, formats.get(name))
         for name, leaf in by_name.items()
     }
-    parts = around.flatten_up_to(source.state)
+    initial = functools.partial(_initial, to_tx, shapes)
+    old, new = source.state, around.unflatten(wanted)
+    parts = around.flatten_up_to(matched(shapes, old, new, source.steps, initial))
     new = [
         _lowbit_state(node, plans[i], path, part, pairs, source)
         if i in plans
@@ -222,24 +228,23 @@ def _carried(path: KeyPath, part: Part, want, source: DecodedRun) -> typing.Any:
     )
 
 
-def _check_alike(given, wanted) -> None:
-    """Raise unless two states have one structure, once lowbit's own is out of them."""
-    structures = [jax.tree.structure(x) for x in (given, wanted)]
-    if structures[0] == structures[1]:
-        return
-    paths = [trees.named_leaves(x)[0] for x in (given, wanted)]
-    differ = next((x for x in itertools.zip_longest(*paths) if x[0] != x[1]), None)
-    if differ is None:
-        where = f"{structures[0]} and {structures[1]}"
-    else:
-        there, here = ("nothing" if x is None else f"state{x}" for x in differ)
-        where = f"where from_tx has {there}, to_tx has {here}"
-    raise ValueError(
-        f"convert: in float32 the two transformations keep different states: {where}. "
-        "Accepted are a from_tx and a to_tx with the same inner transformation and "
-        "wrappers, such as kahan_adamw, lowbit_adamw and optax.adamw. To change the "
-        "optimizer, take master_weights and from_master"
-    )
+def _initial(
+    to_tx: optax.GradientTransformation, shapes, numbers: list[int]
+) -> list[Part]:
+    """Some leaves of a new state of ``to_tx`` that no format has encoded."""
+
+    @jax.jit  # so that no other leaf is allocated
+    def init():
+        wide = lambda x: (
+            jnp.float32 if trees.is_quantized(x) or trees.is_float(x) else x.dtype
+        )
+        zeros = lambda x: jnp.zeros(x.shape, wide(x))
+        params = jax.tree.map(zeros, shapes, is_leaf=trees.is_quantized)
+        leaves = jax.tree.leaves(to_tx.init(params))
+        return [leaves[number] for number in numbers]
+
+    with context.starting(lambda config, params: config.inner.init(params)):
+        return [Part(x, x) for x in init()]
 
 
 def _new_shapes(source: DecodedRun, params, to_tx, dtype, keep_float32: KeepFloat32):

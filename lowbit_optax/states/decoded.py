@@ -16,6 +16,8 @@ import typing
 from collections.abc import Iterable, Mapping
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from lowbit_optax._numerics.float_layouts import is_narrow
@@ -132,6 +134,14 @@ class Part:
     stored: typing.Any
     format: MomentFormat | None = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return jnp.shape(self.value)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return jnp.result_type(self.value)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DecodedRun:
@@ -149,6 +159,12 @@ class DecodedRun:
     leaves: dict[str, StoredLeaf]
     noise: dict[str, tuple[int, jax.Array, jax.Array]]
     state: typing.Any
+
+    @property
+    def steps(self) -> Part | None:
+        """How many steps a ``lowbit`` has made; None if there is none."""
+        counts = [count.astype(jnp.int32) for _, count, _ in self.noise.values()]
+        return Part(counts[0], counts[0]) if counts else None
 
     def master(self, name: str):
         """The weight of a leaf in float32; wide floats and integers as they are."""

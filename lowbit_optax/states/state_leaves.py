@@ -14,6 +14,7 @@ import typing
 from collections.abc import Container, Iterator
 
 import jax
+import jax.numpy as jnp
 
 from lowbit_optax._step import trees
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD
@@ -93,3 +94,14 @@ def owner_and_field(path: KeyPath, names: Container[str]) -> tuple[str | None, K
         if name in names:
             return name, path[:start]
     return None, path
+
+
+def is_scalar_of_the_state(part: StateLeaf, shape: tuple[int, ...]) -> bool:
+    """Whether a state leaf at a parameter's path is a count or hyperparameter."""
+    if part.kind is not None:
+        return False
+    if not jnp.issubdtype(part.leaf.dtype, jnp.floating):
+        return True
+    if part.leaf.shape:
+        return False
+    return bool(shape) or (not part.owner and "hyperparams" in part.attributes)

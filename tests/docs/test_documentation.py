@@ -66,10 +66,6 @@ def test_links_lead_to_files_that_are_there():
                 assert (page.parent / target).exists(), f"{page}: {target}"
 
 
-def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 125
-
-
 def test_the_front_page_begins_with_readme_s_install_and_swap_and_the_warning():
     # A phone shows more than the first 24 lines while no picture is among them.
     first_screen = "\n".join((DOCS / "index.md").read_text().splitlines()[:24])

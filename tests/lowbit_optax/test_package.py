@@ -4,7 +4,11 @@ import subprocess
 import sys
 import textwrap
 
+import jax
+import pytest
+
 import lowbit_optax
+from lowbit_optax import __main__
 
 MODULES = (
     *("block_scaling", "emulation", "formats", "loss_scaling", "lpmm", "precision"),
@@ -94,3 +98,17 @@ def test_without_flax_training_names_the_extra_and_the_rest_works():
     for message in messages:
         assert "pip install 'lowbit-optax[flax]'" in message
     assert (has_training, has_release) == ("False", "True")
+
+
+@pytest.mark.standard_promotion
+def test_the_check_of_an_installation_takes_one_step_in_each_format(
+    capsys, monkeypatch
+):
+    assert __main__.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"jax {jax.__version__}" in " ".join(" ".join(lines).split())
+    assert sum(line.endswith(" ok") for line in lines) == len(__main__._FORMATS)
+    broken = {"nearest": lambda rate: lowbit_optax.kahan_adamw(rate / 2)}
+    monkeypatch.setattr(__main__, "_FORMATS", broken)
+    assert __main__.main() == 1
+    assert "WRONG: 0.50 of the step" in capsys.readouterr().out

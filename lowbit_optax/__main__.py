@@ -1,0 +1,70 @@
+"""Check an installation: print the versions and the device, and step in each format.
+
+python -m lowbit_optax
+"""
+
+import importlib.metadata
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import lowbit_optax
+from pallas_kernels.platforms import launcher_name, refused_gpu
+
+_FORMATS = {
+    "lowbit_adamw": lowbit_optax.lowbit_adamw,
+    "extra_bits_adamw": lowbit_optax.extra_bits_adamw,
+    "kahan_adamw": lowbit_optax.kahan_adamw,
+    "sr_adamw": lowbit_optax.sr_adamw,
+}
+_RATE = 1e-2
+_PACKAGES = ("lowbit-optax", "jax", "jaxlib", "optax", "flax", "numpy")
+
+
+def main() -> int:
+    """Print the report; return 0 if each format makes the step that float32 makes."""
+    for package in _PACKAGES:
+        print(f"{package:12} {_version(package)}")
+    device = jax.devices()[0]
+    print(f"{'device':12} {device.device_kind} ({jax.default_backend()})")
+    print(f"{'steps by':12} {_steps_by()}")
+    results = {name: _check(make(_RATE)) for name, make in _FORMATS.items()}
+    for name, error in results.items():
+        print(f"{name:17} {'ok' if error is None else error}")
+    return int(any(results.values()))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _steps_by() -> str:
+    backend = jax.default_backend()
+    if backend == "tpu":
+        return "kernels for TPUs"
+    if backend != "gpu":
+        return "XLA; the kernels are for GPUs and TPUs"
+    refusal = refused_gpu()
+    return f"XLA: {refusal}" if refusal else f"kernels by {launcher_name(None)}"
+
+
+def _check(tx) -> str | None:
+    """Take one step and compare its mean with that of AdamW; None if they agree."""
+    weights = jnp.asarray(np.linspace(0.5, 1.5, 64 * 128, dtype=np.float32))
+    weights = weights.reshape(64, 128)
+    params, state = lowbit_optax.from_master(tx, weights)
+    before = lowbit_optax.master_weights(params, state)
+    step = jax.jit(lambda *arguments: lowbit_optax.step(tx, *arguments))
+    after = lowbit_optax.master_weights(*step(params, state, jnp.ones_like(params)))
+    # The first step of Adam is the learning rate. Weight decay adds 0.01% to it.
+    moved = float(jnp.mean(after - before)) / -_RATE
+    return None if abs(moved - 1) < 0.05 else f"WRONG: {moved:.2f} of the step"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Find the arrays of one optimizer state in the state of a related transformation.
+
+Chains and wrappers nest the state of an optimizer in different places. An array is
+therefore known by the record that holds it, by its field there, and by its parameter:
+
+    adamw                [0].mu['kernel']
+    chain(clip, adamw)   [1][0].mu['kernel']              ScaleByAdamState.mu['kernel']
+    masked(adamw, mask)  .inner_state[0].mu['kernel']
+
+So adding clipping, a schedule, weight decay or a mask keeps every moment.
+"""
+
+import collections
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+
+from lowbit_optax.states.state_leaves import (
+    StateLeaf,
+    is_scalar_of_the_state,
+    state_leaves,
+)
+
+_ACCEPTED = (
+    "Accepted are transformations that keep the same moments, such as kahan_adamw, "
+    "lowbit_adamw and optax.adamw, with other schedules, clipping, weight decay, masks "
+    "and wrappers. To change the optimizer, use master_weights and from_master"
+)
+
+
+class Place(typing.NamedTuple):
+    """Where an array is, whatever surrounds the record that holds it.
+
+    Args:
+      record: the class of the innermost record on the array's path.
+      field: the path from the record on, without the parameter's.
+      owner: the path of the parameter; None for a count or a hyperparameter.
+    """
+
+    record: type | None
+    field: str
+    owner: str | None
+
+
+def matched(params, given, wanted, steps, initial: Callable[[list[int]], list]):
+    """A tree like ``wanted`` with the arrays of ``given`` in their places.
+
+    Scalars of ``wanted`` that ``given`` does not have start with their initial values,
+    except that a count continues the first count of ``given``, or ``steps``. Arrays of
+    ``given`` whose parameter ``wanted`` leaves out, as a mask does, are dropped.
+
+    Args:
+      params: tree of arrays or ShapeDtypeStructs.
+      given: a state; its leaves are arrays or Python scalars.
+      wanted: the state to be made, of ShapeDtypeStructs.
+      steps: the number of steps that ``given`` has made; None if it is not known.
+      initial: returns the leaves with these numbers of a new state like ``wanted``.
+
+    Raises:
+      ValueError: if only one of the two keeps some moment, naming it.
+    """
+    held = collections.defaultdict(list)
+    for place, leaf in _places(params, given):
+        held[place].append(leaf)
+    asked = list(_places(params, wanted))
+    _check_moments(held, asked)
+    counts = [same[0].leaf for place, same in held.items() if place.field == ".count"]
+    steps = counts[0] if counts else steps
+    rest = {place: iter(same) for place, same in held.items()}
+    found = []
+    for place, _ in asked:
+        same = next(rest.get(place, iter(())), None)
+        found.append(same.leaf if same else steps if place.field == ".count" else None)
+    missing = [number for number, part in enumerate(found) if part is None]
+    for number, part in zip(missing, missing and initial(missing), strict=True):
+        found[number] = part
+    return jax.tree.unflatten(jax.tree.structure(wanted), found)
+
+
+def _places(params, state) -> Iterator[tuple[Place, StateLeaf]]:
+    """The arrays of a state, and where they are."""
+    for leaf in state_leaves(params, state):
+        node, record, field = state, None, leaf.field
+        for start, key in enumerate(leaf.field):
+            if isinstance(key, jax.tree_util.GetAttrKey):
+                record, field = type(node), leaf.field[start:]
+            node = _child(node, key)
+        owner = leaf.owner
+        # The path of parameters that are one array ends every path.
+        if owner == "" and is_scalar_of_the_state(leaf, params.shape):
+            owner = None
+        yield Place(record, jax.tree_util.keystr(field), owner), leaf
+
+
+def _child(node, key):
+    if isinstance(key, jax.tree_util.GetAttrKey):
+        return getattr(node, key.name)
+    if isinstance(key, jax.tree_util.SequenceKey):
+        return node[key.idx]
+    return node[key.key] if isinstance(key, jax.tree_util.DictKey) else None
+
+
+def _check_moments(held: Mapping[Place, list], asked: Sequence) -> None:
+    """Raise unless both states have the same moments, but for parameters left out."""
+    of_asked = collections.defaultdict(list)
+    for place, leaf in asked:
+        of_asked[place].append(leaf)
+    fields = {place[:2] for place in of_asked}
+    for place, leaves in [*of_asked.items(), *held.items()]:
+        counts = len(held.get(place, ())), len(of_asked.get(place, ()))
+        is_left_out = not counts[1] and place[:2] in fields
+        if place.owner is None or counts[0] == counts[1] or is_left_out:
+            continue
+        has, lacks = (
+            ("from_tx", "to_tx") if counts[0] > counts[1] else ("to_tx", "from_tx")
+        )
+        where = jax.tree_util.keystr(leaves[-1].path)
+        raise ValueError(
+            "convert: in float32 the two transformations keep different states: "
+            f"{has} keeps state{where}, which {lacks} does not. {_ACCEPTED}"
+        )
