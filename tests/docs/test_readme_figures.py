@@ -1,34 +1,47 @@
-"""The figures of README's table of evidence are those of ``docs/evidence.md``."""
+"""README's figures are those of the pages that say how they were measured."""
 
 import re
 
 from places import ROOT
 
-FIGURE = re.compile(r"-?\d+(?:\.\d+)?(?: ± \d+(?:\.\d+)?)?%?")
+README = (ROOT / "README.md").read_text()
 
 
-def rows(page: str) -> list[list[str]]:
-    lines = (ROOT / page).read_text().splitlines()
-    tables = (line for line in lines if line.startswith("| "))
-    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in tables]
+def _page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
 
 
-def test_each_figure_is_one_of_the_same_command_s():
-    # In the page "the same" is the command of the row above.
-    of_command: dict[str, str] = {}
-    name = ""
-    for cells in rows("docs/evidence.md"):
-        command = re.fullmatch(r"`python -m benchmarks (\w+)`", cells[2])
-        name = command[1] if command else name
-        of_command[name] = of_command.get(name, "") + " ".join(cells)
-    # In README it stands in brackets at the end, before where it ran.
-    ours = []
-    for claim, *others in rows("README.md"):
-        if ran := re.fullmatch(r"(.*) \(`(\w+)`, [^()]+\)", others[-1]):
-            ours.append((claim, *ran.groups()))
-    assert len(ours) == 5
-    for claim, here, command in ours:
-        figures = FIGURE.findall(re.sub(r"`[^`]*`|float\d+|\d+-bit", "", here))
-        assert figures, claim
-        for figure in figures:
-            assert figure in of_command[command], (command, figure)
+def _table(head: str) -> list[list[str]]:
+    """The rows below a head that begins with a word."""
+    (block,) = re.findall(
+        rf"^\| {head} .*\n\|[-|]+\n((?:\|.*\n)+)", README, re.MULTILINE
+    )
+    return [row.strip("| ").split(" | ") for row in block.splitlines()]
+
+
+def test_losses_are_those_of_the_trained_gpts():
+    losses = re.findall(r"0\.\d{4} ± 0\.\d{4}", README)
+    assert len(losses) == 4
+    for loss in losses:
+        assert loss in _page("accuracy.md")
+
+
+def test_times_and_errors_are_those_of_the_device_and_of_the_peers():
+    peers, device = _page("peers.md"), _page("first_device.md")
+    rows = _table("library")
+    assert len(rows) == 7
+    for library, _, time, error in rows:
+        assert f"| {error} |" in peers, library
+        if time != "not measured":
+            assert f"| {time.split()[0]} |" in device, library
+
+
+def test_large_models_are_those_that_were_compiled():
+    rows = _page("evidence.md").partition("## Large models")[2]
+    for billions in re.findall(r"(\d+\.\d) billion", README):
+        assert f"| {billions} |" in rows
+    ((less, more),) = re.findall(
+        r"needs (\S+) GiB\s+of each instead of (\S+)\.", README
+    )
+    found = {f"{float(x):.1f}" for x in re.findall(r"\d+\.\d\d(?= \|$)", rows, re.M)}
+    assert {less, more} <= found
