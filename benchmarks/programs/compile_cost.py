@@ -8,6 +8,10 @@ and by optax. The steps are compiled for this machine's CPU, and for an H200 wit
 if the ``gpu-program`` extra is installed (JAX's plugin for CUDA wants
 ``JAX_PLATFORMS=cpu`` on a machine without a GPU). Mosaic's own compiler runs while XLA
 compiles, and is counted.
+
+``--for training`` compiles a whole training step of a small transformer with 12 layers
+and 198 leaves for this CPU: loss, gradients and update. There, optax's step has float32
+parameters.
 """
 
 import argparse
@@ -17,6 +21,7 @@ import os
 import typing
 from collections.abc import Iterator, Sequence
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -81,7 +86,11 @@ def cost(tx, leaf_set: LeafSet, mesh=None) -> Cost:
     if isinstance(tx, _Quantized):
         params, tx = jax.eval_shape(tx.quantize, grads), tx.transformation
     state = jax.eval_shape(tx.init, params)
-    step = functools.partial(lowbit_optax.step, tx)
+    return cost_of(functools.partial(lowbit_optax.step, tx), params, state, grads, mesh)
+
+
+def cost_of(step, params, state, other, mesh=None) -> Cost:
+    """What a function of parameters, state, which are donated, and others costs."""
     clock = [_processor_seconds()]
 
     def lap(result):
@@ -89,16 +98,51 @@ def cost(tx, leaf_set: LeafSet, mesh=None) -> Cost:
         return result
 
     if mesh is None:
-        traced = lap(jax.jit(step, donate_argnums=(0, 1)).trace(params, state, grads))
+        traced = lap(jax.jit(step, donate_argnums=(0, 1)).trace(params, state, other))
         lap(lap(traced.lower()).compile())
     else:
         # Of the extra that compiles for GPUs.
         from tools.gpu_program.targets import trace_for
 
-        traced = lap(trace_for(mesh, step, params, state, grads, donate=(0, 1)))
+        traced = lap(trace_for(mesh, step, params, state, other, donate=(0, 1)))
         with jax.set_mesh(mesh):
             lap(lap(traced.lower(lowering_platforms=("cuda",))).compile())
     return Cost(*(after - before for before, after in itertools.pairwise(clock)))
+
+
+class Transformer(nn.Module):
+    """A small transformer of 12 layers, whose parameters are 198 arrays."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        dense = functools.partial(nn.Dense, dtype=jnp.bfloat16)
+        x = nn.Embed(512, 128, dtype=jnp.bfloat16)(tokens)
+        x = x + nn.Embed(64, 128, dtype=jnp.bfloat16)(jnp.arange(tokens.shape[1]))
+        mask = nn.make_causal_mask(tokens)
+        for _ in range(12):
+            attention = nn.SelfAttention(4, dtype=jnp.bfloat16)
+            x = x + attention(nn.LayerNorm()(x), mask=mask)
+            x = x + dense(128)(nn.gelu(dense(512)(nn.LayerNorm()(x))))
+        return dense(512)(nn.LayerNorm()(x)).astype(jnp.float32)
+
+
+def training_cost(tx, *, narrow: bool) -> Cost:
+    """What a training step of :class:`Transformer` costs."""
+    model, tokens = Transformer(), jax.ShapeDtypeStruct((4, 64), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    if narrow:
+        params = jax.eval_shape(lambda x: lowbit_optax.from_master(tx, x)[0], params)
+
+    def loss_fn(params, tokens):
+        logits = model.apply({"params": params}, tokens)[:, :-1]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return losses.mean()
+
+    def step(params, state, tokens):
+        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+        return loss, *lowbit_optax.step(tx, params, state, grads)
+
+    return cost_of(step, params, jax.eval_shape(tx.init, params), tokens)
 
 
 def _processor_seconds() -> float:
@@ -130,15 +174,24 @@ def rows(
     """The costs of the steps on each set of leaves; optax's step is the first."""
     cost(optax.adamw(RATE), LeafSet("warm-up", ((256, 384),)), mesh)
     for leaf_set in leaf_sets:
-        base = None
-        for name in ("optax.adamw", *names):
-            found = cost(transformation(name, launcher), leaf_set, mesh)
-            base = base or found.total
-            parts = dict(zip(("trace", "lower", "compile"), found, strict=True))
-            parts["all"] = found.total
-            seconds = {part: f"{x:.2f}" for part, x in parts.items()}
-            ratio = {"times optax": f"{found.total / base:.1f}"}
-            yield {"leaves": leaf_set.name, "step": f"`{name}`", **seconds, **ratio}
+        of_step = lambda name, tx: cost(tx, leaf_set, mesh)  # noqa: B023
+        for row in rows_of(of_step, names, launcher):
+            yield {"leaves": leaf_set.name} | row
+
+
+def rows_of(of_step, names: Sequence[str], launcher=None) -> Iterator[dict[str, str]]:
+    """The costs ``of_step(name, transformation)``; optax's is the first."""
+    base = None
+    for name in ("optax.adamw", *names):
+        found = of_step(name, transformation(name, launcher))
+        base = base or found.total
+        parts = dict(zip(("trace", "lower", "compile"), found, strict=True))
+        seconds = {part: f"{x:.2f}" for part, x in parts.items()}
+        ratio = {
+            "all": f"{found.total:.2f}",
+            "times optax": f"{found.total / base:.1f}",
+        }
+        yield {"step": f"`{name}`"} | seconds | ratio
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -147,7 +200,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     has_gpu = all(map(is_installed, GPU_COMPILER))
-    devices = ["cpu", "h200"] if has_gpu else ["cpu"]
+    devices = ["cpu", "training", *(["h200"] if has_gpu else [])]
     parser.add_argument("--for", nargs="*", dest="devices", default=devices)
     parser.add_argument("--launcher", choices=["triton", "mosaic"], default=None)
     parser.add_argument("--sets", nargs="*", help="names of leaf sets; all if left out")
@@ -158,6 +211,11 @@ def main(argv: list[str] | None = None) -> None:
     if "cpu" in args.devices:
         print("\nCompiled for this CPU, seconds of processor time\n")
         records.print_rows(rows(chosen(ON_CPUS), named(ALIASES), None, None))
+    if "training" in args.devices:
+        print("\nA training step of 198 leaves, compiled for this CPU\n")
+        training_cost(optax.adamw(RATE), narrow=False)  # warms up
+        of_step = lambda name, tx: training_cost(tx, narrow=name in ALIASES)
+        records.print_rows(rows_of(of_step, named(ALIASES)))
     if "h200" in args.devices:
         from tools.gpu_program.targets import gpu_mesh
 
