@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import typing
 from collections.abc import Callable
 
 import jax
@@ -9,14 +10,18 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._numerics.dtypes import float_dtype
+from lowbit_optax._types import OptState, Params
 from lowbit_optax.release.host_memory import with_memory_kind
 from lowbit_optax.release.plan import loss_scaled, plan_release, without_scale
 from lowbit_optax.release.released_step import released_step
 from lowbit_optax.release.traced_loss import trace_loss
 
+_Batch = typing.ParamSpec("_Batch")
+_Value = typing.TypeVar("_Value")
+
 
 def value_and_update(
-    loss_fn: Callable,
+    loss_fn: Callable[typing.Concatenate[Params, _Batch], _Value],
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
@@ -24,7 +29,10 @@ def value_and_update(
     overflow: str = "exact",
     state_memory: str = "device",
     dtype: jax.typing.DTypeLike = jnp.float32,
-) -> Callable:
+) -> Callable[
+    typing.Concatenate[Params, OptState, _Batch],
+    tuple[_Value, Params, *tuple[typing.Any, ...]],
+]:
     """A training step that updates parameters during the backward pass.
 
     The step gives the result of

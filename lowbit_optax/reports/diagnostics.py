@@ -21,6 +21,7 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.error_feedback import ahead_of_leaves
 from lowbit_optax._step.inner_update import trace_update
 from lowbit_optax._step.step import Step
+from lowbit_optax._types import OptState, PyTree, Transformation
 from lowbit_optax.formats import quantized_tensor
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
@@ -56,11 +57,7 @@ class LeafReport(typing.NamedTuple):
 
 
 def step_report(
-    tx: optax.GradientTransformation,
-    params: optax.Params,
-    state: optax.OptState,
-    grads: optax.Updates,
-    **extra_args,
+    tx: Transformation, params: PyTree, state: OptState, grads: PyTree, **extra_args
 ):
     """A flight recorder: what the next step would do to each leaf.
 
@@ -104,11 +101,7 @@ def step_report(
 
 
 def cancelled_updates(
-    tx: optax.GradientTransformation,
-    params: optax.Params,
-    state: optax.OptState,
-    grads: optax.Updates,
-    **extra_args,
+    tx: Transformation, params: PyTree, state: OptState, grads: PyTree, **extra_args
 ):
     """The share of non-zero updates that rounding to nearest would cancel, per leaf.
 

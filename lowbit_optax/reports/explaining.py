@@ -1,5 +1,7 @@
 """What updates each parameter, a kernel or XLA, before anything is run."""
 
+import typing
+
 import jax
 import optax
 
@@ -9,11 +11,10 @@ from lowbit_optax._step.changed_updates import ChangedUpdateError
 from lowbit_optax._step.state import holds_lowbit
 from lowbit_optax._step.step import Step
 from lowbit_optax._step.wrapped import is_direct
+from lowbit_optax._types import PyTree, Transformation
 
 
-def explain(
-    tx: optax.GradientTransformation, params: optax.Params, **extra_args
-) -> dict[str, str]:
+def explain(tx: Transformation, params: PyTree, **extra_args) -> dict[str, str]:
     """What will update each parameter on the accelerator, and why not a kernel.
 
     Nothing is run. It speaks of the devices of the mesh in force (``jax.set_mesh``), or
@@ -51,7 +52,7 @@ def explain(
 
     def update(grads, state, params, extra_args):
         with context.reporting("explain", explained):
-            return optax.with_extra_args_support(tx).update(
+            return typing.cast(typing.Any, optax.with_extra_args_support)(tx).update(
                 grads, state, params, **extra_args
             )
 

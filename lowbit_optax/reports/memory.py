@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from lowbit_optax._arguments import check_transformation
 from lowbit_optax._numerics.dtypes import float_dtype
@@ -16,6 +15,7 @@ from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
 from lowbit_optax._step.changed_updates import ChangedUpdateError
 from lowbit_optax._step.wrapped import is_direct
+from lowbit_optax._types import PyTree, Transformation
 from lowbit_optax.reports import bars
 from lowbit_optax.states.state_leaves import StateLeaf, state_leaves
 
@@ -218,8 +218,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def memory_report(
-    tx: optax.GradientTransformation,
-    params: optax.Params,
+    tx: Transformation,
+    params: PyTree,
     *,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     stacked: Callable[[str], bool] | None = None,
@@ -295,7 +295,7 @@ def memory_report(
 
 
 def gradient_bytes(
-    params: optax.Params,
+    params: PyTree,
     dtype: np.dtype,
     stacked: Callable[[str], bool] | None,
 ) -> list[tuple[int, int]]:
