@@ -16,12 +16,11 @@ from lowbit_optax.release.plan import loss_scaled, plan_release, without_scale
 from lowbit_optax.release.released_step import released_step
 from lowbit_optax.release.traced_loss import trace_loss
 
-_Batch = typing.ParamSpec("_Batch")
 _Value = typing.TypeVar("_Value")
 
 
 def value_and_update(
-    loss_fn: Callable[typing.Concatenate[Params, _Batch], _Value],
+    loss_fn: Callable[..., _Value],
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
@@ -30,8 +29,8 @@ def value_and_update(
     state_memory: str = "device",
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable[
-    typing.Concatenate[Params, OptState, _Batch],
-    tuple[_Value, Params, *tuple[typing.Any, ...]],
+    typing.Concatenate[Params, OptState, ...],
+    tuple[_Value, Params, *tuple[OptState, ...]],
 ]:
     """A training step that updates parameters during the backward pass.
 
