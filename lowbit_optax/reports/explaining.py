@@ -52,6 +52,7 @@ def explain(tx: Transformation, params: PyTree, **extra_args) -> dict[str, str]:
 
     def update(grads, state, params, extra_args):
         with context.reporting("explain", explained):
+            # As in step: optax's own types do not know MultiSteps here.
             return typing.cast(typing.Any, optax.with_extra_args_support)(tx).update(
                 grads, state, params, **extra_args
             )
