@@ -5,9 +5,10 @@ import pickle
 import shutil
 import socket
 import urllib.request
+from typing import Any
 
-import flax
 import numpy as np
+from flax import serialization
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 
@@ -75,13 +76,13 @@ def save(args, name, state, losses):
     path = checkpoint(args, name)
     partial = path.with_suffix(".partial")
     try:
-        partial.write_bytes(flax.serialization.to_bytes((state, np.float32(losses))))
+        partial.write_bytes(serialization.to_bytes((state, np.float32(losses))))
         partial.replace(path)
     finally:  # where the disk is full
         partial.unlink(missing_ok=True)
 
 
-def restore(args, name, state):
+def restore(args, name, state) -> tuple[Any, list]:
     """The state and the losses of an earlier run, or `state` and no losses."""
     if not args.checkpoint_dir:
         return state, []
@@ -89,7 +90,7 @@ def restore(args, name, state):
     path = checkpoint(args, name)
     if not path.exists():
         return state, []
-    state, losses = flax.serialization.from_bytes((state, 0), path.read_bytes())
+    state, losses = serialization.from_bytes((state, 0), path.read_bytes())
     print(f"{name} resumes after step {len(losses)}")
     return state, list(losses)
 

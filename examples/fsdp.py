@@ -137,7 +137,7 @@ def train(optimizer, learning_rate, steps, mesh):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="lowbit_adamw")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--steps", type=int, default=200)

@@ -126,7 +126,7 @@ def train(args):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="lowbit_adamw")
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--release", action=flag, default=True)

@@ -161,8 +161,9 @@ def run_release(args, model, rate, train_set, test_set):
     ):
         state = create_state(model, tx, batch[0][:1])
         step_fn = step_fn.lower(state, *batch).compile()
-        size = step_fn.memory_analysis().temp_size_in_bytes / 2**20
-        print(f"{name}: gradients and activations take {size:.1f} MiB")
+        if memory := step_fn.memory_analysis():  # which some devices do not have
+            size = memory.temp_size_in_bytes / 2**20
+            print(f"{name}: gradients and activations take {size:.1f} MiB")
     state, _ = train(args, "release", state, step_fn, *train_set)
     print("test loss {:.4f}, accuracy {:.2%}".format(*evaluate(state, *test_set)))
 
@@ -206,7 +207,7 @@ def run_comparison(args, model, rate, train_set, test_set):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.set_defaults(run=run_kahan)
     group = parser.add_mutually_exclusive_group()
     for name, run in ("--release", run_release), ("--compare", run_comparison):
@@ -215,8 +216,8 @@ def main():
     parser.add_argument("--data-dir", type=pathlib.Path, default=CACHE)
     parser.add_argument("--checkpoint-dir", type=pathlib.Path)
     parser.add_argument("--plot", type=pathlib.Path, default="resnet_cifar.png")
-    numbers = {"steps": 4000, "width": 64, "pixels": 32, "batch-size": 128}
-    numbers["learning-rate"] = 3e-4
+    sizes = {"steps": 4000, "width": 64, "pixels": 32, "batch-size": 128}
+    numbers = {**sizes, "learning-rate": 3e-4}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     args = parser.parse_args()

@@ -44,6 +44,18 @@ if _typing.TYPE_CHECKING:
     from lowbit_optax import release as release
     from lowbit_optax import reports as reports
     from lowbit_optax import training as training
+    from lowbit_optax import transformations as transformations
+else:
+
+    def __getattr__(name: str):
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return _importlib.import_module(f"{__name__}.{name}")
+        except ImportError as error:
+            # So that hasattr and inspect.getmembers work without the flax extra.
+            raise AttributeError(str(error)) from error
+
 
 _MODULES = (
     "block_scaling",
@@ -96,16 +108,6 @@ __all__ = [
     "with_master",
 ]
 __all__ += _aliases.__all__
-
-
-def __getattr__(name: str):
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return _importlib.import_module(f"{__name__}.{name}")
-    except ImportError as error:
-        # So that hasattr and inspect.getmembers work without the flax extra.
-        raise AttributeError(str(error)) from error
 
 
 def __dir__() -> list[str]:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._step import trees
+from lowbit_optax._types import PyTree
 
 KeepFloat32 = Callable[[str, typing.Any], bool] | None
 """``keep_float32(path, leaf)``: whether a parameter stays float32; None keeps none."""
@@ -48,10 +48,10 @@ def is_bias_or_norm(path: str, leaf) -> bool:
 
 
 def param_dtypes(
-    params: optax.Params,
+    params: PyTree,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     keep_float32: KeepFloat32 = is_bias_or_norm,
-) -> optax.Params:
+) -> PyTree:
     """The dtypes that :func:`lowbit_optax.from_master` gives to parameters.
 
     Args:

@@ -10,7 +10,6 @@ import typing
 from collections.abc import Callable
 
 import jax
-import optax
 from jax.sharding import (
     AbstractMesh,
     Mesh,
@@ -22,13 +21,13 @@ from jax.sharding import (
 from lowbit_optax._step import trees
 from lowbit_optax._step.layers import Layer
 
-ParamShardings = typing.Any | Callable[[optax.Params], typing.Any] | None
+ParamShardings = typing.Any | Callable[[typing.Any], typing.Any] | None
 """A tree of shardings like the parameters, or a prefix of it; or a function from the
 parameters to one."""
 
 
 def leaf_shardings(
-    given: ParamShardings, params: optax.Params, layer: Layer | None = None
+    given: ParamShardings, params, layer: Layer | None = None
 ) -> list[NamedSharding | None]:
     """The sharding of each leaf of the parameters; None where it is not known.
 
@@ -69,7 +68,7 @@ def leaf_shardings(
 def named_shardings(
     what: str,
     shardings,
-    params: optax.Params,
+    params,
     mesh: Mesh | None = None,
     *,
     allows_none: bool = False,

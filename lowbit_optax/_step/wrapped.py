@@ -81,7 +81,7 @@ class _Run:
     guard: Guard | Unguarded
     apply_update: Callable
 
-    def result(self) -> tuple[optax.Params, optax.OptState]:
+    def result(self) -> tuple:
         """``(new params, new state)``."""
         traced, choose = self.traced, self.guard.chosen
         updates, new_state = traced.outputs
@@ -168,14 +168,14 @@ class _Run:
 
 def step_wrapped(
     tx: optax.GradientTransformationExtraArgs,
-    params: optax.Params,
-    state: optax.OptState,
-    grads: optax.Updates,
+    params,
+    state,
+    grads,
     extra_args: dict,
     apply_update: Callable,
     guard: Guard | Unguarded = UNGUARDED,
     summed: Summed | None = None,
-) -> tuple[optax.Params, optax.OptState] | None:
+) -> tuple | None:
     """The step of a wrapped transformation, by new parameters in place of updates.
 
     What wrappers make of the gradients becomes part of the kernels if it is elementwise
@@ -241,9 +241,7 @@ def check_wrapper(tx, params, state, grads, extra_args: dict) -> None:
         trace_wrapper(tx, grads, state, params, extra_args)
 
 
-def is_direct(
-    tx, params: optax.Params, state: optax.OptState, extra_args: dict
-) -> bool | None:
+def is_direct(tx, params, state, extra_args: dict) -> bool | None:
     """Whether ``lowbit_optax.step`` writes new parameters without differences.
 
     Parameters, state and extra arguments may be shapes: nothing is computed. What optax

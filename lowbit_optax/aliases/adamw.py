@@ -1,5 +1,7 @@
 """AdamW in each weight format, and Lion in the recommended one."""
 
+from __future__ import annotations
+
 import typing
 
 import optax

@@ -14,7 +14,7 @@ from lowbit_optax import formats
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step.moment_slots import Moments
 
-Mask = typing.Any | Callable[[optax.Params], typing.Any] | None
+Mask = typing.Any | Callable[[typing.Any], typing.Any] | None
 TwoRoundings = typing.Literal["nearest", "stochastic"] | None
 ThreeRoundings = typing.Literal["nearest", "toward_zero", "stochastic"] | None
 

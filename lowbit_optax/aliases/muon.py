@@ -1,5 +1,7 @@
 """Muon for matrices and AdamW for the rest, in the recommended formats."""
 
+from __future__ import annotations
+
 import functools
 import typing
 from collections.abc import Callable

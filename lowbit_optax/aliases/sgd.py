@@ -1,5 +1,7 @@
 """SGD with momentum and weight decay, in each weight format."""
 
+from __future__ import annotations
+
 import typing
 
 import optax

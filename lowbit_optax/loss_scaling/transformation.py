@@ -15,6 +15,7 @@ from lowbit_optax._step import trees
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.multi_steps import check_multi_steps_around
 from lowbit_optax._step.stepper import Stepper
+from lowbit_optax._types import OptState, Transformation
 from lowbit_optax.loss_scaling.scales import Scaling
 from lowbit_optax.loss_scaling.sizes import Sizes
 from lowbit_optax.transformations.guarded_step import guarded
@@ -37,7 +38,7 @@ class LossScaleState(typing.NamedTuple):
 
 
 def with_loss_scale(
-    inner: optax.GradientTransformation, scaling: Scaling
+    inner: Transformation, scaling: Scaling
 ) -> optax.GradientTransformationExtraArgs:
     """Take gradients of a scaled loss, and skip the step if any of them overflowed.
 
@@ -125,7 +126,7 @@ def scaled_value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
     return with_gradient
 
 
-def current_loss_scale(opt_state: optax.OptState) -> jax.Array:
+def current_loss_scale(opt_state: OptState) -> jax.Array:
     """The factor with which the next loss must be scaled.
 
     Args:
@@ -157,10 +158,10 @@ def current_loss_scale(opt_state: optax.OptState) -> jax.Array:
 class LossScaled(Stepper):
     """The configuration that one call of :func:`with_loss_scale` makes."""
 
-    inner: optax.GradientTransformation
+    inner: Transformation
     scaling: Scaling
 
-    def init(self, params: optax.Params) -> LossScaleState:
+    def init(self, params) -> LossScaleState:
         """The initial state, with the first scale."""
         check_multi_steps_around(params, "with_loss_scale")
         scale, scaling_state = self.scaling.init()

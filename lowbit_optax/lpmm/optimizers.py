@@ -1,5 +1,7 @@
 """SGD with momentum and Adam, with weights and moments stored in few bits."""
 
+from __future__ import annotations
+
 import typing
 
 import optax

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import typing
 from collections.abc import Callable
 
 import jax
@@ -10,14 +11,17 @@ import optax
 
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._tables import Explanation
+from lowbit_optax._types import OptState, Params
 from lowbit_optax.release.host_memory import with_memory_kind
 from lowbit_optax.release.plan import loss_scaled, plan_release, without_scale
 from lowbit_optax.release.released_step import released_step
 from lowbit_optax.release.traced_loss import trace_loss
 
+_Value = typing.TypeVar("_Value")
+
 
 def value_and_update(
-    loss_fn: Callable,
+    loss_fn: Callable[..., _Value],
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
@@ -25,7 +29,10 @@ def value_and_update(
     overflow: str = "exact",
     state_memory: str = "device",
     grad_dtype: jax.typing.DTypeLike = jnp.float32,
-) -> Callable:
+) -> Callable[
+    typing.Concatenate[Params, OptState, ...],
+    tuple[_Value, Params, *tuple[OptState, ...]],
+]:
     """A training step that updates parameters during the backward pass.
 
     The step gives the result of

@@ -18,7 +18,6 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
-import optax
 
 from lowbit_optax._step import trees
 from lowbit_optax.release.step_values import Key, Value, step_values
@@ -75,7 +74,7 @@ class Parts:
 
     def __init__(
         self,
-        tx: optax.GradientTransformation,
+        tx,
         opt_state,
         loss: TracedLoss,
         stacks: Iterable[ParamLeaf],

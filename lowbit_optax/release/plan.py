@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.graph import Call, Node
@@ -94,13 +93,13 @@ class ReleasePlan:
         return {n for numbers in self.parts.stacks.values() for n in numbers}
 
 
-def loss_scaled(tx: optax.GradientTransformation) -> LossScaled | None:
+def loss_scaled(tx) -> LossScaled | None:
     """The configuration of ``with_loss_scale``, if a transformation is made by it."""
     stepper = stepper_of(tx)
     return stepper if isinstance(stepper, LossScaled) else None
 
 
-def without_scale(tx: optax.GradientTransformation, opt_state):
+def without_scale(tx, opt_state):
     """A transformation and its state, taken out of the loss scale around them.
 
     Raises:
@@ -122,9 +121,7 @@ def without_scale(tx: optax.GradientTransformation, opt_state):
     return tx, opt_state
 
 
-def plan_release(
-    loss: TracedLoss, tx: optax.GradientTransformation, opt_state
-) -> ReleasePlan:
+def plan_release(loss: TracedLoss, tx, opt_state) -> ReleasePlan:
     """Find when each parameter can be updated.
 
     Raises:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._step import context
@@ -58,7 +57,7 @@ class Measured(typing.NamedTuple):
 def released_step(
     loss: TracedLoss,
     plan: ReleasePlan,
-    tx: optax.GradientTransformation,
+    tx,
     opt_state,
     max_grad_norm: float | None,
     overflow: str,
@@ -145,7 +144,7 @@ def _measuring(tx, factor: jax.Array | None, squares: bool, sizes: bool) -> Rule
 def _updating(
     loss: TracedLoss,
     plan: ReleasePlan,
-    tx: optax.GradientTransformation,
+    tx,
     state: list[jax.Array],
     guard: Guard | Unguarded | None,
     factor,

@@ -11,7 +11,6 @@ from collections.abc import Container, Iterable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
 from jax.extend.core import primitives as p
 
@@ -45,8 +44,8 @@ class Value(typing.NamedTuple):
 
 
 def step_values(
-    tx: optax.GradientTransformation,
-    arguments: tuple[optax.Updates, optax.OptState, optax.Params],
+    tx,
+    arguments: tuple,
     state_keys: Sequence[int],
     numbers: dict,
     stacks: Container = (),

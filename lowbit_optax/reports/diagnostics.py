@@ -24,6 +24,7 @@ from lowbit_optax._step.error_feedback import ahead_of_leaves
 from lowbit_optax._step.inner_update import trace_update
 from lowbit_optax._step.step import Step
 from lowbit_optax._tables import Table, Tabular
+from lowbit_optax._types import OptState, PyTree, Transformation
 from lowbit_optax.formats import quantized_tensor
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
@@ -109,11 +110,7 @@ class StepReport(Tabular):
 
 
 def step_report(
-    tx: optax.GradientTransformation,
-    params: optax.Params,
-    state: optax.OptState,
-    grads: optax.Updates,
-    **extra_args,
+    tx: Transformation, params: PyTree, state: OptState, grads: PyTree, **extra_args
 ) -> StepReport:
     """Report what the next step would do to each leaf, without doing it.
 

@@ -1,5 +1,7 @@
 """What updates each parameter, a kernel or XLA, before anything is run."""
 
+import typing
+
 import jax
 import optax
 
@@ -10,11 +12,10 @@ from lowbit_optax._step.state import holds_lowbit
 from lowbit_optax._step.step import Step
 from lowbit_optax._step.wrapped import is_direct
 from lowbit_optax._tables import Explanation
+from lowbit_optax._types import PyTree, Transformation
 
 
-def explain(
-    tx: optax.GradientTransformation, params: optax.Params, **extra_args
-) -> Explanation:
+def explain(tx: Transformation, params: PyTree, **extra_args) -> Explanation:
     """What will update each parameter on the accelerator, and why not a kernel.
 
     Nothing is run. It speaks of the devices of the mesh in force (``jax.set_mesh``), or
@@ -52,7 +53,8 @@ def explain(
 
     def update(grads, state, params, extra_args):
         with context.reporting("explain", explained):
-            return optax.with_extra_args_support(tx).update(
+            # As in step: optax's own types do not know MultiSteps here.
+            return typing.cast(typing.Any, optax.with_extra_args_support)(tx).update(
                 grads, state, params, **extra_args
             )
 

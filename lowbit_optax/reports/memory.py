@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from lowbit_optax._arguments import check_transformation
 from lowbit_optax._numerics.dtypes import float_dtype
@@ -22,6 +21,7 @@ from lowbit_optax._step.kept_float32 import (
 )
 from lowbit_optax._step.wrapped import is_direct
 from lowbit_optax._tables import Table, Tabular, some
+from lowbit_optax._types import PyTree, Transformation
 from lowbit_optax.reports import bars
 from lowbit_optax.states.state_leaves import (
     StateLeaf,
@@ -209,8 +209,8 @@ def _float32_moments_notes(leaves: tuple[LeafMemory, ...]) -> list[str]:
 
 
 def memory_report(
-    tx: optax.GradientTransformation,
-    params: optax.Params,
+    tx: Transformation,
+    params: PyTree,
     *,
     dtype: jax.typing.DTypeLike | None = None,
     keep_float32: KeepFloat32 = is_bias_or_norm,
@@ -294,7 +294,7 @@ def memory_report(
 
 
 def gradient_bytes(
-    params: optax.Params,
+    params: PyTree,
     dtype: np.dtype,
     stacked: Callable[[str], bool] | None,
 ) -> list[tuple[int, int]]:

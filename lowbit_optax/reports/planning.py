@@ -20,6 +20,7 @@ from lowbit_optax._step.kept_float32 import (
 )
 from lowbit_optax._step.moment_slots import Moments, NoSuchMomentError
 from lowbit_optax._tables import Table, Tabular
+from lowbit_optax._types import PyTree, Transformation
 from lowbit_optax.formats import (
     block_quantized,
     cast,
@@ -92,15 +93,13 @@ class PlannedFormats:
 
     name: str
     report: MemoryReport
-    params: optax.Params
+    params: PyTree
     dtype: np.dtype
     devices: int
     other_bytes: int
     device_bytes: int
     make: Callable[[typing.Any], optax.GradientTransformationExtraArgs]
-    init: Callable[
-        [optax.GradientTransformation, optax.Params], tuple[optax.Params, typing.Any]
-    ]
+    init: Callable[[optax.GradientTransformation, PyTree], tuple[PyTree, typing.Any]]
 
     def bytes_per_device(self, release: bool) -> int:
         """Parameters, state, gradients and ``other_bytes`` on each device."""
@@ -165,7 +164,7 @@ class Plan(Tabular):
 
 
 def plan(
-    params: optax.Params,
+    params: PyTree,
     device_bytes: float,
     *,
     optimizer: Callable[[typing.Any], optax.GradientTransformation] = optax.adamw,
@@ -275,8 +274,8 @@ def _started(
     choice: _Formats,
     dtype: np.dtype,
     keep_float32: KeepFloat32,
-    tx: optax.GradientTransformation,
-    weights: optax.Params,
+    tx: Transformation,
+    weights: PyTree,
 ):
     """Parameters and state at the start, from float32 weights."""
     if choice.bits is not None:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._step import trees
 from lowbit_optax._tables import Table, Tabular
+from lowbit_optax._types import PyTree, Transformation
 from lowbit_optax.lpmm.gradients import value_and_grad
 from lowbit_optax.reports.memory import gradient_bytes, released
 from lowbit_optax.states.sharding import state_shardings
@@ -69,8 +69,8 @@ class StepMemory(Tabular):
 
 
 def step_memory(
-    tx: optax.GradientTransformation,
-    params: optax.Params,
+    tx: Transformation,
+    params: PyTree,
     loss_fn: Callable,
     *batch,
     release: bool = False,

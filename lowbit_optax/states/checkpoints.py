@@ -4,18 +4,16 @@ import typing
 from collections.abc import Mapping
 
 import jax
-import optax
 
 from lowbit_optax._step import trees
+from lowbit_optax._types import PyTree, Transformation
 from lowbit_optax.states.decoded import Recorded, recorded_nodes
 from pallas_kernels.layout import VERSION
 
 _SHOWN = 3
 
 
-def storage_formats(
-    tx: optax.GradientTransformation, params: optax.Params
-) -> dict[str, str]:
+def storage_formats(tx: Transformation, params: PyTree) -> dict[str, str]:
     """How each array of parameters and state is stored, to be kept in a checkpoint.
 
     Packed words do not say what they stand for: codes of two kinds may have one shape
@@ -59,7 +57,7 @@ def storage_formats(
 
 
 def check_storage_formats(
-    stored: Mapping[str, str], tx: optax.GradientTransformation, params: optax.Params
+    stored: Mapping[str, str], tx: Transformation, params: PyTree
 ) -> None:
     """Refuse a checkpoint that stores its arrays in another way than a run does.
 

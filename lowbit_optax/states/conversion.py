@@ -13,7 +13,6 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import DrawsToNearest, ToNearest
@@ -27,6 +26,7 @@ from lowbit_optax._step.kept_float32 import (
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.state import LowbitState
+from lowbit_optax._types import OptState, Params, Transformation
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.block_scaled_weights import BlockScaledWeights
 from lowbit_optax.formats.quantized_tensor import QuantizedTensor
@@ -45,14 +45,14 @@ from lowbit_optax.states.state_leaves import (
 
 
 def convert(
-    params: optax.Params,
-    state: optax.OptState,
-    from_tx: optax.GradientTransformation,
-    to_tx: optax.GradientTransformation,
+    params: Params,
+    state: OptState,
+    from_tx: Transformation,
+    to_tx: Transformation,
     *,
     dtype: typing.Any = None,
     keep_float32: KeepFloat32 = is_bias_or_norm,
-) -> tuple[optax.Params, optax.OptState]:
+) -> tuple[Params, OptState]:
     """Go on with a run in other formats: other weights, moments, bits, or plain optax.
 
         (param, residual) --join--> float32 master --split--> (param', residual')
@@ -228,9 +228,7 @@ def _carried(path: KeyPath, part: Part, want, source: DecodedRun) -> typing.Any:
     )
 
 
-def _initial(
-    to_tx: optax.GradientTransformation, shapes, numbers: list[int]
-) -> list[Part]:
+def _initial(to_tx: Transformation, shapes, numbers: list[int]) -> list[Part]:
     """Some leaves of a new state of ``to_tx`` that no format has encoded."""
 
     @jax.jit  # so that no other leaf is allocated

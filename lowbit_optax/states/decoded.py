@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.rounding import to_float32
@@ -27,6 +26,7 @@ from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.state import LowbitState
+from lowbit_optax._types import Transformation
 from lowbit_optax.formats.base import MomentFormat
 from lowbit_optax.formats.leaves import join_leaf
 from lowbit_optax.states.state_leaves import KeyPath
@@ -71,7 +71,7 @@ class Recorded:
 
 
 def recorded_nodes(
-    tx: optax.GradientTransformation, params
+    tx: Transformation, params
 ) -> tuple[list[tuple[KeyPath, typing.Any]], trees.PyTreeDef]:
     """The nodes of ``tx.init``'s state with their paths, and the structure around them.
 
@@ -177,9 +177,7 @@ class DecodedRun:
         return to_float32(param) if is_few_bits else param
 
 
-def decoded_run(
-    tx: optax.GradientTransformation, params: optax.Params, state: optax.OptState
-) -> DecodedRun:
+def decoded_run(tx: Transformation, params, state) -> DecodedRun:
     """Read the parameters and the state of any optax transformation.
 
     Raises:

@@ -26,6 +26,7 @@ from lowbit_optax._step.kept_float32 import (
     is_bias_or_norm,
 )
 from lowbit_optax._step.state import LowbitState
+from lowbit_optax._types import OptState, Params, PyTree, Transformation
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
 from lowbit_optax.formats.block_scaled_weights import BlockScaledWeights
@@ -34,7 +35,7 @@ from lowbit_optax.formats.quantized_weights import QuantizedWeights
 from lowbit_optax.states.decoded import Recorded, check_one_state_each, recorded_nodes
 
 
-def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:
+def master_weights(params: Params, state: OptState) -> Params:
     """The float32 weights that training is about, for evaluation or export.
 
         master = join(param, residual)
@@ -78,11 +79,11 @@ def master_weights(params: optax.Params, state: optax.OptState) -> optax.Params:
 
 
 def from_master(
-    tx: optax.GradientTransformation,
-    params: optax.Params,
+    tx: Transformation,
+    params: Params,
     dtype: typing.Any = jnp.bfloat16,
     keep_float32: KeepFloat32 = is_bias_or_norm,
-) -> tuple[optax.Params, optax.OptState]:
+) -> tuple[Params, OptState]:
     """Start training from float32 weights without losing their low bits.
 
         (param, residual) = split(master)
@@ -141,7 +142,7 @@ def from_master(
 
 
 def with_master(
-    tx: optax.GradientTransformation, master: optax.Params
+    tx: optax.GradientTransformation, master: PyTree
 ) -> optax.GradientTransformation:
     """A transformation whose ``init`` keeps the low bits of these float32 weights.
 
@@ -175,7 +176,7 @@ def with_master(
     """
     held = [trees.named_leaves(master)[1]]
 
-    def init(params: optax.Params):
+    def init(params: PyTree):
         names, leaves, _ = trees.named_leaves(params)
         are_arrays = all(map(_is_concrete, leaves))
         if names and are_arrays and not held:

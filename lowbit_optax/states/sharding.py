@@ -5,8 +5,7 @@ import typing
 from collections.abc import Callable, Container, Sequence
 
 import jax
-import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from lowbit_optax._arguments import check_choice
 from lowbit_optax._step import context, trees
@@ -15,6 +14,7 @@ from lowbit_optax._step.param_shardings import (
     named_shardings,
     uneven_axes,
 )
+from lowbit_optax._types import PyTree, Transformation
 from lowbit_optax.states.state_leaves import (
     StateLeaf,
     state_leaves,
@@ -30,11 +30,11 @@ _LARGEST_UNIT = 4096
 
 
 def state_shardings(
-    tx: optax.GradientTransformation,
-    params: optax.Params,
+    tx: Transformation,
+    params: PyTree,
     shardings=None,
     *,
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     uneven: Uneven = "error",
 ):
     """Shardings of the optimizer state, for ``jax.jit(tx.init, out_shardings=...)``.
@@ -133,9 +133,7 @@ def state_shardings(
     )
 
 
-def _shardings_of_params(
-    tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | None
-):
+def _shardings_of_params(tx: Transformation, params: PyTree, mesh):
     """The ``param_shardings`` of a transformation; PartitionSpecs are of the mesh."""
     found: dict[str, NamedSharding | None] = {}
 
@@ -198,7 +196,7 @@ def _moved(sharding: NamedSharding, shapes: Sequence[tuple[int, ...]]) -> NamedS
     return sharding.update(spec=entries)
 
 
-def _by_parameter(params, shardings, mesh: Mesh | None, advice: Callable[..., str]):
+def _by_parameter(params, shardings, mesh, advice: Callable[..., str]):
     """Shape and NamedSharding of every parameter, by path; checked."""
     names, leaves, _ = trees.named_leaves(params)
     each = named_shardings("state_shardings", shardings, params, mesh)

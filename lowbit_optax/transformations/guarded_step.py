@@ -10,7 +10,7 @@ from lowbit_optax.transformations.lowbit import apply_updates
 
 
 def guarded(
-    tx: optax.GradientTransformation,
+    tx,
     params,
     state,
     grads,

@@ -3,6 +3,8 @@
 How a step works is in :mod:`lowbit_optax._step.engine`.
 """
 
+from __future__ import annotations
+
 import typing
 
 import jax
@@ -19,6 +21,7 @@ from lowbit_optax._step.moment_slots import MomentChoice, Moments
 from lowbit_optax._step.param_shardings import ParamShardings
 from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax._step.wrapped import step_wrapped
+from lowbit_optax._types import OptState, Params, PyTree, Transformation
 from lowbit_optax.formats import extra_bits
 from lowbit_optax.formats.base import WeightFormat
 from pallas_kernels.platforms import Implementation, check_implementation
@@ -157,12 +160,8 @@ def lowbit(
 
 
 def step(
-    tx: optax.GradientTransformation,
-    params: optax.Params,
-    opt_state: optax.OptState,
-    grads: optax.Updates,
-    **extra_args,
-) -> tuple[optax.Params, optax.OptState]:
+    tx: Transformation, params: Params, opt_state: OptState, grads: PyTree, **extra_args
+) -> tuple[Params, OptState]:
     """One optimizer step, params to params: the fast path past ``apply_updates``.
 
     For a transformation made by :func:`lowbit` (the aliases included) no difference of
@@ -212,15 +211,17 @@ def step(
         if stepper is not None:
             return stepper.run(params, opt_state, grads, REPLACE, extra_args)
         check_transformation("step", "tx", tx)
-        tx = optax.with_extra_args_support(tx)
-        direct = step_wrapped(tx, params, opt_state, grads, extra_args, apply_updates)
+        # optax's own types know neither MultiSteps here nor the type of these params.
+        other = typing.cast(typing.Any, optax.with_extra_args_support)(tx)
+        arguments = other, params, opt_state, grads, extra_args, apply_updates
+        direct = step_wrapped(*arguments)
         if direct is not None:
             return direct
-        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+        updates, opt_state = other.update(grads, opt_state, params, **extra_args)
         return apply_updates(params, updates), opt_state
 
 
-def apply_updates(params: optax.Params | None, updates: optax.Updates) -> optax.Params:
+def apply_updates(params: Params, updates: PyTree) -> Params:
     """``optax.apply_updates`` that also takes float8 and strict dtype promotion.
 
     Args:

@@ -1,5 +1,7 @@
 """The options of ``lowbit`` that every optimizer of this package takes as well."""
 
+from __future__ import annotations
+
 import inspect
 import typing
 from collections.abc import Callable
@@ -37,10 +39,9 @@ def takes_options(function: _Function) -> _Function:
     """
     signature = inspect.signature(function)
     *own, _ = signature.parameters.values()
+    keyword = inspect.Parameter.KEYWORD_ONLY
     options = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind
-        )
+        inspect.Parameter(name, keyword, default=None, annotation=kind.__forward_arg__)
         for name, kind in Options.__annotations__.items()
     ]
     function.__signature__ = signature.replace(parameters=[*own, *options])
