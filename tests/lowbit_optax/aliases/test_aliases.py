@@ -156,18 +156,6 @@ def test_sgd_weight_decay_is_added_to_the_gradient(alias):
     np.testing.assert_array_equal(np.asarray(moved, np.float32), 2 - 0.25 * (1 + 1))
 
 
-@each(ALIASES)
-def test_aliases_take_schedules(optimizer):
-    params = model_params()
-    tx = optimizer(optax.piecewise_constant_schedule(0.1, {2: 0.0}))
-    series = gradient_series(params, 4)
-    before, state = train(tx, params, tx.init(params), series[:2])
-    after, end = train(tx, before, state, series[2:])
-    masters = lowbit_optax.master_weights
-    assert not np.array_equal(before["kernel"], params["kernel"])
-    assert_same_bits(masters(after, end), masters(before, state))
-
-
 @pytest.mark.parametrize(
     ("make", "dtypes"),
     [

@@ -247,19 +247,6 @@ def test_leaves_stay_as_they_are_where_the_axis_is_none():
     assert_same_bits(got, params)
 
 
-@pytest.mark.parametrize(
-    ("weights", "text"),
-    [
-        (lowbit_optax.kahan(), "accepted are extra_bits, stochastic_rounding"),
-        (lowbit_optax.extra_bits(21), "0 to 20 extra bits, not 21"),
-    ],
-)
-def test_formats_that_do_not_hold_it_say_so(weights, text):
-    tx, params = lowbit(optax.sgd(0.1), weights=weights), {"w": block_scale(normal(0))}
-    with pytest.raises(ValueError, match=rf"params\['w'\]: .*{text}"):
-        tx.init(params)
-
-
 def test_parts_that_do_not_belong_together_are_refused():
     w = block_scale(normal(0))
     sliced = BlockScaledTensor(w.codes_e4m3[:32], w.scales_e8m0, -2)

@@ -352,14 +352,3 @@ def test_the_value_and_what_comes_with_it_are_not_scaled():
     assert float(value) == 6.0
     np.testing.assert_array_equal(aux["x"], x)
     np.testing.assert_array_equal(grads, np.full(3, 2048.0))
-
-
-def test_states_and_scalings_of_other_kinds_are_errors():
-    params = parameters()
-    with pytest.raises(ValueError, match="0 loss scales"):
-        current_loss_scale(optax.sgd(0.1).init(params))
-    with pytest.raises(TypeError, match="scaling is 1024"):
-        with_loss_scale(optax.sgd(0.1), 1024.0)
-    tx = with_loss_scale(optax.sgd(0.1), static_scale())
-    with pytest.raises(TypeError, match="not a LossScaleState"):
-        tx.update(gradients(0), optax.sgd(0.1).init(params), params)

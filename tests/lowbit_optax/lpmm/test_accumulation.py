@@ -227,11 +227,3 @@ def test_no_gradient_is_kept_in_full_precision():
     assert codes["w"].nbytes + scales["w"].nbytes == 2048 * 64 + 64 * 2
     assert codes["b"].dtype == jnp.float32
     assert all(map(is_blank, (scales["b"], codes["n"], scales["n"])))
-
-
-def test_a_state_of_another_format_is_an_error():
-    params = {"w": jnp.ones(SHAPE)}
-    state = accumulate_gradients(optax.sgd(0.1), 2, min_size=10**9).init(params)
-    tx = accumulate_gradients(optax.sgd(0.1), 2)
-    with pytest.raises(ValueError, match=r"accumulator of params\['w'\]"):
-        tx.update(params, state, params)

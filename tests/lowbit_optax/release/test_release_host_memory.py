@@ -160,13 +160,6 @@ def test_explain_says_whose_state_is_in_host_memory():
         assert reports[name].endswith("; its state is not in host memory")
 
 
-def test_other_kinds_of_memory_are_refused():
-    with pytest.raises(ValueError, match="'pinned_host'; it is 'host'"):
-        release.value_and_update(simple_loss, SGD, state_memory="host")
-    with pytest.raises(ValueError, match="'pinned_host'; it is None"):
-        release.explain(simple_loss, SGD, state_memory=None)
-
-
 def test_a_backend_without_host_memory_is_named(monkeypatch):
     monkeypatch.setattr(host_memory, "_memory_kinds", lambda device: {"device"})
     params, batch = simple_params(), released.batches(1)[0]

@@ -197,13 +197,6 @@ def stack_scanned_and_closed_over(params, x):
     return simple_loss(params, x, body)
 
 
-@model(waits="it is changed before a scan runs over it")
-def stack_reshaped_before(params, x):
-    layers = params["layers"].reshape(3, 1, WIDTH, WIDTH)
-    body = lambda x, w: (dense(x, w[0]), None)
-    return simple_loss(params, x, body, layers)
-
-
 @model()
 def scan_in_a_conditional(params, x):
     scanned = lambda: jax.lax.scan(simple_body, x, params["layers"])[0]

@@ -387,20 +387,6 @@ def test_orders_that_recover_from_an_overflow_train_as_in_float32(name):
     assert_close(params, state, control(multi_steps(adamw()), series=good))
 
 
-def test_arguments_of_another_kind_are_named():
-    tx = lowbit(adamw())
-    state = tx.init(PARAMS)
-    for function in (lowbit_optax.memory_report, lowbit_optax.explain):
-        with pytest.raises(TypeError, match=r"params are a LowbitState.*must be"):
-            function(tx, state)
-        with pytest.raises(TypeError, match="tx is a dict, not an optax"):
-            function(PARAMS, tx)
-    with pytest.raises(TypeError, match="tx is a dict, not an optax"):
-        lowbit_optax.step(PARAMS, tx, state, SERIES[0])
-    with pytest.raises(TypeError, match="inner is a dict, not an optax"):
-        lowbit_optax.with_loss_scale(PARAMS, lowbit_optax.loss_scaling.static_scale())
-
-
 @pytest.mark.parametrize("moments", ["float32", None])
 def test_the_state_of_an_average_is_named(moments):
     ema = lowbit_optax.ema_of_params(0.9)

@@ -304,17 +304,6 @@ def test_blocks_that_no_kernel_can_walk_over_are_refused_or_left_to_xla(
     assert "platform_index" not in step_program(tx(), params, grads)
 
 
-def test_states_do_not_depend_on_the_implementation():
-    # A checkpoint of one is a checkpoint of the other.
-    options = dict(weights=extra_bits(8), moments=BFLOAT16_MOMENTS)
-    states = [
-        lowbit(optax.adamw(0.01), implementation=implementation, **options).init(MIXED)
-        for implementation in ("pallas", "xla", None)
-    ]
-    assert_same_bits(states[0], states[1])
-    assert_same_bits(states[0], states[2])
-
-
 # Left to the platform.
 
 

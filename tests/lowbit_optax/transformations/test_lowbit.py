@@ -27,7 +27,6 @@ from optimizers import (
 )
 
 import lowbit_optax
-from lowbit_optax import LowbitState
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -192,29 +191,6 @@ def test_a_leafs_random_numbers_do_not_depend_on_other_leaves():
     both, _ = lowbit_optax.step(tx, pair, init(pair), {"a": grads, "w": grads})
     assert_same_bits(both["w"], alone["w"])
     assert not np.array_equal(both["a"], both["w"])
-
-
-def test_state_is_parallel_trees_with_the_parameters_structure():
-    params = model_params() | {
-        "stack": jnp.ones((2, 32, 8), jnp.bfloat16),
-        "scale": jnp.bfloat16(1),
-    }
-    state = lowbit_optax.extra_bits_adamw(1e-3, bits=8, min_size=0).init(params)
-    assert isinstance(state, LowbitState)
-    like = jax.tree.structure(params)
-    assert jax.tree.structure(state.residual.tree) == like
-    assert jax.tree.structure(state.inner_state[0].mu) == like
-    shapes = {name: words.shape for name, words in state.residual.tree.items()}
-    # 4 rows share words; 40 values are 2 rows of 32, which one row of words holds; a
-    # scalar is its own float32 master.
-    assert shapes == {
-        "kernel": (16, 24),
-        "stack": (2, 8, 8),
-        "bias": (32,),
-        "scale": (),
-    }
-    assert state.residual.tree["scale"].dtype == jnp.float32
-    assert state.residual.tree["kernel"].dtype == jnp.uint32
 
 
 def test_donated_buffers_are_all_reused():
