@@ -283,19 +283,11 @@ def test_gradients_that_overflow_only_without_the_scale_are_skipped():
     assert int(state.skipped) == 1
 
 
-def labels(params):
-    return {name: "scaled" if name == "w" else "frozen" for name in params}
-
-
-def is_large(params):
-    return {name: x.size > 100 for name, x in params.items()}
-
-
 AROUND = {
     "partition": lambda tx: optax.partition(
-        {"scaled": tx, "frozen": optax.set_to_zero()}, labels
+        {"scaled": tx, "frozen": optax.set_to_zero()}, {"w": "scaled", "b": "frozen"}
     ),
-    "masked": lambda tx: optax.masked(tx, is_large),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
     "chain": lambda tx: optax.chain(optax.identity(), tx),
 }
 INSIDE = {

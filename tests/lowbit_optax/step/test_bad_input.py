@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import (
-    apply,
-)
+from optimizers import apply
 
 import lowbit_optax
-from lowbit_optax import cast, extra_bits, kahan, lowbit
+from lowbit_optax import block_quantized, cast, extra_bits, kahan, lowbit
+from lowbit_optax.precision import FloatFormat
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -149,6 +148,8 @@ KAHAN, BITS, STOCHASTIC = map(
     _with, (kahan(), extra_bits(8), lowbit_optax.stochastic_rounding())
 )
 BFLOAT16 = cast("bfloat16")
+EIGHT, FOUR = block_quantized(8), block_quantized(4, relative_to=None)
+FEWER_BITS = [kahan(float_format=FloatFormat(8, bits)) for bits in (3, 5)]
 MOMENT = rf"moment .*{BIAS} is .*\[8\]"
 # The state, what steps with it, and the error.
 OTHERS = [
@@ -162,6 +163,11 @@ OTHERS = [
         (_adamw("float32"), _adamw(BFLOAT16), MOMENT),
         (_adamw({"nu": BFLOAT16}), _adamw(BFLOAT16), MOMENT),
         (_adamw(BFLOAT16), _adamw({"nu": BFLOAT16}), MOMENT),
+        (_adamw(EIGHT), _adamw(FOUR), rf"{KERNEL} is .*uint32.*"),
+        (_adamw(EIGHT), _adamw("float32"), "QuantizedMoment"),
+        (_adamw(EIGHT), _adamw(BFLOAT16), "QuantizedMoment.*, but Cast"),
+        (_adamw("float32"), _adamw(EIGHT), rf"{BIAS}.*QuantizedMoment"),
+        (*map(_with, FEWER_BITS), "other weights"),
         (KAHAN, _adamw("float32"), "but .* returns .ScaleByAdamState"),
         (optax.adamw(0.1), KAHAN, "tuple, not a LowbitState"),
         (optax.chain(KAHAN), KAHAN, "tuple, not a LowbitState"),

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
-from optimizers import jitted
+from optimizers import jitted, weights_only
 
 import lowbit_optax
 from lowbit_optax import release
@@ -30,12 +30,9 @@ PARAMS = {
 SERIES = [{"w": normal(i, 16, 8), "v": normal(-i % 99, 8)} for i in range(2, 7)]
 
 
-def lowbit(inner, **options):
+def lowbit(inner):
     # float32's bits: whatever differs from a float32 control is lost.
-    weights = lowbit_optax.extra_bits(16)
-    return lowbit_optax.lowbit(
-        inner, weights=weights, moments="float32", min_size=0, **options
-    )
+    return weights_only(inner, lowbit_optax.extra_bits(16), min_size=0)
 
 
 def adamw():
@@ -63,11 +60,7 @@ def arguments(state, grads):
     return {"value": jnp.float32(1), "grad": grads, "value_fn": loss_fn}
 
 
-def stepped(tx, params, state, grads, **extra):
-    return lowbit_optax.step(tx, params, state, grads, **extra)
-
-
-def trained(tx, params, advance=stepped, series=SERIES):
+def trained(tx, params, advance=lowbit_optax.step, series=SERIES):
     state = tx.init(params)
 
     @jax.jit
@@ -143,7 +136,7 @@ PASS_ON = {
 def test_wrappers_that_pass_updates_on_train_as_in_float32(name):
     wrap = PASS_ON[name]
     tx, wanted = wrap(lowbit(adamw())), control(wrap(adamw()))
-    for advance in (stepped, updated):
+    for advance in (lowbit_optax.step, updated):
         assert_close(*trained(tx, PARAMS, advance), wanted)
 
 

@@ -58,21 +58,6 @@ def test_float32_leaves_train_exactly_as_under_optax(name):
     assert_same_bits(stepped, got)
 
 
-def test_narrow_gradients_of_float32_leaves_are_float32_to_the_inner():
-    params = {"w": jnp.ones(32, jnp.bfloat16), "norm": jnp.ones(8)}
-    seen = []
-
-    def record(updates, _):
-        seen.append(jax.tree.map(lambda u: u.dtype, updates))
-        return updates
-
-    tx = weights_only(optax.chain(optax.stateless(record), optax.sgd(0.5)), kahan())
-    grads = {"w": jnp.ones(32, jnp.bfloat16), "norm": jnp.ones(8, jnp.float16)}
-    moved, _ = lowbit_optax.step(tx, params, tx.init(params), grads)
-    np.testing.assert_array_equal(moved["norm"], 0.5)
-    assert seen[-1] == {"w": jnp.float32, "norm": jnp.float32}
-
-
 @each(ALIASES)
 def test_none_and_empty_and_scalar_leaves_stay_what_they_are(optimizer):
     tx = optimizer()

@@ -143,7 +143,7 @@ def test_a_chain_inside_sees_float32_gradients_and_masters():
         optax.chain(optax.stateless(record), optax.sgd(0.1, 0.9)),
         lowbit_optax.extra_bits(16),
     )
-    params = model_params()
+    params = model_params() | {"norm": jnp.ones(8)}
     grads = gradient_series(params, 1, jnp.bfloat16)[0]
     params, state = lowbit_optax.step(tx, params, tx.init(params), grads)
     lowbit_optax.step(tx, params, state, grads)
