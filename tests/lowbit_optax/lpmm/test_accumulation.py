@@ -24,35 +24,6 @@ def grads_of(count, shape=SHAPE):
     return jnp.asarray(random.normal(size=(count, *shape)), jnp.float32)
 
 
-def run(tx, params, grads):
-    """Parameters and state after every call."""
-
-    def body(carry, grad):
-        params, state = carry
-        updates, state = tx.update(grad, state, params)
-        params = optax.apply_updates(params, updates)
-        return (params, state), (params, updates)
-
-    go = jax.jit(functools.partial(jax.lax.scan, body))
-    return go((params, tx.init(params)), grads)
-
-
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("every", [1, 3])
-def test_with_float32_sums_it_is_multi_steps(every):
-    params, grads = jnp.ones(SHAPE), grads_of(7)
-    inner = optax.sgd(0.1, 0.9)
-    of_mean = optax.chain(optax.scale(1 / every), inner)
-    ours = accumulate_gradients(of_mean, every, min_size=10**9)
-    theirs = optax.MultiSteps(inner, every).gradient_transformation()
-    (_, state), (path, updates) = run(ours, params, grads)
-    _, (expected, _) = run(theirs, params, grads)
-    np.testing.assert_allclose(path, expected, rtol=1e-5, atol=1e-6)
-    for call in range(7):
-        assert bool(jnp.any(updates[call] != 0)) == ((call + 1) % every == 0)
-    assert int(state.mini_step) == 7 % every
-
-
 WITHIN = {
     "lowbit": lambda tx: tx,
     "clip": lambda tx: optax.chain(optax.clip_by_global_norm(0.5), tx),

@@ -114,16 +114,6 @@ def test_a_loss_scale_keeps_its_own_numbers_on_the_device():
 
 
 @pytest.mark.slow_to_compile
-def test_a_state_in_host_memory_goes_on_on_the_device():
-    params = simple_params(dtype=BF16)
-    _, params, state = trained(LOWBIT, params, LOWBIT.init(params), state_memory=HOST)
-    want = trained(LOWBIT, params, state, state_memory=HOST)
-    got = trained(LOWBIT, params, state)
-    assert_same_bits(got, want)
-    assert set(kinds(got[2])) == {"device"}
-
-
-@pytest.mark.slow_to_compile
 def test_sharded_layers_keep_their_shardings():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = {"layers": P(None, None, "d"), "head": P()}

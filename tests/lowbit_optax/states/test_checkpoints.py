@@ -24,12 +24,7 @@ from optimizers import (
 from stores import STORES, orbax
 
 import lowbit_optax
-from lowbit_optax import (
-    block_quantized,
-    extra_bits,
-    kahan,
-    lowbit,
-)
+from lowbit_optax import block_quantized, extra_bits, kahan, lowbit
 from lowbit_optax.states.checkpoints import check_storage_formats, storage_formats
 
 pytestmark = pytest.mark.standard_promotion
