@@ -17,46 +17,51 @@ from lowbit_optax import (
     reports,
     transformations,
 )
+from lowbit_optax.precision import FloatFormat
 
 pytestmark = pytest.mark.standard_promotion
 
-# The names that the expressions below use.
+# The names that the expressions below use, besides those of this file.
 MODULES = [
     *(lowbit_optax, block_scaling, formats, loss_scaling, lpmm, reports),
     transformations,
 ]
-NAMES = {name: getattr(x, name) for x in MODULES for name in x.__all__} | {
-    **dict(emulation=emulation, lpmm=lpmm, precision=precision, release=release),
-    **dict(jax=jax, jnp=jnp, optax=optax, FloatFormat=precision.FloatFormat),
-    **dict(BF16=jnp.bfloat16, F16=jnp.float16, F32=jnp.float32),
-    **dict(W=jnp.ones((64, 64)), NARROW=jnp.ones(3, jnp.bfloat16)),
-    "MASTER": {"kernel": jnp.ones((64, 64)), "bias": jnp.ones(40)},
-    "BLOCKS": {"w": block_scaling.block_scale(jnp.ones((64, 64)))},
-    **dict(E4M3B11=jnp.float8_e4m3b11fnuz, HALF={"w": jnp.ones(4, jnp.float16)}),
-    **dict(SGD=optax.sgd(0.1), ADAM=optax.adam(0.1)),
-    "TWELVE": precision.FloatFormat(8, 3),
-    "IN_FLOAT32": lowbit_optax.accumulate_gradients(optax.sgd(0.1), 2, min_size=10**9),
-    "LOW": lowbit_optax.lowbit(optax.sgd(0.1), weights=lowbit_optax.extra_bits(8)),
-}
-NAMES |= {
-    "FED": lowbit_optax.stochastic_rounding(error_feedback="mu"),
-    "MULTI_STEPS": optax.MultiSteps(NAMES["ADAM"], 3).gradient_transformation(),
-    "SCALED": lowbit_optax.with_loss_scale(NAMES["SGD"], loss_scaling.backoff_scale()),
-    "NARROW_W": {"w": jnp.ones((512, 30), jnp.bfloat16)},
-    "MESH": jax.sharding.AbstractMesh((8,), ("x",)),
-    "PLACE": jax.NamedSharding(jax.make_mesh((8,), ("x",)), jax.P(None, None, "x")),
-}
+PUBLIC = {name: getattr(module, name) for module in MODULES for name in module.__all__}
+PUBLIC["emulation"] = emulation
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+E4M3B11 = jnp.float8_e4m3b11fnuz
+W, NARROW = jnp.ones((64, 64)), jnp.ones(3, BF16)
+MASTER = {"kernel": W, "bias": jnp.ones(40)}
+HALF, NARROW_W = {"w": jnp.ones(4, F16)}, {"w": jnp.ones((512, 30), BF16)}
+BLOCKS = block_scaling.block_scale({"w": W})
+CUT_BLOCKS = {"w": jax.tree.map(lambda x: x[:32], BLOCKS["w"])}
+QUANTIZED = lpmm.quantize_params({"w": W}, bits=8)
+SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
+MULTI_STEPS = optax.MultiSteps(ADAM, 3).gradient_transformation()
+LOW = lowbit_optax.lowbit(SGD, weights=lowbit_optax.extra_bits(8))
+SCALED = lowbit_optax.with_loss_scale(SGD, loss_scaling.backoff_scale())
+IN_FLOAT32 = lowbit_optax.accumulate_gradients(SGD, 2, min_size=10**9)
+LPMM = lowbit_optax.lpmm_sgd(0.1)
+SUMS = lowbit_optax.accumulate_gradients(LPMM, 2)
+FED = lowbit_optax.stochastic_rounding(error_feedback="mu")
+TWELVE = FloatFormat(8, 3)
+PLAN = precision.trace(lambda w: jnp.sum(w @ w), W)
+MESH = jax.sharding.AbstractMesh((8,), ("x",))
+PLACE = jax.NamedSharding(jax.make_mesh((8,), ("x",)), jax.P(None, None, "x"))
 
 
-def stepped(tx, params=NAMES["NARROW_W"]):
+def stepped(tx, params=NARROW_W):
     lowbit_optax.step(tx, params, tx.init(params), params)
 
 
-def released(loss_fn, tx=NAMES["SGD"], params=NAMES["W"], **options):
+def released(loss_fn, tx=SGD, params=W, **options):
     release.value_and_update(loss_fn, tx, **options)(params, tx.init(params))
 
 
-NAMES |= {"STEPPED": stepped, "RELEASED": released}
+def lpmm_update(grad, tx=LPMM, made_by=None):
+    tx.update({"w": grad}, (made_by or tx).init(QUANTIZED), QUANTIZED)
+
+
 # By group an expression a line, and behind it a pattern of the message.
 REFUSED = {
     "weight formats": r"""
@@ -180,50 +185,68 @@ state_shardings(LOW, NARROW_W, jax.P(None, 'x'), mesh=MESH)
     # axis 1 of params\['w'\].*8 shards
 state_shardings(LOW, NARROW_W, jax.P('x'))  # no mesh.*params\['w'\].*jax.set_mesh
 state_shardings(LOW, {}, jax.P(), uneven='pad')  # 'other_axis', 'replicate'
-STEPPED(kahan_sgd(1.0, param_shardings=jax.P('x')))
+stepped(kahan_sgd(1.0, param_shardings=jax.P('x')))
     # no mesh for the PartitionSpec of params
-STEPPED(kahan_sgd(1.0, param_shardings='x'))
+stepped(kahan_sgd(1.0, param_shardings='x'))
     # sharding of params.* is 'x'; accepted are
-STEPPED(kahan_sgd(1.0, param_shardings={'v': PLACE}))  # have the structure of params
-STEPPED(kahan_sgd(1.0, param_shardings=PLACE))  # params\['w'\] has 2 axes
+stepped(kahan_sgd(1.0, param_shardings={'v': PLACE}))  # have the structure of params
+stepped(kahan_sgd(1.0, param_shardings=PLACE))  # params\['w'\] has 2 axes
+""",
+    "gradients and states of quantised weights": r"""
+lpmm_update(jnp.ones((64, 65)))  # \['w'\].*shape \(64, 65\)
+lpmm_update(jnp.ones((64, 64), jnp.int32))  # \['w'\].*is int32
+lpmm_update(QUANTIZED['w'])  # \['w'\].*is a QuantizedTensor; accepted is
+lpmm_update(1.0)  # \['w'\].*not an array
+lpmm_update(jnp.ones((64, 65)), SUMS)  # \['w'\].*shape \(64, 65\)
+lpmm_update(jnp.ones((64, 64), jnp.int32), SUMS)  # \['w'\].*is int32
+lpmm_update(QUANTIZED['w'], SUMS)  # \['w'\].*is a QuantizedTensor; accepted is
+lpmm_update(1.0, SUMS)  # \['w'\].*not an array
+lpmm_update(W, lpmm_sgd(0.1, 0.9), lpmm_sgd(0.1, 0.9, block_size=32))  # other moments
+dequantize({'w': jax.tree.map(lambda x: x[:1], QUANTIZED['w'])})
+    # params\['w'\].*8-bit codes
+lpmm_sgd(0.1).init({'w': jax.tree.map(lambda x: x[:1], QUANTIZED['w'])})
+    # params\['w'\].*8-bit codes
+CUT_BLOCKS['w'].dequantize()  # scales \[2, 64\] are not of codes \[32, 64\]
+lowbit(SGD).init(CUT_BLOCKS)  # params\['w'\]: .*scales \[2, 64\]
+stepped(lowbit(SGD), BLOCKS)  # is a BlockScaledTensor; accepted is an array
 """,
     "errors into a moment": r"""
-STEPPED(lowbit(optax.contrib.muon(1e-3), weights=FED))
+stepped(lowbit(optax.contrib.muon(1e-3), weights=FED))
     # error_feedback.*'w'.*not linear
-STEPPED(lowbit(optax.lion(1e-3), weights=FED))  # error_feedback.*sign is not linear
-STEPPED(lowbit(optax.chain(ADAM, optax.clip(1.0)), weights=FED))
+stepped(lowbit(optax.lion(1e-3), weights=FED))  # error_feedback.*sign is not linear
+stepped(lowbit(optax.chain(ADAM, optax.clip(1.0)), weights=FED))
     # error_feedback.*not linear
-STEPPED(lowbit(optax.sgd(1e-3, momentum=0.9), weights=FED))
+stepped(lowbit(optax.sgd(1e-3, momentum=0.9), weights=FED))
     # error_feedback.*no float32 moment.*params\['w'\]
-STEPPED(sr_sgd(1e-3, error_feedback='trace'))
+stepped(sr_sgd(1e-3, error_feedback='trace'))
     # error_feedback.*no float32 moment.*params\['w'\]
-STEPPED(lowbit(optax.adam(1e-3, mu_dtype=BF16), weights=FED, moments='float32'))
+stepped(lowbit(optax.adam(1e-3, mu_dtype=BF16), weights=FED, moments='float32'))
     # error_feedback.*no float32 moment
-STEPPED(lowbit(optax.masked(ADAM, {'w': False}), weights=FED))
+stepped(lowbit(optax.masked(ADAM, {'w': False}), weights=FED))
     # error_feedback.*no float32 moment
-STEPPED(lowbit(optax.chain(ADAM, ADAM), weights=FED))  # error_feedback.*several
-STEPPED(lowbit(optax.apply_if_finite(MULTI_STEPS, 3), weights=FED))
+stepped(lowbit(optax.chain(ADAM, ADAM), weights=FED))  # error_feedback.*several
+stepped(lowbit(optax.apply_if_finite(MULTI_STEPS, 3), weights=FED))
     # error_feedback with optax\.MultiSteps in
 """,
     "release": r"""
-RELEASED(lambda w: w[0])  # \(64,\)|\[64\]
-RELEASED(lambda w: jnp.int32(1))  # int32
-RELEASED(lambda w: jax.lax.complex(1.0, 1.0))  # complex64
-RELEASED(lambda w: (w.sum(), w))  # has_aux
-RELEASED(jnp.sum, has_aux=True)  # has_aux
-RELEASED(lambda w: (w.sum(), w, w), has_aux=True)  # has_aux
-RELEASED(lambda w: [w.sum(), w], has_aux=True)  # has_aux
-RELEASED(lambda w: None)  # None
-RELEASED(jnp.sum, params={'rate': 1.0})  # params\['rate'\]
-RELEASED(jnp.sum, params={'rate': 3})  # params\['rate'\]
-RELEASED(jnp.sum, params={'rate': 'text'})  # params\['rate'\]
-RELEASED(jnp.sum, optax.lbfgs())  # needs more than gradients: .*'value'
-RELEASED(jnp.sum, optax.polyak_sgd())  # needs more than gradients: .*'value'
-RELEASED(jnp.sum, SCALED, overflow='skip')  # must be 'exact' or 'layer'; it is 'skip'
-RELEASED(jnp.sum, SGD, overflow='layer')  # accepted is with_loss_scale
-RELEASED(jnp.sum, SCALED, overflow='layer', max_grad_norm=1.0)
+released(lambda w: w[0])  # \(64,\)|\[64\]
+released(lambda w: jnp.int32(1))  # int32
+released(lambda w: jax.lax.complex(1.0, 1.0))  # complex64
+released(lambda w: (w.sum(), w))  # has_aux
+released(jnp.sum, has_aux=True)  # has_aux
+released(lambda w: (w.sum(), w, w), has_aux=True)  # has_aux
+released(lambda w: [w.sum(), w], has_aux=True)  # has_aux
+released(lambda w: None)  # None
+released(jnp.sum, params={'rate': 1.0})  # params\['rate'\]
+released(jnp.sum, params={'rate': 3})  # params\['rate'\]
+released(jnp.sum, params={'rate': 'text'})  # params\['rate'\]
+released(jnp.sum, optax.lbfgs())  # needs more than gradients: .*'value'
+released(jnp.sum, optax.polyak_sgd())  # needs more than gradients: .*'value'
+released(jnp.sum, SCALED, overflow='skip')  # must be 'exact' or 'layer'; it is 'skip'
+released(jnp.sum, SGD, overflow='layer')  # accepted is with_loss_scale
+released(jnp.sum, SCALED, overflow='layer', max_grad_norm=1.0)
     # cannot be combined with max_grad_norm, which is 1.0
-RELEASED(jnp.sum, optax.chain(SCALED))
+released(jnp.sum, optax.chain(SCALED))
     # inside another transformation, at state\[0\]
 release.value_and_update(jnp.sum, SCALED)(W, LOW.init(W))
     # state is a LowbitState, not a LossScaleState
@@ -312,6 +335,11 @@ plan({'w': 3}, 1e9)  # params\['w'\] is 3, not an array
 plan(MASTER, 1e9)['adam']  # no formats 'adam'; there are float32, extra
 """,
     "precision": r"""
+precision.demote(PLAN, -0.1)  # ratio
+precision.demote(PLAN, 1.1)  # ratio
+precision.demote(PLAN, float('nan'))  # ratio
+precision.demote(PLAN, True)  # ratio
+precision.demote(PLAN, 0.5, order='largest')  # order is 'largest'.*decreasing
 FloatFormat(1, 2)  # exponent_bits must be 2 to 8, got 1
 FloatFormat(9, 2)  # exponent_bits must be 2 to 8, got 9
 FloatFormat(4, 24)  # mantissa_bits must be 0 to 23
@@ -359,4 +387,4 @@ def test_errors_say_what_was_given_and_what_is_accepted(group):
     for line in REFUSED[group].replace("\n    #", "  #").strip().splitlines():
         code, message = line.split("  # ")
         with pytest.raises((TypeError, ValueError, KeyError), match=message):
-            eval(code, NAMES)
+            eval(code, PUBLIC | globals())

@@ -10,7 +10,6 @@ import optax
 import pytest
 from optimizers import (
     ALIASES,
-    ALL_FORMATS,
     BFLOAT16_MOMENTS,
     VARIANTS,
     adamw,
@@ -126,29 +125,6 @@ def test_another_mesh_goes_on_with_the_same_bits(tmp_path, mesh):
     tx = lowbit_optax.lowbit_adamw(0.01, min_size=0)
     params = {"w": model_params()["kernel"]}
     _goes_on(tmp_path, tx, params, gradient_series(params, 4), *mesh)
-
-
-def _every_format():
-    """Each weight format, in turn with moments of every kind; and LPMM's."""
-    moments = ("float32", BFLOAT16_MOMENTS, block_quantized(8), block_quantized(4))
-    formats = ALL_FORMATS | {"extra_bits_5": extra_bits(5)}
-    for number, (name, weights) in enumerate(formats.items()):
-        yield name, _adamw(weights, moments[number % len(moments)])
-    yield "lpmm", lowbit_optax.lpmm_adam(0.01)
-
-
-@pytest.mark.slow_to_compile  # a format of any kind does, in the test above
-@pytest.mark.parametrize("mesh", ["half of the devices", "other axes"])
-@pytest.mark.parametrize("name", [*ALL_FORMATS, "extra_bits_5", "lpmm"])
-def test_every_format_goes_on_on_another_mesh(tmp_path, name, mesh):
-    tx = dict(_every_format())[name]
-    params = {"w": random_grads({"w": jnp.ones((512, 128))}, 0)["w"]}
-    series = gradient_series(params, 4)
-    if name == "lpmm":
-        params = lowbit_optax.lpmm.quantize_params(params, bits=12)
-    else:
-        params = {"w": params["w"].astype(jnp.bfloat16)}
-    _goes_on(tmp_path, tx, params, series, *MESHES[mesh])
 
 
 OTHER_WEIGHTS = {
