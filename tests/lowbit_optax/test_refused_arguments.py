@@ -18,6 +18,7 @@ from lowbit_optax import (
     transformations,
 )
 from lowbit_optax.precision import FloatFormat
+from lowbit_optax.transformations.like_grads import updates_like_grads
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -27,7 +28,7 @@ MODULES = [
     transformations,
 ]
 PUBLIC = {name: getattr(module, name) for module in MODULES for name in module.__all__}
-PUBLIC["emulation"] = emulation
+PUBLIC |= dict(emulation=emulation, updates_like_grads=updates_like_grads)
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 E4M3B11 = jnp.float8_e4m3b11fnuz
 W, NARROW = jnp.ones((64, 64)), jnp.ones(3, BF16)
@@ -45,7 +46,11 @@ LPMM = lowbit_optax.lpmm_sgd(0.1)
 SUMS = lowbit_optax.accumulate_gradients(LPMM, 2)
 FED = lowbit_optax.stochastic_rounding(error_feedback="mu")
 TWELVE = FloatFormat(8, 3)
-PLAN = precision.trace(lambda w: jnp.sum(w @ w), W)
+EMA = lowbit_optax.ema_of_params(0.9)
+product = lambda w: jnp.sum(w @ w)
+native = lambda x: precision.apply(product, x, products="native")(W)
+PLAN = precision.trace(product, W)
+ALL_LOW = precision.uniform(PLAN)
 MESH = jax.sharding.AbstractMesh((8,), ("x",))
 PLACE = jax.NamedSharding(jax.make_mesh((8,), ("x",)), jax.P(None, None, "x"))
 
@@ -162,6 +167,12 @@ memory_report(MASTER, LOW)  # tx is a dict, not an optax
 explain(LOW, LOW.init(W))  # params are a LowbitState.*must be
 explain(MASTER, LOW)  # tx is a dict, not an optax
 step(MASTER, LOW, LOW.init(W), W)  # tx is a dict, not an optax
+step(lowbit(ADAM), W, EMA.init(W), W)  # EmaOfParamsState.*ScaleByAdamState
+step(lowbit(ADAM, moments='float32'), W, EMA.init(W), W)
+    # EmaOfParamsState.*ScaleByAdamState
+step(SUMS, W, EMA.init(W), W)  # state is a LowbitState.*AccumulationState
+updates_like_grads(optax.chain(optax.clip(1.0), LPMM))
+    # put wrappers around the result
 with_loss_scale(MASTER, static_scale())  # inner is a dict, not an optax
 with_loss_scale(SGD, static_scale()).update(W, SGD.init(W), W)  # not a LossScaleState
 accumulate_gradients(SGD, 2).update(MASTER, IN_FLOAT32.init(MASTER), MASTER)
@@ -335,6 +346,8 @@ plan({'w': 3}, 1e9)  # params\['w'\] is 3, not an array
 plan(MASTER, 1e9)['adam']  # no formats 'adam'; there are float32, extra
 """,
     "precision": r"""
+jax.jit(native)(ALL_LOW)  # products="native" chooses dtypes
+precision.apply(product, ALL_LOW, products='fp8')  # is 'fp8'; accepted are 'emulated'
 precision.demote(PLAN, -0.1)  # ratio
 precision.demote(PLAN, 1.1)  # ratio
 precision.demote(PLAN, float('nan'))  # ratio

@@ -35,13 +35,6 @@ def checkpointed_body(params, x):
 
 
 @model(LAYERS)
-def checkpointed_body_with_a_policy(params, x):
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    body = jax.checkpoint(simple_body, policy=policy, prevent_cse=False)
-    return simple_loss(params, x, body)
-
-
-@model(LAYERS)
 def named_residuals(params, x):
     def named(x, w):
         return jnp.tanh(checkpoint_name(x @ w, "product")), None

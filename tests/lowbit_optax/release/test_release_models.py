@@ -43,15 +43,6 @@ def _two():
     return {"a": weights(2, seed=8), "b": weights(3, seed=9)}
 
 
-@model(LAYERS)
-def scan_under_jit(params, x):
-    @jax.jit
-    def inner(x, layers):
-        return jax.jit(lambda: jax.lax.scan(simple_body, x, layers)[0] * 0.5)()
-
-    return head_loss(params, inner(x, params["layers"]))
-
-
 @model("['a']", "['b']", params=lambda: simple_params() | _two())
 def one_jitted_function_called_twice(params, x):
     inner = jax.jit(lambda x, layers: jax.lax.scan(simple_body, x, layers)[0])
@@ -88,15 +79,6 @@ def outputs_in_the_loss(params, x):
     x, (sums, ones, unread) = jax.lax.scan(body, x, params["layers"])
     del unread
     return head_loss(params, x) + jnp.sum(sums[1] * sums[2]) * jnp.sum(ones)
-
-
-@model(LAYERS)
-def outputs_alone_in_the_loss(params, x):
-    def body(x, w):
-        return dense(x, w), jnp.sum(x**2)
-
-    _, ys = jax.lax.scan(body, x * params["head"], params["layers"])
-    return jnp.sum(ys)
 
 
 @model(LAYERS)

@@ -378,16 +378,3 @@ def test_orders_that_recover_from_an_overflow_train_as_in_float32(name):
         params, state = step(params, state, grads)
     good = SERIES[:OVERFLOW] + SERIES[OVERFLOW + lost :] + SERIES[:1]
     assert_close(params, state, control(multi_steps(adamw()), series=good))
-
-
-@pytest.mark.parametrize("moments", ["float32", None])
-def test_the_state_of_an_average_is_named(moments):
-    ema = lowbit_optax.ema_of_params(0.9)
-    state = ema.init(PARAMS)
-    weights = lowbit_optax.extra_bits(8)
-    tx = lowbit_optax.lowbit(adamw(), weights=weights, moments=moments)
-    with pytest.raises(ValueError, match=r"EmaOfParamsState.*ScaleByAdamState"):
-        lowbit_optax.step(tx, PARAMS, state, SERIES[0])
-    accumulated = lowbit_optax.accumulate_gradients(tx, 2)
-    with pytest.raises(TypeError, match=r"state is a LowbitState.*AccumulationState"):
-        lowbit_optax.step(accumulated, PARAMS, state, SERIES[0])

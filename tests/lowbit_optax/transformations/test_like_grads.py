@@ -101,8 +101,3 @@ def test_the_weight_is_that_which_the_sum_gives(dtype):
             exact += np.sum(after == wanted)
             total += finite.sum()
     assert exact > 0.9 * total
-
-
-def test_what_it_cannot_reach_is_refused():
-    with pytest.raises(TypeError, match="put wrappers around the result"):
-        updates_like_grads(optax.chain(optax.clip(1.0), lowbit_adamw(1e-3)))
