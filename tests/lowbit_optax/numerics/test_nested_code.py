@@ -84,16 +84,6 @@ def test_the_coarsest_step_is_an_octave_and_smaller_values_are_raised(octaves):
         np.testing.assert_array_equal(values, block)
 
 
-def test_a_coarser_grid_is_part_of_a_finer_one():
-    ready = prepared(SIX, BLOCKS)
-    values = np.asarray(all_values(SIX, ready))
-    coarse, fine = values[1:], tuple(x[:-1] for x in ready)
-    _, again = stored(SIX, fine, coarse, jnp.uint32(ENDS[1]))
-    within = (coarse >= values[:-1, :1]) & (coarse <= values[:-1, -1:])
-    assert np.all(within.sum(1) > 10)
-    np.testing.assert_array_equal(np.asarray(again)[within], coarse[within])
-
-
 @pytest.mark.parametrize("bits", [6, 8])
 def test_nothing_changes_when_stored_values_are_stored_again(bits):
     code = Nested(bits, False)

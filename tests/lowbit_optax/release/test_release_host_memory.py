@@ -104,15 +104,6 @@ def test_a_state_that_begins_in_host_memory_stays_there():
     assert len(traces) == 1
 
 
-def test_a_loss_scale_keeps_its_own_numbers_on_the_device():
-    tx, _ = STEPS["scaled"]
-    params, batch = simple_params(dtype=BF16), released.batches(1)[0]
-    state = tx.init(params)
-    shardings = release.host_shardings(simple_loss, tx)(params, state, *batch)
-    found = [x.memory_kind for x in jax.tree.leaves(shardings)]
-    assert found == kinds_with_stacks_on_host(state)
-
-
 @pytest.mark.slow_to_compile
 def test_sharded_layers_keep_their_shardings():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
