@@ -171,8 +171,7 @@ step(lowbit(ADAM), W, EMA.init(W), W)  # EmaOfParamsState.*ScaleByAdamState
 step(lowbit(ADAM, moments='float32'), W, EMA.init(W), W)
     # EmaOfParamsState.*ScaleByAdamState
 step(SUMS, W, EMA.init(W), W)  # state is a LowbitState.*AccumulationState
-updates_like_grads(optax.chain(optax.clip(1.0), LPMM))
-    # put wrappers around the result
+updates_like_grads(optax.chain(optax.clip(1.0), LPMM))  # put wrappers around the re
 with_loss_scale(MASTER, static_scale())  # inner is a dict, not an optax
 with_loss_scale(SGD, static_scale()).update(W, SGD.init(W), W)  # not a LossScaleState
 accumulate_gradients(SGD, 2).update(MASTER, IN_FLOAT32.init(MASTER), MASTER)
@@ -196,10 +195,8 @@ state_shardings(LOW, NARROW_W, jax.P(None, 'x'), mesh=MESH)
     # axis 1 of params\['w'\].*8 shards
 state_shardings(LOW, NARROW_W, jax.P('x'))  # no mesh.*params\['w'\].*jax.set_mesh
 state_shardings(LOW, {}, jax.P(), uneven='pad')  # 'other_axis', 'replicate'
-stepped(kahan_sgd(1.0, param_shardings=jax.P('x')))
-    # no mesh for the PartitionSpec of params
-stepped(kahan_sgd(1.0, param_shardings='x'))
-    # sharding of params.* is 'x'; accepted are
+stepped(kahan_sgd(1, param_shardings=jax.P('x')))  # no mesh for the PartitionSpec of
+stepped(kahan_sgd(1, param_shardings='x'))  # sharding of params.* is 'x'; accepted are
 stepped(kahan_sgd(1.0, param_shardings={'v': PLACE}))  # have the structure of params
 stepped(kahan_sgd(1.0, param_shardings=PLACE))  # params\['w'\] has 2 axes
 """,
@@ -257,8 +254,7 @@ released(jnp.sum, SCALED, overflow='skip')  # must be 'exact' or 'layer'; it is 
 released(jnp.sum, SGD, overflow='layer')  # accepted is with_loss_scale
 released(jnp.sum, SCALED, overflow='layer', max_grad_norm=1.0)
     # cannot be combined with max_grad_norm, which is 1.0
-released(jnp.sum, optax.chain(SCALED))
-    # inside another transformation, at state\[0\]
+released(jnp.sum, optax.chain(SCALED))  # inside another transformation, at state\[0\]
 release.value_and_update(jnp.sum, SCALED)(W, LOW.init(W))
     # state is a LowbitState, not a LossScaleState
 """,

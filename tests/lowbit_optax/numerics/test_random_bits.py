@@ -95,11 +95,6 @@ def test_the_numbers_never_change():
     assert [hex(x) for x in later.ravel()] == GOLDEN_LATER
 
 
-def test_a_leafs_number_is_the_crc32_of_its_path():
-    assert hex(leaf_number("['dense']['kernel']")) == "0x359d95b1"
-    assert leaf_number("") == 0
-
-
 # Bits that a weight reads of its words, as a mask: the leading ones, and a sum's.
 READ = {"8": 0xFF000000, "16": 0xFFFF0000, "24": 0xFFFFFF00, "a sum": 0xFF00FFFF}
 

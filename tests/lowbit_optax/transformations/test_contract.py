@@ -42,23 +42,18 @@ def test_plain_lowbit_is_the_recommended_preset():
 
 # The direct step.
 
+OF_ONE = lowbit_optax.loss_scaling.static_scale(1.0)
 DIRECT = {
     "alone": lambda tx: tx,
     "chain": lambda tx: optax.chain(optax.clip(8.0), tx),
     "masked": lambda tx: optax.masked(tx, {"w": True, "b": True}),
     "partition": lambda tx: optax.partition({"a": tx}, {"w": "a", "b": "a"}),
-    "loss scale inside": lambda tx: optax.chain(
-        lowbit(
-            lowbit_optax.with_loss_scale(
-                optax.sgd(1.0), lowbit_optax.loss_scaling.static_scale(1.0)
-            ),
-            min_size=0,
-            weights=lowbit_optax.extra_bits(16),
-        )
+    "loss scale inside": lambda tx: weights_only(
+        lowbit_optax.with_loss_scale(optax.sgd(1.0), OF_ONE),
+        lowbit_optax.extra_bits(16),
+        min_size=0,
     ),
-    "loss scale": lambda tx: lowbit_optax.with_loss_scale(
-        tx, lowbit_optax.loss_scaling.static_scale(1.0)
-    ),
+    "loss scale": lambda tx: lowbit_optax.with_loss_scale(tx, OF_ONE),
     "accumulated": lambda tx: lowbit_optax.accumulate_gradients(tx, 1),
 }
 WITH_DIFFERENCES = {
