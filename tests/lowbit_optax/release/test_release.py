@@ -291,3 +291,56 @@ def test_parameters_may_be_one_stack_without_a_name():
     released.assert_equal_steps(
         loss_fn, SGD, released.weights(3), released.batches(2), in_loop=[""]
     )
+
+
+def test_effects_in_the_body_happen_once_a_layer():
+    seen = []
+
+    def loss_fn(params, x):
+        def body(x, w):
+            jax.debug.callback(lambda v: seen.append(float(v)), jnp.sum(w))
+            return released.dense(x, w), None
+
+        return simple_loss(params, x, body)
+
+    params, (x,) = simple_params(), released.batches(1)[0]
+    step = jax.jit(release.value_and_update(loss_fn, SGD))
+    jax.block_until_ready(step(params, SGD.init(params), x))
+    jax.effects_barrier()
+    want = np.asarray(jnp.sum(params["layers"], axis=(1, 2)))
+    np.testing.assert_allclose(sorted(seen), sorted(want), rtol=1e-4, atol=1e-4)
+
+
+def _quantized_loss(params, x):
+    @jax.checkpoint
+    def body(x, w):
+        return jnp.tanh(x @ lowbit_optax.lpmm.dequantize(w, jnp.float32)), None
+
+    return simple_loss(params, x, body)
+
+
+LPMM = {
+    "sgd": lowbit_optax.lpmm_sgd(RATE, 0.5),
+    "adam": lowbit_optax.lpmm_adam(RATE, b1=0.5, b2=0.5, eps=2.0**-10),
+}
+
+
+@pytest.mark.parametrize("name", LPMM)
+def test_quantised_layers_are_stepped_as_by_lazy_gradients(name):
+    tx = LPMM[name]
+    layers = lowbit_optax.lpmm.quantize_params(
+        released.weights(3), bits=12, block_size=64
+    )
+    params = {"layers": layers, "head": normal(64)}
+    batches = released.batches(5)
+
+    def step(params, state, x):
+        differentiate = lowbit_optax.lpmm.value_and_grad(_quantized_loss, lazy=True)
+        loss, grads = differentiate(params, x)
+        return loss, *lowbit_optax.step(tx, params, state, grads)
+
+    found = released.updated_in_loop(_quantized_loss, tx, params, *batches[0])
+    assert found == released.SIMPLE_IN_LOOP
+    want = released.run(step, tx, params, batches)
+    step = release.value_and_update(_quantized_loss, tx)
+    assert_same_bits(released.run(step, tx, params, batches), want)
