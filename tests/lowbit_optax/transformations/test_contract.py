@@ -172,13 +172,8 @@ def test_apply_updates_is_optaxs_for_arrays_that_optax_takes():
         "steps": jnp.arange(4),
         "none": None,
     }
-    updates = {
-        "narrow": jnp.linspace(0.003, 1, 64),
-        "half": jnp.linspace(0.003, 1, 64),
-        "wide": jnp.linspace(0.003, 1, 64),
-        "steps": jnp.ones(4, jnp.int32),
-        "none": None,
-    }
+    updates = dict.fromkeys(("narrow", "half", "wide"), jnp.linspace(0.003, 1, 64))
+    updates |= {"steps": jnp.ones(4, jnp.int32), "none": None}
     got = lowbit_optax.apply_updates(params, updates)
     assert_same_bits(got, optax.apply_updates(params, updates))
     with jax.numpy_dtype_promotion("strict"):
