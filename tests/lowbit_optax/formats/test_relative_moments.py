@@ -5,7 +5,6 @@ with one scale per block fail: values of many sizes beside each other.
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,8 @@ import numpy as np
 import optax
 import pytest
 from exact_steps import both
-from jax import lax
 from moment_updates import compared, transformation, updates
 from optimizers import apply, assert_same_bits
-from sklearn.datasets import load_digits
 
 import lowbit_optax
 from lowbit_optax import block_quantized
@@ -58,37 +55,6 @@ def spike():
     return grads
 
 
-def of_digits():
-    """Gradients of the first weights of a network that learns to read digits."""
-    images, labels = load_digits(return_X_y=True)
-    images, labels = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
-    sizes, random = (64, 128, 64, 10), np.random.default_rng(1)
-    params = [
-        jnp.asarray(random.standard_normal((a, b)) / np.sqrt(a), jnp.float32)
-        for a, b in itertools.pairwise(sizes)
-    ]
-    tx = optax.adamw(optax.linear_schedule(3e-3, 3e-4, 200))
-
-    def loss(params, key):
-        chosen = jax.random.randint(key, (64,), 0, len(images))
-        h = images[chosen]
-        for w in params[:-1]:
-            h = jax.nn.relu(h @ w)
-        losses = optax.softmax_cross_entropy_with_integer_labels
-        return losses(h @ params[-1], labels[chosen]).mean()
-
-    def step(carry, key):
-        params, state = carry
-        grads = jax.grad(loss)(params, key)
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), grads[0]
-
-    keys = jax.random.split(jax.random.key(0), 200)
-    return jax.jit(lambda start: lax.scan(step, start, keys)[1])(
-        (params, tx.init(params))
-    )
-
-
 # Per case its gradients, and where they are outliers, whose neighbours are compared.
 CASES = {
     "normal": (normal, NOWHERE),
@@ -99,7 +65,6 @@ CASES = {
     "six decades": (many_sizes, NOWHERE),
     "rarely touched rows": (rarely_touched, NOWHERE),
     "spike": (spike, ROW),
-    "digits": (of_digits, NOWHERE),
 }
 
 
