@@ -148,9 +148,9 @@ lowbit(ADAM, moments=block_quantized(8, code='sqrt')).init(W)  # 'sqrt'.*'mu' ma
 lowbit(ADAM, moments=block_quantized(8, code='log')).init(W)  # 'log'.*'mu' may be
 lowbit(ADAM, moments=block_quantized(8, code='float')).init(W)  # 'float'.*'mu' may be
 lowbit(ADAM, moments={'mu': block_quantized(4, relative_to='mu')}).init(W)
-    # 'mu'.* relative to 'mu'
+    # 'mu'.* relative to 'mu'.*\['nu'\]
 lowbit(ADAM, moments={'mu': block_quantized(4, relative_to='nu_max')}).init(W)
-    # 'mu'.* relative to 'nu_max'
+    # 'mu'.* relative to 'nu_max'.*\['nu'\]
 lowbit(ADAM, moments={'nu': cast(BF16), 'trace': cast(F16)}).init(W)
     # 'trace'.*\['mu', 'nu'\]
 lowbit(ADAM, moments={'nu': cast(BF16), 'trace': 'float32'}).init(W)
@@ -195,7 +195,7 @@ state_shardings(LOW, NARROW_W, jax.P(None, 'x'), mesh=MESH)
     # axis 1 of params\['w'\].*8 shards
 state_shardings(LOW, NARROW_W, jax.P('x'))  # no mesh.*params\['w'\].*jax.set_mesh
 state_shardings(LOW, {}, jax.P(), uneven='pad')  # 'other_axis', 'replicate'
-stepped(kahan_sgd(1, param_shardings=jax.P('x')))  # no mesh for the PartitionSpec of
+stepped(kahan_sgd(1, param_shardings=jax.P('x')))  # no mesh for the Parti.* of params
 stepped(kahan_sgd(1, param_shardings='x'))  # sharding of params.* is 'x'; accepted are
 stepped(kahan_sgd(1.0, param_shardings={'v': PLACE}))  # have the structure of params
 stepped(kahan_sgd(1.0, param_shardings=PLACE))  # params\['w'\] has 2 axes
