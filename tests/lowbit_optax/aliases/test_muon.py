@@ -120,20 +120,3 @@ def test_formats_that_are_given_are_kept():
     assert (chosen.code, chosen.rounding) == ("dynamic", "stochastic")
     chosen = block_quantized(8).for_field("mu", False, None, is_orthogonalized=True)
     assert (chosen.code, chosen.rounding) == ("linear", "nearest")
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"ns_dtype": jnp.float16}, ValueError, "ns_dtype is float16"),
-        ({"beta": None}, TypeError, "beta is None"),
-        (
-            {"is_matrix": lambda path, x: True},
-            ValueError,
-            r"params\['b'\], whose shape",
-        ),
-    ],
-)
-def test_bad_arguments_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        lowbit_muon(0.02, **options).init(weights())

@@ -1,15 +1,11 @@
 """Block-wise quantised moments: the codes, their rounding, and their storage."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from optimizers import assert_same_bits, initial, random_grads
+from optimizers import assert_same_bits
 
-import lowbit_optax
 from lowbit_optax import block_quantized
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import code_kinds
@@ -17,9 +13,6 @@ from lowbit_optax._numerics.code_kinds import Segments
 from lowbit_optax._numerics.codes import RANDOM_BITS
 from lowbit_optax._numerics.float_code import Float
 from lowbit_optax._numerics.random_bits import moment_draws, random_bits
-from lowbit_optax._step.blanks import is_blank
-from lowbit_optax.formats.block_quantized import QuantizedMoment
-from lowbit_optax.formats.moment_fields import fields_of
 from pallas_kernels import layout_of, packed_shape
 
 pytestmark = pytest.mark.standard_promotion
@@ -367,87 +360,3 @@ def test_shapes_and_errors_are_those_of_whole_blocks_everywhere(
     assert np.abs(decoded - x).max() <= bound
     again = encode(format_, decoded)
     assert_same_bits(again, stored)
-
-
-def adamw(moments, **options):
-    return lowbit_optax.lowbit(
-        optax.adamw(1e-3),
-        weights=lowbit_optax.extra_bits(8),
-        moments=moments,
-        implementation="xla",
-        **options,
-    )
-
-
-PARAMS = {"w": (128, 64), "b": (64,), "s": ()}
-
-
-def params():
-    leaves = {name: jnp.ones(shape, jnp.bfloat16) for name, shape in PARAMS.items()}
-    return leaves | {"wide": jnp.ones((4096,), jnp.float32)}
-
-
-@functools.cache
-def step_of(tx):
-    return jax.jit(functools.partial(lowbit_optax.step, tx))
-
-
-def after_two_steps(tx):
-    leaves = params()
-    state = initial(tx, leaves)
-    for i in range(2):
-        grads = random_grads(leaves, i)
-        leaves, state = step_of(tx)(leaves, state, grads)
-    return leaves, state
-
-
-TX = adamw(block_quantized(8))
-
-
-def is_second(name, state_class=None):
-    return fields_of(state_class).is_second_moment(name)
-
-
-def test_moments_are_stored_by_field_and_small_ones_in_float32():
-    _, state = after_two_steps(TX)
-    adam = state.inner_state[0]
-    for moment in (adam.mu, adam.nu):
-        assert isinstance(moment, QuantizedMoment)
-        for name in ("w", "wide"):
-            assert moment.codes[name].dtype == jnp.uint32
-            assert moment.scales[name].dtype == jnp.bfloat16
-        for name in ("b", "s"):
-            assert moment.codes[name].dtype == jnp.float32
-            assert moment.codes[name].shape == PARAMS[name]
-            assert is_blank(moment.scales[name])
-    plan_signs = {
-        name: block_quantized(8).for_field(name, is_second(name)).signed
-        for name in ("mu", "nu", "trace", "nu_max", "sum_of_squares", "e_g", "e_x")
-    }
-    assert [name for name, signed in plan_signs.items() if signed] == ["mu", "trace"]
-
-
-# Errors.
-
-
-def test_a_state_of_another_format_is_an_error_that_names_the_leaf():
-    grads = jax.tree.map(jnp.ones_like, params())
-    state = adamw(block_quantized(8)).init(params())
-    for other, what in (
-        (block_quantized(4, relative_to=None), r"uint32\[32, 64\]"),
-        ("float32", "QuantizedMoment"),
-        (lowbit_optax.cast(jnp.bfloat16), r"QuantizedMoment.*, but Cast"),
-    ):
-        with pytest.raises(ValueError, match=what) as error:
-            adamw(other).update(grads, state, params())
-        assert "w" in str(error.value)
-    plain = adamw("float32").init(params())
-    with pytest.raises(ValueError, match=r"\['b'\].*QuantizedMoment"):
-        TX.update(grads, plain, params())
-
-
-def test_a_second_moments_code_is_refused_for_a_first_moment():
-    for code in ("sqrt", "log", "float"):
-        with pytest.raises(ValueError, match=rf"{code!r}.*'mu' may be"):
-            adamw(block_quantized(8, code=code)).init(params())
-        adamw({"nu": block_quantized(8, code=code)}).init(params())

@@ -127,19 +127,6 @@ def test_every_code_with_every_residual_is_stored_again_as_it_is(exponent, round
     np.testing.assert_array_equal(np.asarray(residual)[1][is_own], fields[1][is_own])
 
 
-def test_stochastic_codes_have_the_mean_of_the_masters():
-    format_ = BlockScaledWeights(lowbit_optax.stochastic_rounding(), -2)
-    values = np.float32([1.03, -0.377, 0.0013, 2.0**-20])
-    x = columns(*np.repeat(values[:, None], 2**15, 1))
-    random = random_bits(jnp.uint32(1), jnp.uint32(2), [3])[0]
-    param, _ = jax.jit(functools.partial(format_.split, dtype=None))(x, random=random)
-    drawn = np.asarray(param.dequantize())[:4]
-    for value, row in zip(values, drawn, strict=True):
-        spread = np.ptp(row)
-        assert np.abs(row - value).max() <= spread
-        assert abs(row.mean(dtype=float) - value) < 4 * spread / 2 / np.sqrt(row.size)
-
-
 # Steps.
 
 FORMATS = {
@@ -245,30 +232,3 @@ def test_leaves_stay_as_they_are_where_the_axis_is_none():
     assert got["w"].scales.shape == (64, 2)
     del got["w"], params["w"]
     assert_same_bits(got, params)
-
-
-@pytest.mark.parametrize(
-    ("weights", "text"),
-    [
-        (lowbit_optax.kahan(), "accepted are extra_bits, stochastic_rounding"),
-        (lowbit_optax.extra_bits(21), "0 to 20 extra bits, not 21"),
-    ],
-)
-def test_formats_that_do_not_hold_it_say_so(weights, text):
-    tx, params = lowbit(optax.sgd(0.1), weights=weights), {"w": block_scale(normal(0))}
-    with pytest.raises(ValueError, match=rf"params\['w'\]: .*{text}"):
-        tx.init(params)
-
-
-def test_parts_that_do_not_belong_together_are_refused():
-    w = block_scale(normal(0))
-    sliced = BlockScaledTensor(w.codes_e4m3[:32], w.scales_e8m0, -2)
-    with pytest.raises(
-        ValueError, match=r"scales \[2, 64\] are not of codes \[32, 64\]"
-    ):
-        sliced.dequantize()
-    with pytest.raises(ValueError, match=r"params\['w'\]: .*scales \[2, 64\]"):
-        lowbit(optax.sgd(0.1)).init({"w": sliced})
-    tx, params, state = model()
-    with pytest.raises(TypeError, match="is a BlockScaledTensor; accepted is an array"):
-        lowbit_optax.step(tx, params, state, params)

@@ -188,22 +188,13 @@ def test_an_overflowing_parameter_is_infinite_and_its_compensation_zero(
     else:
         tx = lowbit_optax.kahan_sgd(-1.0)
 
-    def assert_infinite(after, state):
-        wide = np.asarray(after["w"]).astype(np.float64)
-        np.testing.assert_array_equal(wide, np.copysign(np.inf, weight))
-        compensation = np.asarray(state.residual.tree["w"]).astype(np.float64)
-        np.testing.assert_array_equal(compensation, 0)
-        assert not any(np.any(np.isnan(x)) for x in jax.tree.leaves(state))
-
-    @jax.jit
-    def update_and_apply(params):
-        updates, state = tx.update(grads, tx.init(params), params)
-        return optax.apply_updates(params, updates), state
-
-    # By optax's addition, once; and by three steps.
-    with jax.numpy_dtype_promotion("standard"):
-        assert_infinite(*update_and_apply(params))
-    assert_infinite(*train(tx, params, grads, 3))
+    # What optax's addition gives is in test_landing.py.
+    after, state = train(tx, params, grads, 3)
+    wide = np.asarray(after["w"]).astype(np.float64)
+    np.testing.assert_array_equal(wide, np.copysign(np.inf, weight))
+    compensation = np.asarray(state.residual.tree["w"]).astype(np.float64)
+    np.testing.assert_array_equal(compensation, 0)
+    assert not any(np.any(np.isnan(x)) for x in jax.tree.leaves(state))
 
 
 def test_a_compensation_of_a_whole_spacing_belongs_to_its_weight():

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from moment_updates import compared, transformation, updates
 
 import lowbit_optax
 from lowbit_optax import block_quantized
@@ -25,13 +26,8 @@ EIGHT = block_quantized(8)
 
 
 @functools.cache
-def transformation(moments, b1=0.9, b2=0.99, eps=1e-8):
-    return lowbit_optax.lowbit(
-        optax.adamw(RATE, b1=b1, b2=b2, eps=eps, weight_decay=0.0),
-        moments=dict(moments) if isinstance(moments, tuple) else moments,
-        implementation="xla",
-        weights=lowbit_optax.extra_bits(16),
-    )
+def adam(moments, b1=0.9, b2=0.99, eps=1e-8):
+    return transformation(moments, optax.adam(RATE, b1=b1, b2=b2, eps=eps))
 
 
 def scanned(tx, start, grad_of, steps):
@@ -48,7 +44,7 @@ def scanned(tx, start, grad_of, steps):
 
 def run(moments, grad_of, steps, **options):
     """Updates of every step in units of the rate, the last parameters, the state."""
-    tx, params = transformation(moments, **options), jnp.zeros(SHAPE)
+    tx, params = adam(moments, **options), jnp.zeros(SHAPE)
     (params, state), updates = jax.jit(
         lambda start: scanned(tx, start, grad_of, steps)
     )((params, tx.init(params)))
@@ -84,23 +80,6 @@ def test_updates_do_not_depend_on_the_size_of_gradients(exponent, eps):
         assert abs(norm_ratio(got[part], want[part]) - 1) <= 0.05
 
 
-def test_one_huge_gradient_leaves_everything_finite_and_is_forgotten():
-    grads = lambda step, normal: jnp.where(OUTLIER & (step == 100), 1e6, normal)
-    want, _, _ = run("float32", grads, 1000, b2=0.95)
-    got, params, adam = run(EIGHT, grads, 1000, b2=0.95)
-    assert np.all(np.isfinite(params))
-    assert all(np.all(np.isfinite(moment)) for moment in decoded(EIGHT, adam))
-    others = np.broadcast_to(~OUTLIER, SHAPE)
-    # v of the outlier is 5e10 0.95^n, of its usual size after 480 steps.
-    assert abs(norm_ratio(got[700:], want[700:]) - 1) <= 0.05
-    # Until then its parameter rests, as in float32, and its neighbours do not.
-    there, during = np.broadcast_to(OUTLIER, SHAPE), slice(101, 700)
-    assert np.abs(got[during, there]).max() <= 1.5 * np.abs(want[during, there]).max()
-    size = norm_ratio(got[during, others], want[during, others])
-    assert 1 / 1.2 <= size <= 1.2
-    assert np.abs(got[during, others]).max() <= 2 * np.abs(want[during, others]).max()
-
-
 @pytest.mark.parametrize("bad", [np.inf, np.nan, 1e30])
 def test_a_gradient_that_is_not_finite_harms_its_own_parameter_alone(bad):
     grads = lambda step, normal: jnp.where(OUTLIER & (step == 50), bad, normal)
@@ -120,7 +99,7 @@ def test_a_gradient_that_is_not_finite_harms_its_own_parameter_alone(bad):
 @functools.cache
 def beside_a_spike(moments, b1):
     """From the size of one gradient to the updates beside it, from then on."""
-    tx, params = transformation(moments, b1=b1, b2=0.999), jnp.zeros(SHAPE)
+    tx, params = adam(moments, b1=b1, b2=0.999), jnp.zeros(SHAPE)
 
     def updates(size):
         grads = lambda step, normal: jnp.where(OUTLIER & (step == 20), size, normal)
@@ -151,6 +130,10 @@ IN_ITS_BLOCK = np.broadcast_to((np.arange(SHAPE[0]) % 32 < 8)[:, None], SHAPE)
         ("low", 1e6, 1.0, 1.1),
         ("low", 1e9, 1.0, 1.1),
         ("low", 1e18, 0.1, 0.2),
+        # From here on the square is infinite.
+        (EIGHT, 1e30, 0.9, 1.1),
+        ("low", 1e30, 0.9, 1.1),
+        ((("mu", block_quantized(4)), ("nu", EIGHT)), 1e30, 0.9, 1.1),
     ],
 )
 def test_beside_a_large_gradient_the_updates_of_its_block(moments, size, least, most):
@@ -159,25 +142,6 @@ def test_beside_a_large_gradient_the_updates_of_its_block(moments, size, least, 
         for x in (moments, "float32")
     )
     assert least <= norm_ratio(got, want) <= most
-
-
-def test_neighbours_of_a_value_a_thousand_times_larger_are_not_scaled():
-    grads = lambda _, normal: jnp.where(OUTLIER, 1000 * normal, normal)
-    want, _, _ = run("float32", grads, 600)
-    got, _, _ = run(EIGHT, grads, 600)
-    others = np.broadcast_to(~OUTLIER, SHAPE)
-    # Element by element, over the steps after v has settled.
-    size = lambda x: np.sqrt(np.mean(x[100:, others] ** 2, axis=0))
-    ratio = size(got) / size(want)
-    assert 1 / 1.2 <= np.median(ratio) <= 1.2
-    assert np.quantile(ratio, 0.99) <= 1.3
-    assert np.quantile(ratio, 0.01) >= 1 / 1.3
-    assert abs(norm_ratio(got[:, others], want[:, others]) - 1) <= 0.2
-    # And on average they are float32's.
-    slope = np.vdot(got[:, others], want[:, others]) / np.vdot(
-        want[:, others], want[:, others]
-    )
-    assert abs(slope - 1) <= 0.05
 
 
 def test_after_gradients_stop_v_decays_as_in_float32():
@@ -189,14 +153,6 @@ def test_after_gradients_stop_v_decays_as_in_float32():
         roots = np.sqrt(got).mean() / np.sqrt(want).mean()
         assert abs(roots - 1) <= 0.1, steps
         assert abs(got.mean() / want.mean() - 1) <= 0.05, steps
-
-
-def test_under_nearest_rounding_v_does_not_decay():
-    grads = lambda step, normal: jnp.where(step < 200, normal, 0.0)
-    nearest = block_quantized(8, rounding="nearest")
-    _, before = decoded(nearest, run(nearest, grads, 200)[2])
-    _, after = decoded(nearest, run(nearest, grads, 500)[2])
-    np.testing.assert_array_equal(after, before)
 
 
 def test_there_is_no_first_moment_where_there_never_was_a_gradient():
@@ -212,26 +168,11 @@ def test_there_is_no_first_moment_where_there_never_was_a_gradient():
     assert nu[silent].max() <= 2.0**-31 * nu.max()
 
 
-def later_updates(inner, moments, steps):
-    tx = lowbit_optax.lowbit(
-        inner,
-        moments=dict(moments) if isinstance(moments, tuple) else moments,
-        implementation="xla",
-    )
-    params = jnp.zeros((64, 64))
-
-    def one(state, step):
-        grads = jax.random.normal(jax.random.key(step), params.shape)
-        return tx.update(grads, state, params)[::-1]
-
-    run = jax.jit(lambda start: lax.scan(one, start, jnp.arange(steps))[1])
-    return np.asarray(run(tx.init(params)))[steps // 2 :]
-
-
 def cosine(inner, moments, steps):
     """How similar the later updates are to those with float32 moments."""
-    got, want = (later_updates(inner, x, steps) for x in (moments, "float32"))
-    return np.vdot(got, want) / np.linalg.norm(got) / np.linalg.norm(want)
+    draws = np.random.default_rng(0).standard_normal((steps, 64, 64), np.float32)
+    both = (updates(x, draws, 0.999, inner) for x in (moments, "float32"))
+    return compared(*(x[steps // 2 :] for x in both))[2]
 
 
 SIMPLIFIED = optax.contrib.simplified_ademamix(1.0)

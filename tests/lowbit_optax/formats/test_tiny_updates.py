@@ -21,7 +21,6 @@ from lowbit_optax._numerics.sums import stochastic_sum
 pytestmark = pytest.mark.standard_promotion
 
 ALL_WORDS = jnp.arange(2**16, dtype=jnp.uint32)
-WEIGHTS = [1.0, -1.0, 2.0, 0.5, -0.25, 1.5, -0.7, 1.9999999, 0.010009765, 3e-5]
 FORMATS = {
     "extra_bits(8)": extra_bits(8, sum_rounding="stochastic"),
     "extra_bits(4)": extra_bits(4, sum_rounding="stochastic"),
@@ -34,22 +33,6 @@ FORMATS = {
 @jax.jit
 def sums(w, u):
     return stochastic_sum(w, u, ALL_WORDS)
-
-
-def mean_movement(w, u):
-    """The mean over all random bits, exactly, over what was asked."""
-    w, u = np.float32(w), np.float32(u)
-    moved = np.asarray(sums(w, u), np.float64) - np.float64(w)
-    return moved.mean() / np.float64(u)
-
-
-@pytest.mark.parametrize("rate", [1e-6, 1e-7, 1e-8, 1e-9])
-def test_the_mean_of_a_sum_is_what_was_asked(rate):
-    for w in WEIGHTS:
-        for u in (rate * abs(w), -rate * abs(w)):
-            # Half an interval of the probability, of 2^-16 of a step of 2^-23.
-            bound = 2.0**-17 * 2.0**-23 / rate
-            assert abs(mean_movement(w, u) - 1) <= bound, (w, u)
 
 
 floats = st.floats(-(2.0**100), 2.0**100, width=32)

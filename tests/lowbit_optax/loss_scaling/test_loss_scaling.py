@@ -283,19 +283,11 @@ def test_gradients_that_overflow_only_without_the_scale_are_skipped():
     assert int(state.skipped) == 1
 
 
-def labels(params):
-    return {name: "scaled" if name == "w" else "frozen" for name in params}
-
-
-def is_large(params):
-    return {name: x.size > 100 for name, x in params.items()}
-
-
 AROUND = {
     "partition": lambda tx: optax.partition(
-        {"scaled": tx, "frozen": optax.set_to_zero()}, labels
+        {"scaled": tx, "frozen": optax.set_to_zero()}, {"w": "scaled", "b": "frozen"}
     ),
-    "masked": lambda tx: optax.masked(tx, is_large),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
     "chain": lambda tx: optax.chain(optax.identity(), tx),
 }
 INSIDE = {
@@ -352,14 +344,3 @@ def test_the_value_and_what_comes_with_it_are_not_scaled():
     assert float(value) == 6.0
     np.testing.assert_array_equal(aux["x"], x)
     np.testing.assert_array_equal(grads, np.full(3, 2048.0))
-
-
-def test_states_and_scalings_of_other_kinds_are_errors():
-    params = parameters()
-    with pytest.raises(ValueError, match="0 loss scales"):
-        current_loss_scale(optax.sgd(0.1).init(params))
-    with pytest.raises(TypeError, match="scaling is 1024"):
-        with_loss_scale(optax.sgd(0.1), 1024.0)
-    tx = with_loss_scale(optax.sgd(0.1), static_scale())
-    with pytest.raises(TypeError, match="not a LossScaleState"):
-        tx.update(gradients(0), optax.sgd(0.1).init(params), params)

@@ -24,35 +24,6 @@ def grads_of(count, shape=SHAPE):
     return jnp.asarray(random.normal(size=(count, *shape)), jnp.float32)
 
 
-def run(tx, params, grads):
-    """Parameters and state after every call."""
-
-    def body(carry, grad):
-        params, state = carry
-        updates, state = tx.update(grad, state, params)
-        params = optax.apply_updates(params, updates)
-        return (params, state), (params, updates)
-
-    go = jax.jit(functools.partial(jax.lax.scan, body))
-    return go((params, tx.init(params)), grads)
-
-
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("every", [1, 3])
-def test_with_float32_sums_it_is_multi_steps(every):
-    params, grads = jnp.ones(SHAPE), grads_of(7)
-    inner = optax.sgd(0.1, 0.9)
-    of_mean = optax.chain(optax.scale(1 / every), inner)
-    ours = accumulate_gradients(of_mean, every, min_size=10**9)
-    theirs = optax.MultiSteps(inner, every).gradient_transformation()
-    (_, state), (path, updates) = run(ours, params, grads)
-    _, (expected, _) = run(theirs, params, grads)
-    np.testing.assert_allclose(path, expected, rtol=1e-5, atol=1e-6)
-    for call in range(7):
-        assert bool(jnp.any(updates[call] != 0)) == ((call + 1) % every == 0)
-    assert int(state.mini_step) == 7 % every
-
-
 WITHIN = {
     "lowbit": lambda tx: tx,
     "clip": lambda tx: optax.chain(optax.clip_by_global_norm(0.5), tx),
@@ -192,15 +163,10 @@ def test_what_is_not_finite_reaches_the_inner_transformation(format_):
 
 
 @pytest.mark.parametrize("route", ["step", "update"])
-def test_outside_of_jit_only_the_first_steps_compile(route):
+def test_outside_of_jit_only_the_first_steps_compile(route, caplog):
     params = lowbit_optax.lpmm.quantize_params({"w": jnp.ones(SHAPE)})
     tx = accumulate_gradients(lpmm_sgd(0.1, 0.9), 2)
     state, grads = tx.init(params), {"w": grads_of(1)[0]}
-    compiled = []
-
-    def listen(event, _, **__):
-        if "backend_compile" in event:
-            compiled.append(event)
 
     def step(params, state):
         if route == "step":
@@ -208,15 +174,13 @@ def test_outside_of_jit_only_the_first_steps_compile(route):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    jax.monitoring.register_event_duration_secs_listener(listen)
     with jax.set_mesh(jax.make_mesh((1,), ("x",), (AxisType.Auto,))):  # it branches
         for _ in range(4):  # the second pair adds to a momentum that is not zero
             params, state = step(params, state)
-        assert compiled
-        compiled.clear()
-        for _ in range(4):
-            params, state = step(params, state)
-    assert not compiled
+        with jax.log_compiles():
+            for _ in range(4):
+                params, state = step(params, state)
+    assert not [x for x in caplog.messages if x.startswith("Compiling")]
     assert int(state.inner_state.count) == 4
 
 
@@ -227,11 +191,3 @@ def test_no_gradient_is_kept_in_full_precision():
     assert codes["w"].nbytes + scales["w"].nbytes == 2048 * 64 + 64 * 2
     assert codes["b"].dtype == jnp.float32
     assert all(map(is_blank, (scales["b"], codes["n"], scales["n"])))
-
-
-def test_a_state_of_another_format_is_an_error():
-    params = {"w": jnp.ones(SHAPE)}
-    state = accumulate_gradients(optax.sgd(0.1), 2, min_size=10**9).init(params)
-    tx = accumulate_gradients(optax.sgd(0.1), 2)
-    with pytest.raises(ValueError, match=r"accumulator of params\['w'\]"):
-        tx.update(params, state, params)

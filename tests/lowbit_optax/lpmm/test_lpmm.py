@@ -239,40 +239,6 @@ def test_what_lands_is_the_quantised_sum():
 # Training.
 
 
-def quadratic(params, target, curvature):
-    return jnp.sum(curvature * (params - target) ** 2) / jnp.float32(2)
-
-
-def distance_after(rounding, bits, steps, rate):
-    """Distance from the optimum that float32 SGD reaches, in step sizes of weights."""
-    target = jnp.asarray(normal(2048, 2, seed=1))
-    curvature = jnp.asarray(1 + np.abs(normal(2048, 2, seed=2)))
-    params = quantize(target + normal(2048, 2, seed=3, scale=0.1), bits)
-    tx = lpmm_sgd(rate, rounding=rounding)
-    gradient = value_and_grad(quadratic)
-
-    def body(carry, _):
-        params, state = carry
-        _, grads = gradient(params, target, curvature)
-        params, state = lowbit_optax.step(tx, params, state, grads)
-        return (params, state), params.dequantize()
-
-    run = jax.jit(lambda c: jax.lax.scan(body, c, None, length=steps))
-    start = values_of(params)
-    _, path = run((params, initial(tx, params)))
-    late = path[steps // 2 :].mean(axis=0)
-    before, after = (float(jnp.abs(x - target).mean()) for x in (start, late))
-    return after / before
-
-
-def test_nearest_rounding_stalls_and_stochastic_rounding_converges():
-    # A step at 0.01 is below half of a weight's, in 8 bits, from the start.
-    stalled = distance_after("nearest", 8, 1000, 0.01)
-    converged = distance_after("stochastic", 8, 1000, 0.01)
-    assert stalled > 0.5
-    assert converged < 0.1
-
-
 # Gradients of losses.
 
 
@@ -354,38 +320,6 @@ def test_adam_looks_ahead_as_optaxs_does_if_it_should(nesterov):
 
 
 # Bad input.
-
-
-@pytest.mark.parametrize(
-    ("grad", "error", "text"),
-    [
-        (lambda p: jnp.ones((3, 70, 41)), ValueError, r"shape \(3, 70, 41\)"),
-        (lambda p: jnp.ones((3, 70, 40), jnp.int32), TypeError, "is int32"),
-        (lambda p: p["stack"], TypeError, "is a QuantizedTensor; accepted is"),
-        (lambda p: 1.0, TypeError, "not an array"),
-    ],
-)
-def test_bad_gradients_name_their_leaf(grad, error, text):
-    params = params_of()
-    (grads,) = gradients(1)
-    grads = grads | {"stack": grad(params)}
-    for tx in (lpmm_sgd(0.1), lowbit_optax.accumulate_gradients(lpmm_sgd(0.1), 2)):
-        state = initial(tx, params)
-        with pytest.raises(error, match=text) as raised:
-            tx.update(grads, state, params)
-        assert "['stack']" in str(raised.value)
-
-
-def test_states_of_other_choices_and_broken_tensors_are_errors():
-    params, tx = params_of(), lpmm_sgd(0.1, 0.9)
-    (grads,) = gradients(1)
-    other = initial(lpmm_sgd(0.1, 0.9, block_size=32), params)
-    with pytest.raises(ValueError, match="other moments"):
-        tx.update(grads, other, params)
-    broken = params | {"stack": jax.tree.map(lambda x: x[:, :1], params["stack"])}
-    for fails in (dequantize, tx.init):
-        with pytest.raises(ValueError, match=r"params\['stack'\].*12-bit codes"):
-            fails(broken)
 
 
 def test_a_gradient_that_is_not_finite_shows_in_its_weight_alone():

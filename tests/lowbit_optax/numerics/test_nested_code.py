@@ -5,13 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-import lowbit_optax
-from lowbit_optax import block_quantized
 from lowbit_optax._numerics.nested_code import Nested
-from lowbit_optax.states.checkpoints import storage_formats
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -88,16 +84,6 @@ def test_the_coarsest_step_is_an_octave_and_smaller_values_are_raised(octaves):
         np.testing.assert_array_equal(values, block)
 
 
-def test_a_coarser_grid_is_part_of_a_finer_one():
-    ready = prepared(SIX, BLOCKS)
-    values = np.asarray(all_values(SIX, ready))
-    coarse, fine = values[1:], tuple(x[:-1] for x in ready)
-    _, again = stored(SIX, fine, coarse, jnp.uint32(ENDS[1]))
-    within = (coarse >= values[:-1, :1]) & (coarse <= values[:-1, -1:])
-    assert np.all(within.sum(1) > 10)
-    np.testing.assert_array_equal(np.asarray(again)[within], coarse[within])
-
-
 @pytest.mark.parametrize("bits", [6, 8])
 def test_nothing_changes_when_stored_values_are_stored_again(bits):
     code = Nested(bits, False)
@@ -149,28 +135,6 @@ def test_numbers_near_overflow_stay_finite():
 
 
 # What is chosen.
-
-
-def state_of(inner, moments="low"):
-    params = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
-    tx = lowbit_optax.lowbit(inner, moments=moments)
-    return storage_formats(tx, params)
-
-
-def test_adamw_takes_four_and_three_eighths_bytes():
-    params = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
-    for tx in (
-        lowbit_optax.lowbit(optax.adamw(1e-3), moments="low"),
-        lowbit_optax.lowbit_adamw(1e-3, moments="low"),
-    ):
-        assert round(lowbit_optax.memory_report(tx, params).bytes_per_param, 3) == 4.375
-
-
-def test_six_bits_of_a_first_moment_are_refused():
-    with pytest.raises(ValueError, match="'mu' may be negative; take 4 or 8 bits"):
-        state_of(optax.adamw(1e-3), block_quantized(6))
-    with pytest.raises(TypeError, match=r"has 'lower'.* not 'low' or 'float32'"):
-        lowbit_optax.lowbit(optax.adamw(1e-3), moments="lower")
 
 
 def test_one_number_too_many_takes_the_next_step():

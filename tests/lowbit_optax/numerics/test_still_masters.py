@@ -33,7 +33,8 @@ FLUSHED = np.finfo(np.float32).smallest_normal
 
 
 def optax_apply(param, update):
-    if param.dtype.itemsize == 1:  # JAX promotes no float8
+    # JAX promotes no float8.
+    if isinstance(update, jax.Array) and param.dtype.itemsize == 1:
         return lowbit_optax.apply_updates(param, update)
     return optax.apply_updates(param, update)
 
@@ -119,13 +120,7 @@ def released(tx, params, state, grads):
 def sum_outside(tx, params, state, grads):
     """The sum is in another program than the update."""
     updates, state = jax.jit(tx.update)(grads, state, params)
-    return jax.jit(optax_apply_tree)(params, updates), state
-
-
-def optax_apply_tree(params, updates):
-    if isinstance(updates, jax.Array):
-        return optax_apply(params, updates)
-    return params + updates
+    return jax.jit(optax_apply)(params, updates), state
 
 
 def like_grads(tx, params, state, grads):

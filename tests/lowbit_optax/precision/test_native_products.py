@@ -203,12 +203,3 @@ def test_what_overflows_to_infinity_does_not_become_finite():
     native = gradient(scaled, assignment, products="native")
     _, grads = native(WEIGHTS, X)
     assert not any(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
-
-
-def test_native_products_need_an_assignment_that_is_known():
-    assignment = uniform(mlp, WEIGHTS, X)
-    native = lambda a: precision.apply(mlp, a, products="native")(WEIGHTS, X)
-    with pytest.raises(ValueError, match='products="native" chooses dtypes'):
-        jax.jit(native)(assignment)
-    with pytest.raises(ValueError, match="products is 'fp8'; accepted are 'emulated'"):
-        precision.apply(mlp, assignment, products="fp8")  # pyright: ignore

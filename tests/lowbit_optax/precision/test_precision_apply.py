@@ -78,25 +78,6 @@ def residual(w, x):
     return jnp.sum(jnp.square((h + jnp.tanh(h @ w["mid"])) @ w["out"]))
 
 
-def residual_by_hand(assignment, w, x):
-    r = Rounding(assignment)
-    w = {name: r.forward(f"params['{name}']", matrix) for name, matrix in w.items()}
-    x = r.forward("batch[0]", x)
-    a = r.forward("dot_general.0", x @ w["in"])
-    h = r.forward("tanh.0", jnp.tanh(a))
-    b = r.forward("dot_general.1", h @ w["mid"])
-    s = r.forward("add.0", h + jnp.tanh(b))
-    out = r.forward("dot_general.2", s @ w["out"])
-    loss, pull = jax.vjp(lambda out: jnp.sum(jnp.square(out)), out)
-    d_out = r.backward("dot_general.2", pull(jnp.ones(()))[0])
-    d_s = r.backward("add.0", d_out @ w["out"].T)
-    d_b = r.backward("dot_general.1", jax.vjp(jnp.tanh, b)[1](d_s)[0])
-    d_h = r.backward("tanh.0", d_s + d_b @ w["mid"].T)  # rounded once, after the sum
-    d_a = r.backward("dot_general.0", jax.vjp(jnp.tanh, a)[1](d_h)[0])
-    grads = {"in": x.T @ d_a, "mid": h.T @ d_b, "out": s.T @ d_out}
-    return loss, jax.tree.map(HIGH_BACKWARD, grads), r.overflow
-
-
 def recurrent(w, xs):
     def cell(h, x):
         return jax.nn.relu(x @ w["in"] + h @ w["mid"]), None
@@ -131,6 +112,15 @@ def recurrent_by_hand(tensor, w, xs):
         b = tensor("scan.0/dot_general.1", h @ w["mid"])
         h = tensor("scan.0/relu.0", jax.nn.relu(a + b))
     return jnp.sum(jnp.square(tensor("dot_general.0", h @ w["out"])))
+
+
+@by_hand
+def residual_by_hand(tensor, w, x):
+    # The cotangent of h is rounded once, after the sum.
+    h = tensor("tanh.0", jnp.tanh(tensor("dot_general.0", x @ w["in"])))
+    b = tensor("dot_general.1", h @ w["mid"])
+    s = tensor("add.0", h + jnp.tanh(b))
+    return jnp.sum(jnp.square(tensor("dot_general.2", s @ w["out"])))
 
 
 def conditional(w, x, is_deep):

@@ -104,25 +104,6 @@ def test_a_state_that_begins_in_host_memory_stays_there():
     assert len(traces) == 1
 
 
-def test_a_loss_scale_keeps_its_own_numbers_on_the_device():
-    tx, _ = STEPS["scaled"]
-    params, batch = simple_params(dtype=BF16), released.batches(1)[0]
-    state = tx.init(params)
-    shardings = release.host_shardings(simple_loss, tx)(params, state, *batch)
-    found = [x.memory_kind for x in jax.tree.leaves(shardings)]
-    assert found == kinds_with_stacks_on_host(state)
-
-
-@pytest.mark.slow_to_compile
-def test_a_state_in_host_memory_goes_on_on_the_device():
-    params = simple_params(dtype=BF16)
-    _, params, state = trained(LOWBIT, params, LOWBIT.init(params), state_memory=HOST)
-    want = trained(LOWBIT, params, state, state_memory=HOST)
-    got = trained(LOWBIT, params, state)
-    assert_same_bits(got, want)
-    assert set(kinds(got[2])) == {"device"}
-
-
 @pytest.mark.slow_to_compile
 def test_sharded_layers_keep_their_shardings():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -158,13 +139,6 @@ def test_explain_says_whose_state_is_in_host_memory():
     assert reports["['out']"].startswith("in the backward pass, update 1 of 1")
     for name in ("['out']", "['head']"):
         assert reports[name].endswith("; its state is not in host memory")
-
-
-def test_other_kinds_of_memory_are_refused():
-    with pytest.raises(ValueError, match="'pinned_host'; it is 'host'"):
-        release.value_and_update(simple_loss, SGD, state_memory="host")
-    with pytest.raises(ValueError, match="'pinned_host'; it is None"):
-        release.explain(simple_loss, SGD, state_memory=None)
 
 
 def test_a_backend_without_host_memory_is_named(monkeypatch):

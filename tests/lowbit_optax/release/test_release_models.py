@@ -1,4 +1,4 @@
-"""A released step gives the ordinary step's numbers, for every shape of model."""
+"""A released step gives the ordinary step's numbers, for models of every shape."""
 
 import functools
 import typing
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 import released
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from released import (
     SGD,
     WIDTH,
@@ -41,15 +42,6 @@ def two_scans(params, x):
 
 def _two():
     return {"a": weights(2, seed=8), "b": weights(3, seed=9)}
-
-
-@model(LAYERS)
-def scan_under_jit(params, x):
-    @jax.jit
-    def inner(x, layers):
-        return jax.jit(lambda: jax.lax.scan(simple_body, x, layers)[0] * 0.5)()
-
-    return head_loss(params, inner(x, params["layers"]))
 
 
 @model("['a']", "['b']", params=lambda: simple_params() | _two())
@@ -88,15 +80,6 @@ def outputs_in_the_loss(params, x):
     x, (sums, ones, unread) = jax.lax.scan(body, x, params["layers"])
     del unread
     return head_loss(params, x) + jnp.sum(sums[1] * sums[2]) * jnp.sum(ones)
-
-
-@model(LAYERS)
-def outputs_alone_in_the_loss(params, x):
-    def body(x, w):
-        return dense(x, w), jnp.sum(x**2)
-
-    _, ys = jax.lax.scan(body, x * params["head"], params["layers"])
-    return jnp.sum(ys)
 
 
 @model(LAYERS)
@@ -197,13 +180,6 @@ def stack_scanned_and_closed_over(params, x):
     return simple_loss(params, x, body)
 
 
-@model(waits="it is changed before a scan runs over it")
-def stack_reshaped_before(params, x):
-    layers = params["layers"].reshape(3, 1, WIDTH, WIDTH)
-    body = lambda x, w: (dense(x, w[0]), None)
-    return simple_loss(params, x, body, layers)
-
-
 @model()
 def scan_in_a_conditional(params, x):
     scanned = lambda: jax.lax.scan(simple_body, x, params["layers"])[0]
@@ -235,6 +211,92 @@ def matrices_over_a_batch(params, x):
 
     return simple_loss(params, x, body, params["groups"])
 
+
+# What a layer computes.
+
+
+@model(LAYERS)
+def checkpointed_body(params, x):
+    body = jax.checkpoint(simple_body)
+    return simple_loss(params, x, body)
+
+
+@model(LAYERS)
+def named_residuals(params, x):
+    def named(x, w):
+        return jnp.tanh(checkpoint_name(x @ w, "product")), None
+
+    policy = jax.checkpoint_policies.save_only_these_names("product")
+    body = jax.checkpoint(named, policy=policy)
+    return simple_loss(params, x, body)
+
+
+@jax.custom_vjp
+def doubled_backwards(x):
+    return x * 1.0
+
+
+doubled_backwards.defvjp(lambda x: (x * 1.0, None), lambda _, ct: (2 * ct,))
+
+
+@model(LAYERS)
+def custom_derivatives_in_the_body(params, x):
+    def body(x, w):
+        return jax.nn.relu(doubled_backwards(x @ doubled_backwards(w))), None
+
+    return simple_loss(params, x, body)
+
+
+@model(LAYERS)
+def a_layer_whose_gradient_is_stopped(params, x):
+    def body(x, w):
+        return dense(x, lax.stop_gradient(w)), None
+
+    return simple_loss(params, x * params["head"], body)
+
+
+@model(waits="the loss does not depend on it")
+def a_stack_that_nothing_reads(params, x):
+    return head_loss(params, x)
+
+
+@model(LAYERS)
+def a_body_that_ignores_its_layer(params, x):
+    body = lambda x, w: (x * 2, None)
+    return simple_loss(params, x, body)
+
+
+@model(LAYERS)
+def complex_numbers_in_the_carry(params, x):
+    def body(z, w):
+        y = dense(z.real + z.imag, w)
+        return lax.complex(y, y * 0.5), None
+
+    z, _ = jax.lax.scan(body, lax.complex(x, x), params["layers"])
+    return head_loss(params, z.real)
+
+
+@model(LAYERS)
+def complex_numbers_closed_over(params, x):
+    rotation = lax.complex(params["head"], params["head"])
+
+    def body(x, w):
+        return dense(x, w) + (rotation * (1 + 2j)).imag, None
+
+    return jnp.mean(jax.lax.scan(body, x, params["layers"])[0] ** 2)
+
+
+@model(LAYERS)
+def complex_numbers_out_of_the_scan(params, x):
+    def body(x, w):
+        x = dense(x, w)
+        return x, lax.complex(x, 2 * x)
+
+    _, ys = jax.lax.scan(body, x * params["head"], params["layers"])
+    return jnp.sum(ys.real * ys.imag)
+
+
+# How many layers there are, and auxiliary results.
 
 for name, count in {"a_single_layer": 1, "as_many_layers_as_columns": WIDTH}.items():
     params = functools.partial(simple_params, layers=count)

@@ -167,27 +167,6 @@ def activations_read_before_and_after_an_update(params, x):
     return head_loss(params, x)
 
 
-@model(params=layers)
-def dropout_by_a_key_for_each_layer(params, x):
-    for key, w in zip(
-        jax.random.split(jax.random.key(3)), params["layers"], strict=True
-    ):
-        keep = jax.random.bernoulli(key, 0.75, x.shape)
-        x = jnp.where(keep, dense(x, w) / 0.75, 0)
-    return head_loss(params, x)
-
-
-@model(params=lambda: layers(scale=normal(2, WIDTH, seed=7)), has_aux=True)
-def batch_statistics_as_auxiliary_results(params, x):
-    statistics = []
-    for w, scale in zip(params["layers"], params["scale"], strict=True):
-        x = x @ w
-        mean, var = jnp.mean(x, 0), jnp.var(x, 0)
-        statistics.append({"mean": mean, "var": var, "rows": x.shape[0]})
-        x = jnp.tanh((x - mean) * lax.rsqrt(var + 0.125) * scale)
-    return head_loss(params, x), statistics
-
-
 @pytest.mark.parametrize("name", model)
 def test_released_steps_of_architectures_are_ordinary_ones(name):
     model.check(name)

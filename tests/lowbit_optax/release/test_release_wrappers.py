@@ -215,14 +215,6 @@ def test_float8_leaves_are_stepped_as_usual():
     assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize(
-    "tx", [optax.lbfgs(), optax.polyak_sgd()], ids=["lbfgs", "polyak_sgd"]
-)
-def test_what_needs_more_than_gradients_is_named(tx):
-    with pytest.raises(ValueError, match=r"needs more than gradients: .*'value'"):
-        released.explained(simple_loss, tx, simple_params(), *released.batches(1)[0])
-
-
 def test_reports_of_a_state_that_is_not_kept_by_parameter_say_so():
     params = simple_params() | {"wide": weights(seed=3)}
     loss_fn = lambda params, x: simple_loss(params, dense(x, params["wide"]))

@@ -21,13 +21,7 @@ from optimizers import (
 from wrappers import WRAPPERS
 
 import lowbit_optax
-from lowbit_optax import (
-    extra_bits,
-    from_master,
-    kahan,
-    master_weights,
-    training,
-)
+from lowbit_optax import extra_bits, from_master, kahan, master_weights, training
 from lowbit_optax._step.blanks import is_blank
 from lowbit_optax._step.kept_float32 import is_bias_or_norm
 

@@ -15,10 +15,6 @@ from lowbit_optax.training import cast_model, nnx_optimizer
 pytestmark = pytest.mark.standard_promotion
 
 
-def _clipped(tx):
-    return optax.chain(optax.clip(1.0), tx)
-
-
 def _master():
     return {
         "kernel": jax.random.normal(jax.random.key(0), (64, 64)),

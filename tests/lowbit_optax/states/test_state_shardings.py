@@ -220,30 +220,3 @@ def test_the_sizes_that_an_error_names_work(
     assert all(map(fits, near))
     assert fits(4096 + multiple)
     assert not fits(4096 + multiple // 2)
-
-
-@pytest.mark.parametrize(
-    ("shardings", "error", "message"),
-    [
-        ({"w": "x"}, TypeError, r"params\['w'\] is 'x'; accepted are a NamedSharding"),
-        ({"w": None}, TypeError, r"params\['w'\] is None"),
-        ({}, ValueError, "structure of params"),
-        ({"w": jax.P(None, None, "x")}, ValueError, r"params\['w'\] has 2 axes"),
-        ({"w": jax.P(None, "x")}, ValueError, r"axis 1 of params\['w'\].*8 shards"),
-    ],
-)
-def test_bad_shardings_are_named(shardings, error, message):
-    params = {"w": jnp.ones((512, 30), jnp.bfloat16)}
-    with pytest.raises(error, match=message):
-        state_shardings(_adamw(), params, shardings, mesh=_mesh())
-
-
-def test_partition_specs_need_a_mesh():
-    params = {"w": jnp.ones((512, 30), jnp.bfloat16)}
-    with pytest.raises(ValueError, match=r"no mesh.*params\['w'\].*jax.set_mesh"):
-        state_shardings(_adamw(), params, jax.P("x"))
-
-
-def test_an_unknown_choice_for_uneven_shards_is_an_error():
-    with pytest.raises(ValueError, match="'other_axis', 'replicate'"):
-        state_shardings(_adamw(), {}, jax.P(), uneven="pad")

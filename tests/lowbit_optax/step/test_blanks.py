@@ -8,13 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from optimizers import ALIASES, assert_same_bits, each, gradient_series, train
 
-from lowbit_optax import (
-    convert,
-    extra_bits_adamw,
-    kahan_adamw,
-    lowbit_adamw,
-    sr_adamw,
-)
+from lowbit_optax import convert, extra_bits_adamw, kahan_adamw, lowbit_adamw, sr_adamw
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, shape_of_blank
 
 BF16 = jnp.bfloat16

@@ -13,12 +13,7 @@ import optax
 import pytest
 from exact_steps import MOMENTUM, dyadic_series, normal, trained
 from jax.sharding import AxisType
-from optimizers import (
-    ALL_FORMATS,
-    BFLOAT16_MOMENTS,
-    apply,
-    assert_same_bits,
-)
+from optimizers import ALL_FORMATS, BFLOAT16_MOMENTS, apply, assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import block_quantized, extra_bits, kahan
@@ -72,21 +67,23 @@ def program(tx, params):
     ).as_text())  # fmt: skip
 
 
+STORED = {
+    "words": dict(weights=extra_bits(16)),
+    "plain": dict(weights=kahan()),
+    "8-bit moments": dict(moments=block_quantized(8)),
+    "4-bit moments": dict(moments=block_quantized(4)),
+}
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("weights", [extra_bits(16), kahan()], ids=["words", "plain"])
-def test_any_shape_has_the_bits_of_the_whole_leaf(shape, weights):
-    assert_same_bits(*both(shape, weights=weights))
+@pytest.mark.parametrize("options", STORED.values(), ids=STORED)
+def test_any_shape_has_the_bits_of_the_whole_leaf(shape, options):
+    assert_same_bits(*both(shape, **options))
 
 
-@pytest.mark.parametrize("weights", ALL_FORMATS.values(), ids=ALL_FORMATS)
 @pytest.mark.parametrize("advance", [lowbit_optax.step, apply], ids=["step", "update"])
-def test_any_weight_format_has_the_bits_of_the_whole_leaf(weights, advance):
-    options = dict(weights=weights, moments=BFLOAT16_MOMENTS)
-    assert_same_bits(*both((131, 40), advance, **options))
-
-
 @pytest.mark.parametrize("weights", ALL_FORMATS.values(), ids=ALL_FORMATS)
-def test_leaves_of_many_shapes_have_the_bits_of_each_alone(weights):
+def test_leaves_of_many_shapes_have_the_bits_of_each_alone(weights, advance):
     shapes = [(131, 40), (64, 96), (16, 8, 24), (300,), (64, 96), (512,), (8, 128)]
     params = {str(i): normal(shape, seed=i) for i, shape in enumerate(shapes)}
     series = dyadic_series(params, 2, bits=8)
@@ -94,16 +91,10 @@ def test_leaves_of_many_shapes_have_the_bits_of_each_alone(weights):
         for moments in (BFLOAT16_MOMENTS, block_quantized(8)):
             got, want = (
                 trained(name, params, series, weights=weights, moments=moments,
-                        min_size=0, advance=lowbit_optax.step)
+                        min_size=0, advance=advance)
                 for name in (None, "xla")
             )  # fmt: skip
             assert_same_bits(got, want)
-
-
-@pytest.mark.parametrize("bits_", [4, 8])
-@pytest.mark.parametrize("shape", [(136, 40), (5, 64, 24), (5000,)])
-def test_scales_of_blocks_are_the_same(shape, bits_):
-    assert_same_bits(*both(shape, moments=block_quantized(bits_)))
 
 
 def test_a_step_that_is_skipped_inside_is_the_same():

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
-from optimizers import jitted, matching_grad_dtype
+from optimizers import jitted, matching_grad_dtype, weights_only
 
 import lowbit_optax
 from lowbit_optax import release
@@ -29,12 +29,9 @@ PARAMS = {
 SERIES = [{"w": normal(i, 16, 8), "v": normal(-i % 99, 8)} for i in range(2, 7)]
 
 
-def lowbit(inner, **options):
+def lowbit(inner):
     # float32's bits: whatever differs from a float32 control is lost.
-    weights = lowbit_optax.extra_bits(16)
-    return lowbit_optax.lowbit(
-        inner, weights=weights, moments="float32", min_size=0, **options
-    )
+    return weights_only(inner, lowbit_optax.extra_bits(16), min_size=0)
 
 
 def adamw():
@@ -62,11 +59,7 @@ def arguments(state, grads):
     return {"value": jnp.float32(1), "grad": grads, "value_fn": loss_fn}
 
 
-def stepped(tx, params, state, grads, **extra):
-    return lowbit_optax.step(tx, params, state, grads, **extra)
-
-
-def trained(tx, params, advance=stepped, series=SERIES):
+def trained(tx, params, advance=lowbit_optax.step, series=SERIES):
     state = tx.init(params)
 
     @jax.jit
@@ -142,7 +135,7 @@ PASS_ON = {
 def test_wrappers_that_pass_updates_on_train_as_in_float32(name):
     wrap = PASS_ON[name]
     tx, wanted = wrap(lowbit(adamw())), control(wrap(adamw()))
-    for advance in (stepped, updated):
+    for advance in (lowbit_optax.step, updated):
         assert_close(*trained(tx, PARAMS, advance), wanted)
 
 
@@ -384,30 +377,3 @@ def test_orders_that_recover_from_an_overflow_train_as_in_float32(name):
         params, state = step(params, state, grads)
     good = SERIES[:OVERFLOW] + SERIES[OVERFLOW + lost :] + SERIES[:1]
     assert_close(params, state, control(multi_steps(adamw()), series=good))
-
-
-def test_arguments_of_another_kind_are_named():
-    tx = lowbit(adamw())
-    state = tx.init(PARAMS)
-    for function in (lowbit_optax.memory_report, lowbit_optax.explain):
-        with pytest.raises(TypeError, match=r"params are a LowbitState.*must be"):
-            function(tx, state)
-        with pytest.raises(TypeError, match="tx is a dict, not an optax"):
-            function(PARAMS, tx)
-    with pytest.raises(TypeError, match="tx is a dict, not an optax"):
-        lowbit_optax.step(PARAMS, tx, state, SERIES[0])
-    with pytest.raises(TypeError, match="inner is a dict, not an optax"):
-        lowbit_optax.with_loss_scale(PARAMS, lowbit_optax.loss_scaling.static_scale())
-
-
-@pytest.mark.parametrize("moments", ["float32", None])
-def test_the_state_of_an_average_is_named(moments):
-    ema = lowbit_optax.ema_of_params(0.9)
-    state = ema.init(PARAMS)
-    weights = lowbit_optax.extra_bits(8)
-    tx = lowbit_optax.lowbit(adamw(), weights=weights, moments=moments)
-    with pytest.raises(ValueError, match=r"EmaOfParamsState.*ScaleByAdamState"):
-        lowbit_optax.step(tx, PARAMS, state, SERIES[0])
-    accumulated = lowbit_optax.accumulate_gradients(tx, 2)
-    with pytest.raises(TypeError, match=r"state is a LowbitState.*AccumulationState"):
-        lowbit_optax.step(accumulated, PARAMS, state, SERIES[0])

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.standard_promotion
 SHAPE = (64, 64)
 # So large that it is seen.
 ADAMW = functools.partial(optax.adamw, weight_decay=10.0)
-SGD = functools.partial(optax.sgd, momentum=0.9)
 
 
 def feeding(inner, field="mu", **options):
@@ -141,37 +140,6 @@ def test_a_learning_rate_that_jumps_does_not_throw_weights_about(low):
     assert np.max(np.abs(got["w"].astype(jnp.float32) - want["w"])) * 2.0**7 < 1.5
 
 
-REFUSED = {
-    "muon": (feeding(optax.contrib.muon(1e-3)), "'w'.*not linear"),
-    "lion": (feeding(optax.lion(1e-3)), "sign is not linear"),
-    "clipped": (
-        feeding(optax.chain(optax.adam(1e-3), optax.clip(1.0))),
-        "not linear",
-    ),
-    "sgd": (feeding(SGD(1e-3)), r"no float32 moment.*params\['w'\]"),
-    "no momentum": (
-        lowbit_optax.sr_sgd(1e-3, error_feedback="trace"),
-        r"no float32 moment.*params\['w'\]",
-    ),
-    "narrow": (
-        feeding(optax.adam(1e-3, mu_dtype=jnp.bfloat16)),
-        "no float32 moment",
-    ),
-    "masked": (
-        feeding(optax.masked(optax.adam(1e-3), {"w": False})),
-        "no float32 moment",
-    ),
-    "two": (feeding(optax.chain(optax.adam(1e-3), optax.adam(1e-3))), "several"),
-}
-
-
-@pytest.mark.parametrize(("tx", "message"), REFUSED.values(), ids=REFUSED)
-def test_updates_that_are_not_linear_in_a_moment_are_refused(tx, message):
-    params = start()
-    with pytest.raises(ValueError, match=f"error_feedback.*{message}"):
-        tx.update(params, tx.init(params), params)
-
-
 def test_where_there_were_no_gradients_the_moment_stays_zero():
     """Its unit is 1 / eps there, which no code of few bits could hold."""
     tx, params = feeding(ADAMW(1e-3)), start()
@@ -207,12 +175,6 @@ def test_a_step_that_is_skipped_changes_nothing(inner, scale, bad):
         assert_same_bits(new, params)
         assert_same_bits(moment_of(after, "mu"), moment_of(state, "mu"))
         params, state = new, after
-
-
-def test_multi_steps_inside_is_refused():
-    inner = optax.MultiSteps(ADAMW(1e-3), 3).gradient_transformation()
-    with pytest.raises(ValueError, match=r"error_feedback with optax\.MultiSteps in"):
-        feeding(optax.apply_if_finite(inner, 3)).init(start())
 
 
 def test_released_steps_are_the_same():

@@ -151,28 +151,13 @@ def test_programs_of_small_functions_compute_them():
             np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=name)
 
 
-NOT_ELEMENTWISE = {
-    "transpose": (lambda x: x.reshape(2, 4).T.reshape(8), "reshape of .* is not among"),
-    "cumsum": (jnp.cumsum, r"cumsum of \[8\] to \[8\] is not among the elementwise"),
-    "iota": (
-        lambda x: x + jnp.arange(8.0),
-        "iota of nothing to .* is not among the elementwise",
-    ),
-    "broadcast": (lambda x: x * x[:1], "is not among the elementwise"),
-    "reverse": (
-        lambda x: x[::-1] + x,
-        r"rev of \[8\] to \[8\] is not among the elementwise",
-    ),
-    "constants": (lambda x: x + np.float32(ROW), r"a constant array of shape \[8\]"),
-}
-
-
-@pytest.mark.parametrize(
-    ("function", "match"), NOT_ELEMENTWISE.values(), ids=NOT_ELEMENTWISE
-)
-def test_the_reason_names_the_operation_and_its_shapes(function, match):
-    with pytest.raises(NotElementwise, match=match):
-        program_from(function, ROW)
+def test_what_is_not_elementwise_is_refused_by_its_shapes():
+    with pytest.raises(
+        NotElementwise, match=r"cumsum of \[8\] to \[8\] is not among the"
+    ):
+        program_from(jnp.cumsum, ROW)
+    with pytest.raises(NotElementwise, match=r"a constant array of shape \[8\]"):
+        program_from(lambda x: x + np.float32(ROW), ROW)
 
 
 # Scalars.

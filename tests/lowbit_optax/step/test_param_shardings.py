@@ -194,23 +194,3 @@ def test_trees_prefixes_and_functions_say_the_same():
     with jax.set_mesh(_mesh()):
         tx = lowbit_optax.kahan_adamw(1.0, param_shardings=P("x"))
         assert lowbit_optax.state_shardings(tx, params) == expected
-
-
-@pytest.mark.parametrize(
-    ("told", "error", "message"),
-    [
-        (lambda place: P("x"), ValueError, "no mesh for the PartitionSpec of params"),
-        (lambda place: "x", TypeError, "sharding of params.* is 'x'; accepted are"),
-        (lambda place: {"w": place}, ValueError, "must have the structure of params"),
-        (
-            lambda place: NamedSharding(place.mesh, P(None, None, "x")),
-            ValueError,
-            r"params\['v'\] has 2 axes",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_an_error_that_names_the_leaf(told, error, message):
-    place, params = NamedSharding(_mesh(), P("x")), _random(0)
-    tx = lowbit_optax.kahan_adamw(1.0, param_shardings=told(place))
-    with pytest.raises(error, match=message):
-        lowbit_optax.step(tx, params, tx.init(params), params)

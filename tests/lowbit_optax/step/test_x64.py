@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from kernels import QUICK
-from optimizers import assert_same_bits, initial
+from optimizers import EVERY_ALIAS, assert_same_bits, initial
 
 import lowbit_optax
 from lowbit_optax import release
@@ -23,19 +23,13 @@ RATE = 0.01
 BOTH = [False, True]
 
 TRANSFORMATIONS = {
-    "kahan_sgd": lowbit_optax.kahan_sgd(RATE, momentum=0.9),
-    "kahan_adamw": lowbit_optax.kahan_adamw(RATE),
-    "sr_sgd": lowbit_optax.sr_sgd(RATE),
-    "sr_adamw": lowbit_optax.sr_adamw(RATE),
-    "extra_bits_sgd": lowbit_optax.extra_bits_sgd(RATE, momentum=0.9, bits=5),
-    "extra_bits_adamw": lowbit_optax.extra_bits_adamw(RATE),
-    "lowbit_sgd": lowbit_optax.lowbit_sgd(RATE, momentum=0.9),
-    "lowbit_adamw": lowbit_optax.lowbit_adamw(
-        optax.linear_schedule(RATE, RATE / 2, 4 * 10**6)
+    **{
+        name: alias(RATE, **({"momentum": 0.9} if name.endswith("_sgd") else {}))
+        for name, alias in EVERY_ALIAS.items()
+    },
+    "schedule": lowbit_optax.extra_bits_adamw(
+        optax.linear_schedule(RATE, RATE / 2, 4 * 10**6), bits=5
     ),
-    "lowbit_lion": lowbit_optax.lowbit_lion(RATE),
-    "lpmm_sgd": lowbit_optax.lpmm_sgd(RATE, momentum=0.9),
-    "lpmm_adam": lowbit_optax.lpmm_adam(RATE),
     "accumulate_gradients": lowbit_optax.accumulate_gradients(
         lowbit_optax.lowbit_sgd(RATE), 2
     ),

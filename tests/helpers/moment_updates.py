@@ -1,0 +1,38 @@
+"""Updates by transformations whose moments are stored in few bits, and by float32's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import lowbit_optax
+
+
+def transformation(moments, inner):
+    """``lowbit`` of float32 weights; ``moments`` may be items of a dict."""
+    moments = dict(moments) if isinstance(moments, tuple) else moments
+    return lowbit_optax.lowbit(inner, moments=moments, implementation="xla", min_size=0)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def updates(moments, grads, b2=0.999, inner=None):
+    """The updates of every step, by Adam at a rate of 1 or by another."""
+    tx = transformation(moments, inner or optax.adam(1.0, b2=b2))
+    params = jnp.zeros(grads.shape[1:])
+
+    def step(state, grads):
+        updates, state = tx.update(grads, state, params)
+        return state, updates
+
+    return lax.scan(step, tx.init(params), grads)[1]
+
+
+def compared(got, want):
+    """Largest update, and size of all, over those of float32; and their cosine."""
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    norms = np.linalg.norm(got), np.linalg.norm(want)
+    cosine = np.vdot(got, want) / (norms[0] * norms[1])
+    return np.abs(got).max() / np.abs(want).max(), norms[0] / norms[1], cosine
