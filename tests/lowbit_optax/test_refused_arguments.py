@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from lowbit_optax.transformations.like_grads import updates_like_grads
 
 import lowbit_optax
 from lowbit_optax import (
@@ -28,7 +27,7 @@ MODULES = [
     transformations,
 ]
 PUBLIC = {name: getattr(module, name) for module in MODULES for name in module.__all__}
-PUBLIC |= dict(emulation=emulation, updates_like_grads=updates_like_grads)
+PUBLIC |= dict(emulation=emulation)
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 E4M3B11 = jnp.float8_e4m3b11fnuz
 W, NARROW = jnp.ones((64, 64)), jnp.ones(3, BF16)
@@ -171,7 +170,6 @@ step(lowbit(ADAM), W, EMA.init(W), W)  # EmaOfParamsState.*ScaleByAdamState
 step(lowbit(ADAM, moments='float32'), W, EMA.init(W), W)
     # EmaOfParamsState.*ScaleByAdamState
 step(SUMS, W, EMA.init(W), W)  # state is a LowbitState.*AccumulationState
-updates_like_grads(optax.chain(optax.clip(1.0), LPMM))  # put wrappers around the re
 with_loss_scale(MASTER, static_scale())  # inner is a dict, not an optax
 with_loss_scale(SGD, static_scale()).update(W, SGD.init(W), W)  # not a LossScaleState
 accumulate_gradients(SGD, 2).update(MASTER, IN_FLOAT32.init(MASTER), MASTER)
