@@ -121,14 +121,3 @@ def test_every_paper_has_a_record_and_a_picture_in_the_evidence():
             assert (FOLDER / "papers" / f"{name}.json").exists(), name
             assert f"`python -m benchmarks {name}`" in page
             assert f"](evidence/{name}.png)" in page
-
-
-def test_the_list_names_all(capsys):
-    assert main([]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"  {name} " in shown for name in BENCHMARKS)
-
-
-def test_an_unknown_name_is_refused(capsys):
-    assert main(["nothing"]) == 2
-    assert "no such benchmark; there are " in capsys.readouterr().out
