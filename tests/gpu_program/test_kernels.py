@@ -3,6 +3,7 @@
 import functools
 import typing
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -205,6 +206,28 @@ def test_kernels_of_convolutions_heads_and_vocabularies_are_like_matrices(name, 
     step = step_of(name, shape)
     assert_whole_accesses(step, STEPS[name].accessed)
     assert_one_pass_in_place(step, STEPS[name].moved)
+
+
+@pytest.mark.parametrize("name", ["kahan", "extra_bits 16", "lowbit"])
+def test_kernels_are_the_same_with_64_bit_types(name):
+    params = [leaf(512, 512), leaf(512), leaf(256), leaf(768, dtype=F32)]
+
+    def facts():
+        step = lower_step(STEPS[name].tx, params)
+        assert step.in_place
+        return {
+            name: (k.registers, k.spill_stores, k.opcodes())
+            for name, k in step.machine_code.items()
+            if name.startswith("fused_update")
+        }
+
+    narrow = facts()
+    with jax.enable_x64(True):
+        wide = facts()
+    # XLA numbers kernels of one name, in different ways.
+    kinds = {kernel.rstrip("_$0123456789") for kernel in narrow}
+    assert kinds == {"fused_update", "fused_update_many"}
+    assert wide == narrow
 
 
 NARROW = ("float16", "float8_e4m3fn", "float8_e5m2")

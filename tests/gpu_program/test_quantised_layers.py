@@ -19,18 +19,21 @@ LAYERS, SIDE, BATCH = 12, 2048, 32
 LAYER = 2 * SIDE * SIDE  # bytes of one, dequantised in bfloat16
 
 
-def loss_fn(layers, x):
+def through(layers, x):
+    """What a scan over quantised layers gives."""
+
     @jax.checkpoint
     def body(x, layer):
         return jnp.tanh(x @ lowbit_optax.lpmm.dequantize(layer, BF16)), None
 
-    return jnp.sum(jax.lax.scan(body, x, layers)[0].astype(jnp.float32))
+    return jax.lax.scan(body, x, layers)[0].astype(jnp.float32)
 
 
 @functools.cache
 def temporary(lazy):
     """Temporary bytes, counted in dequantised layers."""
     params = quantized_like(leaf(LAYERS, SIDE, SIDE, dtype=jnp.float32))
+    loss_fn = lambda layers, x: jnp.sum(through(layers, x))
     fn = value_and_grad(loss_fn, BF16, lazy=lazy)
     compiled = compile_for(gpu_mesh(), fn, params, leaf(BATCH, SIDE))
     memory = hlo.memory(compiled)
@@ -71,14 +74,7 @@ def test_layers_are_dequantised_out_of_their_stack(bits):
 def test_released_quantised_layers_keep_one_gradient_beside_the_activations():
     width = 4096
 
-    def loss_fn(params, x):
-        @jax.checkpoint
-        def body(x, layer):
-            return jnp.tanh(x @ lowbit_optax.lpmm.dequantize(layer, BF16)), None
-
-        x, _ = jax.lax.scan(body, x, params["layers"])
-        return jnp.mean(x.astype(jnp.float32) ** 2)
-
+    loss_fn = lambda params, x: jnp.mean(through(params["layers"], x) ** 2)
     stack = leaf(LAYERS, width, width, dtype=jnp.float32)
     params = quantized_like({"layers": stack})
     rows = leaf(512, width)

@@ -10,7 +10,7 @@ from optimizers import weights_only
 
 import lowbit_optax
 from tools.gpu_program.release_steps import BF16, MIB, Model, compile_step, plain
-from tools.gpu_program.steps import leaf, lower_step
+from tools.gpu_program.steps import gpt2, leaf, lower_step
 from tools.models.gpt import GPT, to_bfloat16
 
 pytestmark = pytest.mark.usefixtures("by_triton")
@@ -108,6 +108,22 @@ def conditional(tx):
         )
 
     return tx, step
+
+
+CLIPPING = {
+    "inside": lowbit_optax.lowbit(clipped(optax.adamw(1e-3))),
+    "before": clipped(ADAMW),
+}
+
+
+@pytest.mark.parametrize("where", CLIPPING)
+def test_what_clipping_costs_is_what_the_recipe_says(where):
+    # As in docs/recipes.md: kernels, bytes moved and temporary bytes per parameter.
+    model = gpt2()
+    step = lower_step(CLIPPING[where], model | {"blocks": model["blocks"][:2]})
+    assert len(step.launches) == pytest.approx(46, abs=4.6)
+    assert step.moved == pytest.approx(14.3, abs=0.06)
+    assert step.temporary == pytest.approx(0, abs=0.06)
 
 
 # As in docs/recipes.md.

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -18,6 +17,7 @@ from side_by_side import (
     compare,
     note_restored,
 )
+from stores import orbax
 
 from lowbit_optax.training import cast_model
 
@@ -30,7 +30,7 @@ def _advance(model, optimizer, inputs, targets):
 
 
 def _start(tx, dtype, mesh=None):
-    with jax.setmesh_of(mesh or mesh_of(1)):
+    with jax.set_mesh(mesh or mesh_of(1)):
         model = Network("data")
         if dtype == jnp.bfloat16:
             tx = cast_model(model, tx)
@@ -80,15 +80,8 @@ def test_the_state_is_placed_by_partition_specs_and_restored_elsewhere(name, tmp
     target = make()
     _placed(*target, mesh_of(2))
     pure = lambda pair: nnx.to_pure_dict(nnx.state(pair))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "half", pure(saved))
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(
-            tmp_path / "half",
-            jax.tree.map(ocp.utils.to_shape_dtype_struct, pure(target)),
-        )
     state = nnx.state(target)
-    nnx.replace_by_pure_dict(state, restored)
+    nnx.replace_by_pure_dict(state, orbax(tmp_path, pure(saved), pure(target)))
     nnx.update(target, state)
     assert_same_bits(pure(target), pure(saved))
     losses = [_train(*pair, slice(STEPS // 2, STEPS)) for pair in (saved, target)]
