@@ -27,15 +27,6 @@ def test_every_benchmark_says_what_it_does(capsys, monkeypatch):
         assert f"python -m benchmarks {name}" in shown
 
 
-def test_what_a_benchmark_needs_and_is_not_installed_is_named(capsys, monkeypatch):
-    needs = ("json", "not_there.inside")
-    monkeypatch.setitem(
-        BENCHMARKS, "step_time", BENCHMARKS["step_time"]._replace(needs=needs)
-    )
-    assert main(["step_time"]) == 2
-    assert "step_time needs not_there.inside;" in capsys.readouterr().out
-
-
 def test_every_benchmark_is_there_and_on_a_page():
     names = [path.stem for path in FOLDER.glob("*/*.py")]
     pages = [*(FOLDER.parent / "docs").rglob("*.md"), FOLDER / "README.md"]

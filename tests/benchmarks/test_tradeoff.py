@@ -35,19 +35,6 @@ def test_a_run_that_diverged_stays_in_the_means_and_is_marked():
     assert row[-4:] == ["30.0 ± 28.3", "40.0 ± 14.1", "nan ± nan", "1/2"]
 
 
-def test_a_line_has_the_means_over_seeds_in_the_order_of_the_ratios():
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    runs = [
-        _run(ratio=r, promotion=True, seed=s, low_ratio=r - s / 10, last_accuracy=a)
-        for r, s, a in ((1, 0, 0.2), (0.5, 0, 0.4), (1, 1, 0.3), (0.5, 1, 0.5))
-    ]
-    figure, axes = pyplot.subplots()
-    tradeoff.draw_panel(axes, runs)
-    lines = {line.get_label(): line.get_xydata() for line in axes.get_lines()}
-    pyplot.close(figure)
-    np.testing.assert_allclose(lines["decreasing, promotion"], [[0.45, 45], [0.95, 25]])
-
-
 @pytest.mark.parametrize(
     ("model", "last_features"),
     [

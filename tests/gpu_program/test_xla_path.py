@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 from gpu_steps import WEIGHTS
-from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
 from lowbit_optax.precision import FloatFormat
 from tools.gpu_program.ptx.program import compile_program
 from tools.gpu_program.steps import BF16, applied, fast, leaf, lower_step
 from tools.gpu_program.targets import compile_for, gpu_mesh, lower_for
-from tools.hlo import collectives, memory
 
 SIDE = 4096
 
@@ -70,26 +68,6 @@ def test_kahan_and_stochastic_steps_are_one_pass_in_place(tx, moved, make_step):
     assert step.moved <= moved
     assert step.temporary < 0.01
     assert step.in_place
-
-
-@pytest.mark.parametrize("spec", [P("d", None), P(None, "d")], ids=["rows", "columns"])
-@pytest.mark.parametrize(
-    "tx",
-    [
-        lowbit_optax.kahan_adamw(1e-3, implementation="xla"),
-        lowbit_optax.extra_bits_adamw(1e-3, implementation="xla"),
-        lowbit_optax.extra_bits_adamw(1e-3, bits=12, implementation="xla"),
-    ],
-    ids=["kahan", "extra_bits 16", "extra_bits 12"],
-)
-def test_eight_h200s_do_not_communicate_and_hold_an_eighth_each(tx, spec):
-    alone, shared = (
-        lower_step(tx, leaf(SIDE, SIDE), mesh=gpu_mesh(devices), spec=spec).compiled
-        for devices in (1, 8)
-    )
-    assert not collectives(shared)
-    whole, held = (memory(x).argument_size_in_bytes for x in (alone, shared))
-    assert held == pytest.approx(whole / 8, rel=1e-4)
 
 
 def stacks_both_read_and_written(text):

@@ -27,8 +27,7 @@ _sharding_test = ("_src.sharding_test", "ShardingTest")
 
 @pytest.fixture(autouse=True)
 def _ours(monkeypatch):
-    optaxs_tests.patch_aliases(monkeypatch)
-    optaxs_tests.hide_the_version_of_jax(monkeypatch)
+    optaxs_tests.patch(monkeypatch)
 
 
 def of(name):

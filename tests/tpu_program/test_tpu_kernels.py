@@ -219,11 +219,3 @@ def test_kahan_and_stochastic_steps_are_one_pass_in_place(name, target):
     assert step.moved <= moved
     assert step.temporary < 0.05
     assert len(step.large) == 1
-
-
-def test_a_sharded_step_by_xla_has_no_collectives():
-    mesh = tpu_mesh("v6e:2x2", (2, 2), ("a", "b"))
-    tx, _ = BY_XLA["kahan_adamw"]
-    step = lower_step(tx, LEAF, mesh=mesh, spec=P("a", "b"))
-    assert not collectives(step.compiled)
-    assert step.in_place

@@ -53,15 +53,6 @@ def test_it_trains_like_float32():
     compare("nnx.Optimizer", "flax", LINES, _run)
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_each_variable_of_the_state_has_a_shape_and_a_dtype(name):
-    _, optimizer = _start(OURS[name](LEARNING_RATE), jnp.bfloat16)
-    state = nnx.state(optimizer, nnx.OptState)
-    for path, variable in nnx.to_flat_state(state):
-        assert variable.shape is not None, path
-        assert variable.dtype is not None, path
-
-
 def _placed(model, optimizer, mesh):
     """Every variable where its own annotation wants it."""
     state = nnx.state((model, optimizer))
