@@ -32,12 +32,6 @@ def test_extra_bits_are_stored_by_the_rounding_that_is_asked_for():
     assert " toward_zero_8_bits_" in storage_formats(tx, params)["params"]
 
 
-def test_an_option_that_an_optimizer_does_not_take_is_an_error(capsys):
-    with pytest.raises(SystemExit):
-        cifar_optimizers.parse_args(["--optimizer", "sr_adamw", "--bits", "8"])
-    assert "sr_adamw does not take --bits" in capsys.readouterr().err
-
-
 def test_every_row_of_the_tables_is_a_command_line():
     for row, argv in accuracy_tables.ROWS.items():
         args = cifar_optimizers.parse_args(argv.split())

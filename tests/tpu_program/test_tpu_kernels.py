@@ -123,13 +123,34 @@ def test_other_shapes_and_dtypes_have_a_kernel_in_place(name, shape, dtype, move
         assert step.temporary < 0.01
 
 
-def test_float16_is_copied_for_a_kernel():
+COPIED = {
     # Mosaic loads no float16. By XLA it would be 51 bytes, and 8 of temporary memory.
-    leaf = jax.ShapeDtypeStruct((4096, 4096), jnp.float16)
-    step = lower_step(lowbit_optax.extra_bits_adamw(1e-3, bits=8), leaf)
+    "float16": (
+        lowbit_optax.extra_bits_adamw(1e-3, bits=8),
+        jax.ShapeDtypeStruct((4096, 4096), jnp.float16),
+        ("of_memory", 36.01, 4.01),
+    ),
+    "scales of heads of 128": (
+        lowbit_optax.lowbit_adamw(1e-3),
+        jax.ShapeDtypeStruct((4096, 32, 128), jnp.bfloat16),
+        ("moved", 14.3, 0.51),
+    ),
+    "gradients, to skip steps": (
+        lowbit_optax.with_loss_scale(
+            lowbit_optax.lowbit_adamw(1e-3), lowbit_optax.loss_scaling.backoff_scale()
+        ),
+        LEAF,
+        ("moved", 14.3, 0.02),
+    ),
+}
+
+
+@pytest.mark.parametrize(("tx", "leaf", "bounds"), COPIED.values(), ids=COPIED)
+def test_what_is_read_or_copied_for_a_kernel_is_little(tx, leaf, bounds):
+    step, (quantity, most, temporary) = lower_step(tx, leaf), bounds
     assert step.fused_launches == 1
-    assert step.of_memory <= 36.01
-    assert step.temporary <= 4.01
+    assert getattr(step, quantity) <= most
+    assert step.temporary <= temporary
     assert step.in_place
 
 
@@ -174,15 +195,6 @@ def test_narrow_shards_are_left_to_xla_on_their_devices():
     assert step.temporary <= 4
 
 
-def test_scales_of_heads_of_128_are_copied_for_a_kernel():
-    leaf = jax.ShapeDtypeStruct((4096, 32, 128), jnp.bfloat16)
-    step = lower_step(lowbit_optax.lowbit_adamw(1e-3), leaf)
-    assert step.fused_launches == 1
-    assert step.moved <= 14.3
-    assert step.temporary <= 0.51
-    assert step.in_place
-
-
 @pytest.mark.parametrize("shape", [(4096,), (3, 3, 64, 64)])
 def test_leaves_without_kernels_compile_by_xla(shape):
     leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -190,16 +202,6 @@ def test_leaves_without_kernels_compile_by_xla(shape):
     step = lower_step(tx, {"one": leaf, "other": LEAF})
     assert step.fused_launches == 1
     assert step.in_place
-
-
-def test_a_skipped_step_is_skipped_in_the_kernel():
-    tx = lowbit_optax.with_loss_scale(
-        lowbit_optax.lowbit_adamw(1e-3), lowbit_optax.loss_scaling.backoff_scale()
-    )
-    step = lower_step(tx, LEAF)
-    assert step.fused_launches == 1
-    assert step.in_place
-    assert step.temporary < 0.02
 
 
 # Steps without kernels.

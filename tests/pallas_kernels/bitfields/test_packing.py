@@ -95,13 +95,6 @@ def test_the_packed_shape_has_the_words_of_whole_periods_of_rows(shape, bits, pa
     assert back.shape == shape
 
 
-def test_packing_works_under_vmap_as_on_each_row():
-    fields = random_fields((4, 40, 3), 6)
-    mapped = jax.vmap(lambda f: pack_(f, 6))(jnp.asarray(fields))
-    each = [reference_pack(f, 6, -2) for f in fields]
-    np.testing.assert_array_equal(mapped, each)
-
-
 def test_words_of_another_shape_are_refused_with_the_shape_they_should_have():
     words = pack_(jnp.zeros((64, 3), jnp.uint32), 8)
     for bits, shape in ((7, (64, 3)), (8, (64, 4)), (8, (65, 3)), (8, (64, 3, 1))):

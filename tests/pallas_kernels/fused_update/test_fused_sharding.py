@@ -208,47 +208,36 @@ def test_many_leaves_stay_where_they_are(name, axis_type):
         assert_equal(own, mixture.want(each, scalars, index_of(shape)))
 
 
-@pytest.mark.parametrize("widths", [(), (8,)])
-def test_in_the_users_shard_map_a_shard_is_a_leaf_of_its_own(widths):
-    shape, local = (512, 3), (64, 3)
-    mixture = Mixture(widths)
-    arrays, held = mixture.arrays(shape)
-    mesh = mesh_of(8)
-
-    def update(*arrays):
-        return mixture.update(arrays, local, "pallas", scalars=jnp.asarray(TABLE[2]))
-
-    run = jax.shard_map(
-        update, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False
-    )
-    sharding = NamedSharding(mesh, P("x"))
-    with jax.set_mesh(mesh):
-        arrays = jax.device_put(arrays, sharding)
-        compiled = jax.jit(run).lower(*arrays).compile(QUICK)
-        assert not collectives(compiled)
-        got = compiled(*arrays)
-    assert_placed(got, sharding)
-    index = np.tile(index_of(local), (8, 1))
-    assert_equal(got, mixture.want(held, LAST, index))
-
-
-def test_many_leaves_in_the_users_shard_map():
-    mesh, mixture, local = mesh_of(8), Mixture(()), [(2, 3), (8,)]
-    arrays, held = zip(*map(mixture.arrays, [(16, 3), (64,)]), strict=True)
+@pytest.mark.parametrize(
+    ("widths", "shapes"),
+    [((), [(512, 3)]), ((8,), [(512, 3)]), ((), [(16, 3), (64,)])],
+)
+def test_in_the_users_shard_map_a_shard_is_a_leaf_of_its_own(widths, shapes):
+    mesh, mixture, table = mesh_of(8), Mixture(widths), jnp.asarray(TABLE)
+    arrays, held = zip(*map(mixture.arrays, shapes), strict=True)
+    local = [(shape[0] // 8, *shape[1:]) for shape in shapes]
 
     def update(arrays):
+        scalars = Scalars(table, jnp.full(len(shapes), 2, U32))
         return fused_update_many(
             mixture,
             mixture.leaves(arrays, local),
-            scalars=Scalars(jnp.asarray(TABLE), jnp.zeros(2, U32)),
+            scalars=scalars,
             implementation="pallas",
         )
 
-    run = jax.shard_map(update, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    got = jax.jit(run)(arrays)
-    for own, each, shape, reps in zip(got, held, local, [(8, 1), (8,)], strict=True):
-        index = np.tile(index_of(shape), reps)
-        assert_equal(own, mixture.want(each, [1, 2], index))
+    specs = dict(in_specs=P("x"), out_specs=P("x"))
+    run = jax.shard_map(update, mesh=mesh, check_vma=False, **specs)
+    sharding = NamedSharding(mesh, P("x"))
+    with jax.set_mesh(mesh):
+        arrays = jax.device_put(arrays, sharding)
+        compiled = jax.jit(run).lower(arrays).compile(QUICK)
+        assert not collectives(compiled)
+        got = compiled(arrays)
+    for own, each, shape in zip(got, held, local, strict=True):
+        assert_placed(own, sharding)
+        index = np.tile(index_of(shape), (8, *[1] * (len(shape) - 1)))
+        assert_equal(own, mixture.want(each, LAST, index))
 
 
 def test_unknown_placements_are_settled_by_the_operands_that_are_overwritten():
