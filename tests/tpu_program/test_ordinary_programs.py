@@ -81,21 +81,17 @@ def test_automatic_axes_that_are_told_have_kernels(target):
     _assert_by_kernels(_compiled(tx, _rows(mesh)), LEAF.size / count)
 
 
-def test_accumulators_are_told_too():
+def test_accumulators_and_quantised_weights_are_told_too():
     mesh = tpu_mesh("v6e:2x2", (4,))
-    tx = lowbit_optax.lowbit_adamw(1e-3, param_shardings=NamedSharding(mesh, P("d")))
-    step = _compiled(lowbit_optax.accumulate_gradients(tx, 4), _rows(mesh))
+    told = {"param_shardings": NamedSharding(mesh, P("d"))}
+    tx = lowbit_optax.accumulate_gradients(lowbit_optax.lowbit_adamw(1e-3, **told), 4)
+    step = _compiled(tx, _rows(mesh))
     assert step.as_text().count('"tpu_custom_call"') == 2  # the sum's and the step's
     assert hlo.memory(step).temp_size_in_bytes < 0.1 * LEAF.size / 4
     assert hlo.collectives(step) == []
-
-
-def test_quantised_weights_are_told_too():
-    mesh = tpu_mesh("v6e:2x2", (4,))
-    told = NamedSharding(mesh, P("d"))
-    tx = lowbit_optax.lpmm_adam(2.0**-6, param_shardings=told)
-    step = _compiled(tx, _rows(mesh), quantized_like(LEAF, 12, 2048), grads=LEAF)
-    _assert_by_kernels(step, LEAF.size / 4)
+    params = quantized_like(LEAF, 12, 2048)
+    tx = lowbit_optax.lpmm_adam(2.0**-6, **told)
+    _assert_by_kernels(_compiled(tx, _rows(mesh), params, grads=LEAF), LEAF.size / 4)
 
 
 def test_explicit_axes_need_no_mesh_in_force():
