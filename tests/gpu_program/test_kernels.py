@@ -154,7 +154,7 @@ def test_a_step_is_one_short_pass_in_place(name):
         assert wide / PARAMETERS > 0.97 * bounds.moved
 
 
-@pytest.mark.parametrize("name", [*STEPS][:7])
+@pytest.mark.parametrize("name", [*STEPS][:7])  # those of aliases
 def test_update_and_apply_updates_write_and_read_one_bfloat16_more(name):
     # The update that lands exactly is the kernel's result less the parameter: it is
     # held for the addition, in two bytes, and that reads it and rewrites the parameter.
