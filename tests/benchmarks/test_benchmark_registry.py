@@ -27,15 +27,6 @@ def test_every_benchmark_says_what_it_does(capsys, monkeypatch):
         assert f"python -m benchmarks {name}" in shown
 
 
-def test_what_a_benchmark_needs_and_is_not_installed_is_named(capsys, monkeypatch):
-    needs = ("json", "not_there.inside")
-    monkeypatch.setitem(
-        BENCHMARKS, "step_time", BENCHMARKS["step_time"]._replace(needs=needs)
-    )
-    assert main(["step_time"]) == 2
-    assert "step_time needs not_there.inside;" in capsys.readouterr().out
-
-
 def test_every_benchmark_is_there_and_on_a_page():
     names = [path.stem for path in FOLDER.glob("*/*.py")]
     pages = [*(FOLDER.parent / "docs").rglob("*.md"), FOLDER / "README.md"]
@@ -121,14 +112,3 @@ def test_every_paper_has_a_record_and_a_picture_in_the_evidence():
             assert (FOLDER / "papers" / f"{name}.json").exists(), name
             assert f"`python -m benchmarks {name}`" in page
             assert f"](evidence/{name}.png)" in page
-
-
-def test_the_list_names_all(capsys):
-    assert main([]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"  {name} " in shown for name in BENCHMARKS)
-
-
-def test_an_unknown_name_is_refused(capsys):
-    assert main(["nothing"]) == 2
-    assert "no such benchmark; there are " in capsys.readouterr().out

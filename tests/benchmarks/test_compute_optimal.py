@@ -39,7 +39,6 @@ def test_a_run_has_curves_and_is_the_same_again(monkeypatch):
         (["--learning-rate", "0.008"], "benchmarks/training", "compute_optimal.json"),
         (["--learning-rate", "0.01"], "runs", "compute_optimal.json"),
         (["--large", "--steps", "100"], "runs", "compute_optimal_large.json"),
-        (["--full"], "runs", "compute_optimal.json"),
     ],
 )
 def test_each_size_has_a_record_and_other_numbers_are_kept_apart(

@@ -154,24 +154,19 @@ def run(*options, **environment):
 
 
 @pytest.mark.example
-def test_without_a_gpu_it_says_what_to_do(tmp_path):
-    done = run("--out", str(tmp_path))
-    assert done.returncode == 2
-    assert done.stdout.startswith("JAX finds no GPU here, but cpu.")
-    assert "--rehearse H200" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
-
-
-@pytest.mark.example
-def test_bad_input_is_refused_in_a_sentence(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--out", "."), "JAX finds no GPU here, but cpu."),
+        (("--out", "./file"), "nothing can be written there"),
+        (("--only", "bit/*"), "no job is named bit/*"),
+    ],
+)
+def test_what_cannot_be_done_is_a_sentence(options, said, tmp_path):
     (tmp_path / "file").touch()
-    done = run("--out", str(tmp_path / "file"))
+    done = run(*(x.replace(".", str(tmp_path)) for x in options))
     assert done.returncode == 2
-    assert "nothing can be written there" in done.stdout
-    done = run("--only", "bit/*")
-    assert done.returncode == 2
-    assert "no job is named bit/*" in done.stdout
-    assert "bits/kahan" in done.stdout
+    assert said in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
 
@@ -221,7 +216,7 @@ def test_every_section_runs_at_a_small_size(record):
 
 
 @pytest.mark.example
-def test_bytes_of_steps_are_those_counted_by_hand(record):
+def test_bytes_of_steps_are_those_counted_by_hand_and_training_learns(record):
     found = trials_of(record, "step_times")["optax, float32 master"]["16x4096"]
     # bfloat16 parameters, which are written only; float32 master, mu and nu, read and
     # written; bfloat16 gradients; and a count.
@@ -236,15 +231,10 @@ def test_bytes_of_steps_are_those_counted_by_hand(record):
         assert set(trials) == {"16x4096", "gpt2"}
         for figures in trials.values():
             assert all(math.isfinite(x) and x > 0 for x in figures.values())
-
-
-@pytest.mark.example
-def test_training_lowers_the_loss(record):
     for trials in trials_of(record, "training").values():
         (found,) = trials.values()
         assert found["finite"]
         assert found["last_loss"] < found["first_loss"] - 0.1
-        assert found["tokens_per_second"] > 0
 
 
 def test_all_optimizers_of_the_table_are_timed():

@@ -1,12 +1,9 @@
 """Programs of ``python -m benchmarks first_device`` compile for the GPUs it is for."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from places import ROOT
+from places import run_python
 
 from pallas_kernels.platforms import has_mosaic
 from tools import is_installed
@@ -21,13 +18,7 @@ SMALL = ("bits/kahan", "training/lowbit_adamw, released")
 @pytest.mark.parametrize("gpu", ["H100", "H200"])
 def test_the_smallest_rehearsal_compiles(gpu, tmp_path):
     command = f"-m benchmarks first_device --rehearse {gpu} --size small --out".split()
-    done = subprocess.run(
-        [sys.executable, *command, str(tmp_path), "--only", *SMALL],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
+    done = run_python(*command, tmp_path, "--only", *SMALL, JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     name = f"first_device_rehearsal_{gpu.lower()}_small.json"
     record = json.loads((tmp_path / name).read_text())

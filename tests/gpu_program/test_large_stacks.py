@@ -36,16 +36,3 @@ def test_a_large_stack_that_is_sharded_over_its_layers_has_no_loop():
     step = lower_step(tx, LLAMA_70B, mesh=mesh, spec=P("d"))
     assert not collectives(step.compiled)
     assert step.fused_launches == 0
-
-
-def test_layers_of_a_large_stack_are_released():
-    from lowbit_optax import release
-
-    def loss_fn(params, x):
-        body = lambda x, w: (x @ w @ w.T, None)
-        return jax.lax.scan(body, x, params)[0].sum(dtype="float32")
-
-    tx = lowbit_optax.lowbit_adamw(1e-3)
-    state = jax.eval_shape(tx.init, LLAMA_70B)
-    places = release.explain(loss_fn, tx)(LLAMA_70B, state, leaf(8, 8192))
-    assert places == {"": "in the loop"}

@@ -24,8 +24,15 @@ if not platforms.has_mosaic():
 
 from tools.gpu_program.machine_code import instructions_per_parameter
 from tools.gpu_program.ptx.program import compile_program
-from tools.gpu_program.steps import gpt2, leaf, lower_lpmm_step, lower_step
-from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
+from tools.gpu_program.steps import (
+    applied,
+    fast,
+    gpt2,
+    leaf,
+    lower_lpmm_step,
+    lower_step,
+)
+from tools.gpu_program.targets import gpu_mesh, lower_for
 from tools.hlo import collectives, text
 
 needs_tools = pytest.mark.usefixtures("disassembler")
@@ -95,28 +102,21 @@ def test_a_model_takes_few_launches_and_spills_nothing(monkeypatch):
     assert all(k.spill_stores == k.spill_loads == k.stack == 0 for k in kernels)
 
 
-@pytest.mark.parametrize("method", ["step", "update"])
-def test_mosaic_warns_of_nothing(method):
+@pytest.mark.parametrize("make_step", [fast, applied], ids=["step", "update"])
+@pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_mosaic_warns_of_nothing(make_step, axis):
     tx = lowbit_optax.lowbit(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
         implementation="mosaic",
     )
-    params = {str(i): jnp.zeros((64, 64 + 4 * i), jnp.bfloat16) for i in range(9)}
-    state = jax.eval_shape(tx.init, params)
-
-    def by_update(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    step = functools.partial(lowbit_optax.step, tx) if method == "step" else by_update
-    for axis in AxisType.Auto, AxisType.Explicit:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            mesh = gpu_mesh(8, axis)
-            lowered = lower_for(mesh, step, params, state, params, spec=P("d"))
-            compiled = text(compile_lowered(lowered))
-        assert "mosaic_gpu" in compiled
-        assert "__gpu$xla.gpu.triton" not in compiled
+    params = {str(i): leaf(64, 64 + 4 * i) for i in range(9)}
+    mesh = gpu_mesh(8, axis)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = lower_step(tx, params, make_step, mesh=mesh, spec=P("d"))
+        compiled = text(step.compiled)
+    assert "mosaic_gpu" in compiled
+    assert "__gpu$xla.gpu.triton" not in compiled
 
 
 def test_an_exported_step_has_the_same_bits():

@@ -304,8 +304,6 @@ FAULTS = {
     "cvta.to.shared.u64 %d3, %d1;": (UnknownInstruction, "does not know"),
     "sin.approx.f32 %r2, %r1;": (UnknownInstruction, "does not know"),
     "add.sat.s32 %r2, %r1, %r1;": (UnknownInstruction, "does not know"),
-    "atom.global.add.u32 %r2, [%d1], 1;": (UnknownInstruction, "does not know"),
-    "popc.b32 %r2, %r1;": (UnknownInstruction, "does not know"),
     "cvt.rn.f16.f32 %h1, %r1;": (UnknownInstruction, "does not know"),
     "cvt.rzi.s64.f32 %d3, %r1;": (UnknownInstruction, "does not know"),
     "mul.wide.u64 %d3, %d1, %d1;": (UnknownInstruction, "does not know"),

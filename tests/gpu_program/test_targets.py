@@ -6,56 +6,42 @@ import pytest
 
 import lowbit_optax
 from pallas_kernels import platforms
+from tools.gpu_program import targets
 from tools.gpu_program.dump import compile_with_dump
 from tools.gpu_program.machine_code import (
     compilation,
     instructions_per_parameter,
 )
 from tools.gpu_program.steps import leaf, lower_lpmm_step, lower_step
-from tools.gpu_program.targets import (
-    A100,
-    B200,
-    H100,
-    H200,
-    L4,
-    RTX_4090,
-    RTX_5090,
-    RTX_PRO_6000,
-    T4,
-    Target,
-    gpu_mesh,
-)
 from tools.hlo import memory
 
 # In one process Mosaic compiles for one kind of GPU only.
 pytestmark = pytest.mark.usefixtures("by_triton", "disassembler")
 
-# From JAX 0.11 Pallas compiles for described GPUs of names that it knows.
-unknown_to_pallas = pytest.mark.skipif(
-    platforms.has_mosaic(), reason="Pallas knows an RTX 5090 only where one is at hand"
-)
+
+ARCHITECTURES = {
+    "A100": "sm_80",
+    "L4": "sm_89",
+    "RTX_4090": "sm_89",
+    "RTX_PRO_6000": "sm_120",
+    "H100": "sm_90a",
+    "H200": "sm_90a",
+    "B200": "sm_100a",
+}
+if not platforms.has_mosaic():
+    # From JAX 0.11 Pallas compiles for described GPUs of names that it knows, and it
+    # knows this one only where one is at hand.
+    ARCHITECTURES["RTX_5090"] = "sm_120"
 
 
-@pytest.mark.parametrize(
-    ("target", "architecture"),
-    [
-        (A100, "sm_80"),
-        (L4, "sm_89"),
-        (RTX_4090, "sm_89"),
-        pytest.param(RTX_5090, "sm_120", marks=unknown_to_pallas),
-        (RTX_PRO_6000, "sm_120"),
-        (H100, "sm_90a"),
-        (H200, "sm_90a"),
-        (B200, "sm_100a"),
-    ],
-    ids=lambda x: x.name if isinstance(x, Target) else x,
-)
-def test_kernels_are_of_the_targets_architecture(target, architecture):
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_kernels_are_of_the_targets_architecture(name):
+    mesh = targets.gpu_mesh(target=getattr(targets, name))
     tx = lowbit_optax.lowbit_adamw(1e-3)
-    step = lower_step(tx, leaf(256, 256), mesh=gpu_mesh(target=target))
+    step = lower_step(tx, leaf(256, 256), mesh=mesh)
     dump = compile_with_dump(step.lowered)
     (kernel,) = (p for p in dump.ptx if "fused_update" in p)
-    assert f".target {architecture}\n" in kernel
+    assert f".target {ARCHITECTURES[name]}\n" in kernel
     assert memory(dump.compiled).alias_size_in_bytes == step.stored
     assert step.fused.spill_stores == step.fused.spill_loads == step.fused.stack == 0
 
@@ -74,7 +60,7 @@ OPTIMIZERS = {
 @pytest.mark.filterwarnings("ignore:lowbit. XLA runs the steps:UserWarning")
 def test_a_t4_gets_a_program_without_kernels(name):
     make, lower = OPTIMIZERS[name]
-    step = lower(make(1e-3), leaf(256, 256), mesh=gpu_mesh(target=T4))
+    step = lower(make(1e-3), leaf(256, 256), mesh=targets.gpu_mesh(target=targets.T4))
     assert step.fused_launches == 0
     assert step.in_place
 
@@ -83,8 +69,8 @@ def test_a_t4_gets_a_program_without_kernels(name):
 def test_a_b200_gets_a_kernel_as_good_as_an_h200(name):
     make, lower = OPTIMIZERS[name]
     old, new = (
-        lower(make(1e-3), leaf(1024, 2048), mesh=gpu_mesh(target=target))
-        for target in (H200, B200)
+        lower(make(1e-3), leaf(1024, 2048), mesh=targets.gpu_mesh(target=target))
+        for target in (targets.H200, targets.B200)
     )
     old_kernel, new_kernel = old.fused, new.fused
     assert new.in_place

@@ -42,7 +42,6 @@ def _by_nnx_optimizer(tx, model):
     return step, (state,), (0,)
 
 
-@pytest.mark.compiled
 @pytest.mark.parametrize("trainer", [_by_train_state, _by_nnx_optimizer])
 @pytest.mark.parametrize("name", MOVED)
 def test_direct_updates_cost_what_step_costs(name, trainer):

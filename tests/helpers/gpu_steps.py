@@ -1,9 +1,10 @@
 """Formats and optimizers whose steps are compiled for GPUs in several ways."""
 
+import jax.numpy as jnp
 import optax
 
 import lowbit_optax
-from pallas_kernels import platforms
+from pallas_kernels import Operand, Result, fused_update, platforms
 
 LAUNCHERS = ["triton", "mosaic"] if platforms.has_mosaic() else ["triton"]
 """Of kernels for GPUs, those that this JAX has."""
@@ -44,3 +45,30 @@ STEPS = {
     "lpmm_adam": lowbit_optax.lpmm_adam(1e-3),
     "lpmm_sgd": lowbit_optax.lpmm_sgd(1e-3, momentum=0.9),
 }
+
+
+def update_layer(stacks, grad, layer, scalars, implementation=None):
+    """Momentum for a layer of stacks of weights, momenta and words of 8-bit fields."""
+
+    def body(values, scalars, index, multiply_add):
+        grad, weight, trace, low = values
+        half = jnp.full_like(trace, 0.5)
+        trace = multiply_add(half, trace, grad.astype(jnp.float32))
+        weight = weight.astype(jnp.float32) - trace
+        low = low ^ (index & jnp.uint32(255)) ^ scalars[1]
+        return [weight.astype(jnp.bfloat16), trace, low]
+
+    weights, traces, words = stacks
+    return fused_update(
+        body,
+        [Operand(grad), Operand(weights), Operand(traces), Operand(words, 8)],
+        [
+            Result("bfloat16", overwrites=1),
+            Result("float32", overwrites=2),
+            Result("uint32", 8, 3),
+        ],
+        shape=grad.shape,
+        layer=layer,
+        scalars=scalars,
+        implementation=implementation,
+    )

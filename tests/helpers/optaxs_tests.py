@@ -125,14 +125,10 @@ def keeping_params(make):
     return keeping
 
 
-def patch_aliases(monkeypatch):
+def patch(monkeypatch):
     """Put our optimizers into the two tables of optax's tests."""
-    monkeypatch.setattr(
-        module("_src.alias_test"), "_get_opt", lambda _, name: alias(name)
-    )
-    monkeypatch.setattr(module("contrib._common_test"), "_get_opt_factory", alias)
-
-
-def hide_the_version_of_jax(monkeypatch):
-    """Optax's tests compare versions as strings, and take 0.10 for older than 0.7.2."""
+    common, of_alias = module("contrib._common_test"), module("_src.alias_test")
+    monkeypatch.setattr(common, "_get_opt_factory", alias)
+    monkeypatch.setattr(of_alias, "_get_opt", lambda _, name: alias(name))
+    # They compare versions as strings, and take 0.10 for older than 0.7.2.
     monkeypatch.setattr(jax, "__version__", "0.9.9")

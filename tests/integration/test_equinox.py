@@ -1,22 +1,17 @@
-"""equinox: filtered trees, and parameters that its apply_updates made float32."""
+"""equinox: parameters that its apply_updates made float32.
+
+That its models train, ``tests/trainers/test_equinox_updates.py`` tests.
+"""
 
 import equinox
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from optimizers import ALIASES, each, spec_of
 
 import lowbit_optax
 
 pytestmark = pytest.mark.standard_promotion
-
-
-def _batch():
-    random = np.random.default_rng(0)
-    inputs = jnp.asarray(random.standard_normal((64, 16)), jnp.bfloat16)
-    return inputs, jnp.tanh(inputs[:, :4].astype(jnp.float32))
 
 
 def _model():
@@ -24,34 +19,6 @@ def _model():
         lambda x: x.astype(jnp.bfloat16) if equinox.is_array(x) else x,
         equinox.nn.MLP(16, 4, 32, 1, key=jax.random.key(0)),
     )
-
-
-@each({name: ALIASES[name] for name in ("kahan_adamw", "sr_sgd")})
-def test_partitioned_trees_with_none_train(optimizer):
-    params, static = equinox.partition(_model(), equinox.is_inexact_array)
-    tx = optimizer()
-
-    @equinox.filter_jit
-    def loss(params):
-        inputs, outputs = _batch()
-        predicted = jax.vmap(equinox.combine(params, static))(inputs)
-        return jnp.mean(jnp.square(predicted.astype(jnp.float32) - outputs))
-
-    @equinox.filter_jit
-    def advance(params, state):
-        grads = equinox.filter_grad(loss)(params)
-        # equinox.apply_updates would return float32 parameters.
-        updates, state = tx.update(grads, state, params)
-        return lowbit_optax.apply_updates(params, updates), state
-
-    start, first = loss(params), params
-    state = tx.init(params)
-    for _ in range(10):
-        params, state = advance(params, state)
-    assert loss(params) < start
-    assert spec_of(params) == spec_of(first)
-    masters = lowbit_optax.master_weights(params, state)
-    assert jax.tree.structure(masters) == jax.tree.structure(params)
 
 
 def _kept_by(weights):

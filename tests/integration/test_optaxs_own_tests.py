@@ -27,8 +27,7 @@ _sharding_test = ("_src.sharding_test", "ShardingTest")
 
 @pytest.fixture(autouse=True)
 def _ours(monkeypatch):
-    optaxs_tests.patch_aliases(monkeypatch)
-    optaxs_tests.hide_the_version_of_jax(monkeypatch)
+    optaxs_tests.patch(monkeypatch)
 
 
 def of(name):
@@ -73,39 +72,34 @@ def test_optaxs_optimizers_inside_lowbit_find_the_minimum_and_compile_once(monke
     optaxs_tests.run_with({}, *_alias_test, "test_optimization")
 
 
-@each_alias
-def test_it_takes_extra_arguments_and_compiles_once(name):
-    test = "test_optimizers_accept_extra_args"
-    optaxs_tests.run(*_common_test, test, **of(name), **UNWRAPPED, wrap=False)
-
-
-@each_alias
-def test_injected_hyperparameters_give_the_same_updates_and_state(name):
-    test = "test_optimizers_can_be_wrapped_in_inject_hyperparams"
-    optaxs_tests.run(*_alias_test, test, **of(name))
-
-
-@each_alias
-def test_it_takes_schedules(name):
-    test = "test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such"
-    optaxs_tests.run(*_common_test, test, **of(name), **UNWRAPPED)
-
-
-@each_alias
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_updates_have_the_dtype_of_gradients(request, name, dtype):
-    if dtype == "bfloat16":
-        expected_to_fail(request, FLOAT32_UPDATES)
-    optaxs_tests.run(*_alias_test, "test_preserve_dtype", **of(name), dtype=dtype)
-
-
 STABILITY = "test_state_shape_dtype_shard_stability"
+EVERY_SCHEDULE = (
+    "test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such"
+)
+# What optax tests of each of its own: extra arguments, schedules, wrappers; and that a
+# conditional takes the old state or the new one.
+OF_EACH = [
+    (_common_test, "test_optimizers_accept_extra_args", UNWRAPPED | {"wrap": False}),
+    (_common_test, EVERY_SCHEDULE, UNWRAPPED),
+    (_alias_test, "test_optimizers_can_be_wrapped_in_inject_hyperparams", {}),
+    (_alias_test, "test_gradient_accumulation", {"dtype": "float32"}),
+    (_alias_test, "test_gradient_accumulation", {"dtype": "bfloat16"}),
+    (_alias_test, STABILITY, {"dtype": jnp.float32}),
+    (_alias_test, STABILITY, {"dtype": jnp.float64}),
+    (_alias_test, "test_preserve_dtype", {"dtype": "float32"}),
+]
 
 
 @each_alias
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-def test_a_conditional_takes_the_old_state_or_the_new_one(name, dtype):
-    optaxs_tests.run(*_alias_test, STABILITY, **of(name), dtype=dtype)
+@pytest.mark.parametrize(("where", "test", "options"), OF_EACH)
+def test_it_does_what_each_optimizer_does(name, where, test, options):
+    optaxs_tests.run(*where, test, **of(name), **options)
+
+
+@each_alias
+def test_updates_do_not_have_the_dtype_of_narrow_gradients(request, name):
+    expected_to_fail(request, FLOAT32_UPDATES)
+    optaxs_tests.run(*_alias_test, "test_preserve_dtype", **of(name), dtype="bfloat16")
 
 
 @each_alias
@@ -127,13 +121,6 @@ def test_with_16_bits_it_does_so_if_updates_are_cast(monkeypatch, name, dtype):
 def test_without_that_cast_the_branches_differ(request):
     expected_to_fail(request, FLOAT32_UPDATES, TypeError)
     optaxs_tests.run(*_alias_test, STABILITY, **of("kahan_sgd"), dtype=jnp.bfloat16)
-
-
-@each_alias
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_multi_steps_gives_zeros_between_two_steps(name, dtype):
-    test = "test_gradient_accumulation"
-    optaxs_tests.run(*_alias_test, test, **of(name), dtype=dtype)
 
 
 @each_alias

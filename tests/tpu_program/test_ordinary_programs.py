@@ -27,12 +27,17 @@ _OF_SCALARS = 2**18
 """Bytes that a step takes whatever its size, most of them on a TPU7x."""
 
 
-def _compiled(tx, place, params=LEAF):
-    """A donated step, of arrays that lie like this."""
+def _lying(tx, place, params, grads):
+    """Arguments of a step, of arrays that lie like this."""
     lying = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x))
-    params, state = jax.tree.map(lying, (params, jax.eval_shape(tx.init, params)))
-    step = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
-    return step.lower(params, state, params).compile()
+    return jax.tree.map(lying, (params, jax.eval_shape(tx.init, params), grads))
+
+
+def _compiled(tx, place, params=LEAF, grads=None, step=None):
+    """A donated step on them."""
+    arguments = _lying(tx, place, params, params if grads is None else grads)
+    step = step or functools.partial(lowbit_optax.step, tx)
+    return jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
 
 
 def _assert_by_kernels(compiled, parameters, kernels=1):
@@ -76,25 +81,17 @@ def test_automatic_axes_that_are_told_have_kernels(target):
     _assert_by_kernels(_compiled(tx, _rows(mesh)), LEAF.size / count)
 
 
-def test_accumulators_are_told_too():
+def test_accumulators_and_quantised_weights_are_told_too():
     mesh = tpu_mesh("v6e:2x2", (4,))
-    tx = lowbit_optax.lowbit_adamw(1e-3, param_shardings=NamedSharding(mesh, P("d")))
-    step = _compiled(lowbit_optax.accumulate_gradients(tx, 4), _rows(mesh))
+    told = {"param_shardings": NamedSharding(mesh, P("d"))}
+    tx = lowbit_optax.accumulate_gradients(lowbit_optax.lowbit_adamw(1e-3, **told), 4)
+    step = _compiled(tx, _rows(mesh))
     assert step.as_text().count('"tpu_custom_call"') == 2  # the sum's and the step's
     assert hlo.memory(step).temp_size_in_bytes < 0.1 * LEAF.size / 4
     assert hlo.collectives(step) == []
-
-
-def test_quantised_weights_are_told_too():
-    mesh = tpu_mesh("v6e:2x2", (4,))
-    told = NamedSharding(mesh, P("d"))
-    tx = lowbit_optax.lpmm_adam(2.0**-6, param_shardings=told)
     params = quantized_like(LEAF, 12, 2048)
-    lying = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_rows(mesh)(x))
-    state = jax.eval_shape(tx.init, params)
-    params, state, grads = jax.tree.map(lying, (params, state, LEAF))
-    step = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
-    _assert_by_kernels(step.lower(params, state, grads).compile(), LEAF.size / 4)
+    tx = lowbit_optax.lpmm_adam(2.0**-6, **told)
+    _assert_by_kernels(_compiled(tx, _rows(mesh), params, grads=LEAF), LEAF.size / 4)
 
 
 def test_explicit_axes_need_no_mesh_in_force():
@@ -112,6 +109,7 @@ def test_several_chips_by_plain_jit_are_left_to_xla_which_is_said(monkeypatch):
             warnings.simplefilter("error")
             _compiled(lowbit_optax.lowbit_adamw(1e-3, warn=False), _rows(mesh))
     assert "tpu_custom_call" not in step.as_text()
+    assert hlo.collectives(step) == []
 
 
 @pytest.mark.parametrize("spec", [P(None, "a"), P(None, None, "b"), P(None, "a", "b")])
@@ -125,11 +123,13 @@ def test_stacked_layers_over_256_chips_need_no_collectives(spec):
     _assert_by_kernels(step, 2 * STACK.size / shards, kernels=2)
 
 
-def test_what_is_told_is_not_of_the_shards_in_a_users_shard_map():
+@pytest.mark.parametrize("is_told", [False, True])
+def test_what_is_told_is_not_of_the_shards_in_a_users_shard_map(is_told):
     mesh = tpu_mesh("v6e:2x2", (4,))
-    tx = lowbit_optax.lowbit_adamw(1e-3, param_shardings=NamedSharding(mesh, P("d")))
-    state = jax.eval_shape(tx.init, LEAF)
-    specs = jax.tree.map(lambda x: _rows(mesh)(x).spec, (LEAF, state, LEAF))
+    told = NamedSharding(mesh, P("d")) if is_told else None
+    tx = lowbit_optax.lowbit_adamw(1e-3, param_shardings=told)
+    arguments = _lying(tx, _rows(mesh), LEAF, LEAF)
+    specs = jax.tree.map(lambda x: x.sharding.spec, arguments)
     step = jax.shard_map(
         functools.partial(lowbit_optax.step, tx),
         mesh=mesh,
@@ -137,7 +137,4 @@ def test_what_is_told_is_not_of_the_shards_in_a_users_shard_map():
         out_specs=specs[:2],
         check_vma=False,
     )
-    lying = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_rows(mesh)(x))
-    arguments = jax.tree.map(lying, (LEAF, state, LEAF))
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
-    _assert_by_kernels(compiled, LEAF.size / 4)
+    _assert_by_kernels(_compiled(tx, _rows(mesh), step=step), LEAF.size / 4)

@@ -1,10 +1,10 @@
 """Cycles of kernels by the compiler's schedule; numbers per 1,024 parameters."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+from places import run_python
 
 pytest.importorskip("libtpu", reason="needs the tpu-program extra")
 
@@ -19,11 +19,10 @@ CYCLES = {
 def test_kernels_take_few_cycles():
     # A process of its own: libtpu reads where to write schedules as it is loaded.
     steps = sorted({step for step, _ in CYCLES})
-    command = [sys.executable, "-m", "benchmarks", "tpu_cycles", "--steps", *steps]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True
-    )
+    path = os.pathsep.join(sys.path)
+    command = "-m", "benchmarks", "tpu_cycles", "--steps", *steps
+    run = run_python(*command, PYTHONPATH=path)
+    assert run.returncode == 0, run.stderr
     rows = [line.strip("| ").split(" | ") for line in run.stdout.splitlines()]
     found = {(row[0], row[1]): float(row[2]) for row in rows if len(row) > 2 and row[2]
              and tuple(row[:2]) in CYCLES}  # fmt: skip

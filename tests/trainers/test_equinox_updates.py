@@ -1,4 +1,8 @@
-"""equinox: its ``apply_updates``, and checkpoints by ``tree_serialise_leaves``."""
+"""equinox: its ``apply_updates``, and checkpoints by ``tree_serialise_leaves``.
+
+And haliax' ``apply_updates``, which Levanter calls, on equinox' layers: those of haliax
+itself call what JAX 0.12 does not have.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +25,10 @@ import lowbit_optax
 
 equinox = pytest.importorskip("equinox")
 
+ADAMW = "lowbit_optax.lowbit_adamw(learning_rate)"
+MATCHING = "lowbit_optax.lowbit_adamw(learning_rate, match_grad_dtype=True)"
 LINES = (
-    "tx = lowbit_optax.lowbit_adamw(learning_rate)",
+    f"tx = {ADAMW}",
     "model = jax.tree.map(to_bfloat16, model)  # arrays of floats",
     "params = lowbit_optax.apply_updates(params, updates)",
 )
@@ -67,27 +73,54 @@ def _train(advance, model, state, steps):
     return model, state
 
 
-def _with(apply_updates):
+def _haliax_advance(tx):
+    quantization = pytest.importorskip("haliax.quantization", exc_type=ImportError)
+
+    @equinox.filter_jit
+    def advance(model, state, inputs, targets):
+        grads = equinox.filter_grad(_error)(model, inputs, targets)
+        overwrites, grads = quantization.partition_for_grad_overwrite(grads)
+        params = equinox.filter(model, equinox.is_inexact_array)
+        updates, state = tx.update(grads, state, params)
+        return quantization.apply_updates(model, updates, overwrites), state
+
+    return advance
+
+
+def _by(make_advance):
     def run(tx, dtype):
-        advance = _advance(tx, apply_updates)
-        model, state = _train(advance, *_start(tx, dtype), slice(STEPS))
+        start = _start(tx, dtype)
+        model, state = _train(make_advance(tx), *start, slice(STEPS))
         params = equinox.filter(model, equinox.is_inexact_array)
         return _error(model, *(x[-1] for x in batches())), params, state
 
     return run
 
 
+def _by_its_own(tx):
+    return _advance(tx, equinox.apply_updates)
+
+
 def test_it_trains_like_float32():
-    compare("equinox", "equinox", LINES, _with(_apply))
+    compare("equinox", "equinox", LINES, _by(lambda tx: _advance(tx, _apply)))
 
 
-def test_by_its_own_apply_updates_they_train_with_updates_of_their_dtype():
-    run = with_narrow_updates(_with(equinox.apply_updates))
-    lines = (
-        "tx = lowbit_optax.lowbit_adamw(learning_rate, match_grad_dtype=True)",
-        LINES[1],
-    )
-    compare("equinox apply_updates", "equinox", lines, run)
+@pytest.mark.parametrize(
+    ("package", "make_advance"),
+    [("equinox", _by_its_own), ("haliax", _haliax_advance)],
+)
+def test_by_their_apply_updates_ours_train_with_updates_of_their_dtype(
+    package, make_advance
+):
+    lines = f"tx = {MATCHING}", LINES[1]
+    run = with_narrow_updates(_by(make_advance))
+    compare(f"{package} apply_updates", package, lines, run)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_parameters_that_haliax_made_float32_are_noticed(name):
+    with pytest.raises((TypeError, ValueError), match=r"lowbit_optax\.apply_updates"):
+        _by(_haliax_advance)(OURS[name](LEARNING_RATE), jnp.bfloat16)
 
 
 @pytest.mark.parametrize("name", OURS)

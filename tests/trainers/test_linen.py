@@ -4,7 +4,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding
@@ -22,6 +21,7 @@ from side_by_side import (
     note_restored,
     squared_error,
 )
+from stores import orbax
 
 LINES = (
     "tx = lowbit_optax.lowbit_adamw(learning_rate)",
@@ -82,13 +82,8 @@ def test_a_restored_run_goes_on_as_if_it_had_not_stopped(name, devices, tmp_path
     tx = OURS[name](LEARNING_RATE)
     mesh = lambda size: Mesh(np.array(jax.devices()[:size]), ("data",))
     half = _train(_placed(_start(tx, jnp.bfloat16), mesh(2)), slice(STEPS // 2))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "half", half)
-        checkpointer.wait_until_finished()
-        target = _placed(_start(tx, jnp.bfloat16), mesh(devices))
-        restored = checkpointer.restore(
-            tmp_path / "half", jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
-        )
+    target = _placed(_start(tx, jnp.bfloat16), mesh(devices))
+    restored = orbax(tmp_path, half, target)
     assert_same_bits(restored.params, half.params)
     assert_same_bits(restored.opt_state, half.opt_state)
     if devices == 2:

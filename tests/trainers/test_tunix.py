@@ -5,18 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
+from nnx_network import Network, error_of, mesh_of
 from optimizers import assert_same_bits
 from side_by_side import (
-    HIDDEN,
     LEARNING_RATE,
     OURS,
     STEPS,
-    WIDTH,
     batches,
     compare,
     note_restored,
-    squared_error,
 )
 
 from lowbit_optax.training import cast_model
@@ -30,31 +27,10 @@ LINES = ("optimizer = cast_model(model, lowbit_optax.lowbit_adamw(learning_rate)
 WHERE = {2: "the same mesh", 4: "4 devices"}
 
 
-class _Network(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        split = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", None))
-        options = dict(rngs=rngs, kernel_init=split)
-        self.first = nnx.Linear(WIDTH, HIDDEN, **options)
-        self.norm = nnx.LayerNorm(HIDDEN, rngs=rngs)  # float32
-        self.second = nnx.Linear(HIDDEN, WIDTH, **options)
-
-    def __call__(self, inputs):
-        return self.second(nnx.tanh(self.norm(self.first(inputs))))
-
-
-def _error(model, inputs, targets):
-    return squared_error(model(inputs), targets)
-
-
-def _mesh(size):
-    return Mesh(np.array(jax.devices()[:size]), ("fsdp",))
-
-
 @nnx.jit
 def _made():
     """A model whose parameters lie on the mesh as their annotations say."""
-    model = _Network()
+    model = Network("fsdp")
     state = nnx.state(model)
     specs = nnx.get_partition_spec(state)
     nnx.update(model, jax.lax.with_sharding_constraint(state, specs))
@@ -75,13 +51,13 @@ def _trained(tx, dtype, steps, folder=None, devices=1):
         peft_trainer.TrainingInput(input_tokens=inputs, input_mask=targets)
         for inputs, targets in zip(*(x[:-1] for x in batches()), strict=True)
     ]
-    mesh = _mesh(devices)
+    mesh = mesh_of(devices, "fsdp")
     with compat.set_mesh(mesh), mesh:
         model = _made()
         if dtype == jnp.bfloat16:
             tx = cast_model(model, tx)
         trainer = peft_trainer.PeftTrainer(model, tx, config)
-        trainer = trainer.with_loss_fn(_error).with_gen_model_input_fn(
+        trainer = trainer.with_loss_fn(error_of).with_gen_model_input_fn(
             lambda x: {"inputs": x.input_tokens, "targets": x.input_mask}
         )
         trainer.train(data)
@@ -90,7 +66,7 @@ def _trained(tx, dtype, steps, folder=None, devices=1):
 
 def _run(tx, dtype):
     trainer = _trained(tx, dtype, STEPS)
-    loss = _error(trainer.model, *(x[-1] for x in batches()))
+    loss = error_of(trainer.model, *(x[-1] for x in batches()))
     state = nnx.state(trainer.optimizer, nnx.OptState)
     return loss, nnx.state(trainer.model, nnx.Param), state
 
@@ -111,6 +87,6 @@ def test_a_restored_run_goes_on_as_if_it_had_not_stopped(name, devices, tmp_path
     if devices == 2:
         assert_same_bits(end(resumed), end(whole))
     held_out = [x[-1] for x in batches()]
-    losses = [_error(x.model, *held_out) for x in (whole, resumed)]
+    losses = [error_of(x.model, *held_out) for x in (whole, resumed)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-3)
     note_restored("Tunix PeftTrainer", name, WHERE[devices])

@@ -7,11 +7,9 @@ the installed version's tag.
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
-from places import ROOT
+from places import ROOT, run_python
 from side_by_side import OURS, note
 
 pytest.importorskip("tunix", exc_type=ImportError)
@@ -33,12 +31,7 @@ FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_lev
 @pytest.mark.parametrize("name", OURS)
 def test_tunix_tests_pass_as_expected(name):
     script = ROOT / "tests" / "helpers" / "tunix_own_tests.py"
-    ran = subprocess.run(
-        [sys.executable, str(script), str(FILE), name],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "XLA_FLAGS": FLAGS, "PYTHONPATH": str(ROOT)},
-    )
+    ran = run_python(script, FILE, name, XLA_FLAGS=FLAGS, PYTHONPATH=str(ROOT))
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.strip().splitlines()[-1])
     failed = found["failed"]

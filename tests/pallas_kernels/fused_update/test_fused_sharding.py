@@ -30,20 +30,7 @@ from pallas_kernels import (
 
 U32 = jnp.uint32
 LAST = [int(x) for x in TABLE[2]]
-
-
-INTERPRETED = pytest.mark.xfail(
-    strict=True,
-    reason="where new results vary over a mesh, Pallas cannot interpret the kernel: "
-    "'Scan carry input and output got mismatched varying manual axes'",
-)
-AXES = pytest.mark.parametrize(
-    "axis_type",
-    [
-        pytest.param(AxisType.Auto, id="auto"),
-        pytest.param(AxisType.Explicit, id="explicit"),
-    ],
-)
+AXES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 
 
 def mesh_of(*sizes, axis_type=AxisType.Auto):
@@ -221,48 +208,36 @@ def test_many_leaves_stay_where_they_are(name, axis_type):
         assert_equal(own, mixture.want(each, scalars, index_of(shape)))
 
 
-@pytest.mark.parametrize("check_vma", [False, pytest.param(True, marks=INTERPRETED)])
-@pytest.mark.parametrize("widths", [(), (8,)])
-def test_in_the_users_shard_map_a_shard_is_a_leaf_of_its_own(widths, check_vma):
-    shape, local = (512, 3), (64, 3)
-    mixture = Mixture(widths)
-    arrays, held = mixture.arrays(shape)
-    mesh = mesh_of(8)
-
-    def update(*arrays):
-        return mixture.update(arrays, local, "pallas", scalars=jnp.asarray(TABLE[2]))
-
-    run = jax.shard_map(
-        update, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=check_vma
-    )
-    sharding = NamedSharding(mesh, P("x"))
-    with jax.set_mesh(mesh):
-        arrays = jax.device_put(arrays, sharding)
-        compiled = jax.jit(run).lower(*arrays).compile(QUICK)
-        assert not collectives(compiled)
-        got = compiled(*arrays)
-    assert_placed(got, sharding)
-    index = np.tile(index_of(local), (8, 1))
-    assert_equal(got, mixture.want(held, LAST, index))
-
-
-def test_many_leaves_in_the_users_shard_map():
-    mesh, mixture, local = mesh_of(8), Mixture(()), [(2, 3), (8,)]
-    arrays, held = zip(*map(mixture.arrays, [(16, 3), (64,)]), strict=True)
+@pytest.mark.parametrize(
+    ("widths", "shapes"),
+    [((), [(512, 3)]), ((8,), [(512, 3)]), ((), [(16, 3), (64,)])],
+)
+def test_in_the_users_shard_map_a_shard_is_a_leaf_of_its_own(widths, shapes):
+    mesh, mixture, table = mesh_of(8), Mixture(widths), jnp.asarray(TABLE)
+    arrays, held = zip(*map(mixture.arrays, shapes), strict=True)
+    local = [(shape[0] // 8, *shape[1:]) for shape in shapes]
 
     def update(arrays):
+        scalars = Scalars(table, jnp.full(len(shapes), 2, U32))
         return fused_update_many(
             mixture,
             mixture.leaves(arrays, local),
-            scalars=Scalars(jnp.asarray(TABLE), jnp.zeros(2, U32)),
+            scalars=scalars,
             implementation="pallas",
         )
 
-    run = jax.shard_map(update, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    got = jax.jit(run)(arrays)
-    for own, each, shape, reps in zip(got, held, local, [(8, 1), (8,)], strict=True):
-        index = np.tile(index_of(shape), reps)
-        assert_equal(own, mixture.want(each, [1, 2], index))
+    specs = dict(in_specs=P("x"), out_specs=P("x"))
+    run = jax.shard_map(update, mesh=mesh, check_vma=False, **specs)
+    sharding = NamedSharding(mesh, P("x"))
+    with jax.set_mesh(mesh):
+        arrays = jax.device_put(arrays, sharding)
+        compiled = jax.jit(run).lower(arrays).compile(QUICK)
+        assert not collectives(compiled)
+        got = compiled(arrays)
+    for own, each, shape in zip(got, held, local, strict=True):
+        assert_placed(own, sharding)
+        index = np.tile(index_of(shape), (8, *[1] * (len(shape) - 1)))
+        assert_equal(own, mixture.want(each, LAST, index))
 
 
 def test_unknown_placements_are_settled_by_the_operands_that_are_overwritten():
@@ -286,19 +261,15 @@ def test_unknown_placements_are_settled_by_the_operands_that_are_overwritten():
 
 
 @AXES
-@pytest.mark.parametrize("way", ["pack", "unpack"])
-def test_packed_words_lie_beside_their_fields(way, axis_type):
-    mesh = mesh_of(8, axis_type=axis_type)
-    sharding = NamedSharding(mesh, P("x"))
+def test_packed_words_lie_beside_their_fields(axis_type):
+    sharding = NamedSharding(mesh_of(8, axis_type=axis_type), P("x"))
     fields = jnp.asarray(index_of((256, 4)) % 256)
     words = pack(fields, 8, implementation="xla")
     options = dict(implementation="pallas")
-    if way == "pack":
-        given, want, run = fields, words, lambda x: pack(x, 8, **options)
-    else:
-        given, want = words, fields
-        run = lambda x: unpack(x, 8, fields.shape, **options)
-    with jax.set_mesh(mesh):
-        got = jax.jit(run)(jax.device_put(given, sharding))
-    np.testing.assert_array_equal(got, want)
-    assert_placed([got], sharding)
+    there = lambda x: pack(x, 8, **options)
+    back = lambda x: unpack(x, 8, fields.shape, **options)
+    for given, run, want in ((fields, there, words), (words, back, fields)):
+        with jax.set_mesh(sharding.mesh):
+            got = jax.jit(run)(jax.device_put(given, sharding))
+        np.testing.assert_array_equal(got, want)
+        assert_placed([got], sharding)

@@ -1,6 +1,7 @@
 """Kernels for TPUs, run by Pallas' model of a TPU, give the reference's numbers."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -21,11 +22,10 @@ from kernels import (
 from optimizers import assert_same_bits
 
 from lowbit_optax import block_quantized, cast, extra_bits, kahan, stochastic_rounding
-from pallas_kernels import Operand, Result, Scalars, layout_of
+from pallas_kernels import Operand, Result, Scalars
 from pallas_kernels.fused_update import Leaf
 from pallas_kernels.fused_update.spec import Call, Shard
 from pallas_kernels.fused_update.tpu import kernel as tpu
-from pallas_kernels.fused_update.tpu.tiling import lies_transposed, minor_axes
 
 RAGGED = (133, 131)
 SHAPES = {
@@ -46,6 +46,8 @@ BEFORE_HEADS = {
     "some side by side": (2, 71, 3, 24, 128),
     "copied": (72, 4, 128),
 }
+# A vector of whole tiles, and one that XLA pads.
+VECTORS = [(32768,), (20011,)]
 LAYERED = {
     "plain": (2, 128, 129),
     "transposed": (1024, 40),
@@ -69,23 +71,28 @@ def only_kernels(monkeypatch):
     return taken
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("widths", [(8,), (4, 8), (12,), (16,), (5, 8), (10,)])
-def test_results_are_those_of_the_model(shape, widths, only_kernels):
+WIDTHS = [(8,), (4, 8), (12,), (16,)]
+# Shapes, widths of their fields, and whether kernels take them.
+LEAVES = [
+    *(
+        (x, widths, True)
+        for x in SHAPES.values()
+        for widths in [*WIDTHS, (5, 8), (10,)]
+    ),
+    *((x, (5, 8), True) for name, x in BEFORE_HEADS.items() if name != "copied"),
+    *((x, widths, True) for x in VECTORS for widths in WIDTHS),
+    (VECTORS[0], (5,), False),
+    *((x, (8,), False) for x in [(12000,), (128, 64), (64, 4, 256)]),
+]
+
+
+@pytest.mark.parametrize(("shape", "widths", "has_kernel"), LEAVES)
+def test_results_are_those_of_the_model(shape, widths, has_kernel, only_kernels):
     body = Mixture(widths)
     arrays, held = body.arrays(shape)
     got = body.update(arrays, shape, "tpu", scalars=Scalars(jnp.asarray(TABLE), 1))
     assert_equal(got, body.want(held, [3, 4], index_of(shape)))
-    assert only_kernels == [True]
-
-
-@pytest.mark.parametrize("name", [x for x in BEFORE_HEADS if x != "copied"])
-def test_rows_before_heads_have_the_results_of_the_model(name, only_kernels):
-    body, shape = Mixture((5, 8)), BEFORE_HEADS[name]
-    arrays, held = body.arrays(shape)
-    got = body.update(arrays, shape, "tpu", scalars=Scalars(jnp.asarray(TABLE), 1))
-    assert_equal(got, body.want(held, [3, 4], index_of(shape)))
-    assert only_kernels == [True]
+    assert only_kernels == [has_kernel]
 
 
 @pytest.mark.slow_to_compile
@@ -135,89 +142,87 @@ def test_moments_relative_to_others_have_the_same_bits(shape, moments, only_kern
     assert all(only_kernels)
 
 
+# Heads that share blocks have kernels if each is a matrix.
+OF_BLOCKS = [
+    *itertools.product(
+        [(128, 256), (141, 150), (2, 200, 640)],
+        [(32,), (64, 32), (128,), (2048, 256)],
+        [True],
+    ),
+    ((72, 5, 66), (32,), True),
+    ((72, 4, 130), (32,), False),
+]
+
+
 @pytest.mark.slow_to_compile
-@pytest.mark.parametrize("shape", [(128, 256), (141, 150), (2, 200, 640)])
-@pytest.mark.parametrize("sizes", [(32,), (64, 32), (128,), (2048, 256)])
-def test_maxima_are_those_of_blocks_of_each_size(shape, sizes, only_kernels):
+@pytest.mark.parametrize(("shape", "sizes", "has_kernel"), OF_BLOCKS)
+def test_maxima_are_those_of_blocks_of_each_size(
+    shape, sizes, has_kernel, only_kernels
+):
     body = Maxima(sizes)
     arrays = body.arrays(shape)
     assert_equal(body.update([*map(jnp.asarray, arrays)], "tpu"), body.want(arrays))
-    assert only_kernels == [True]
+    assert only_kernels == [has_kernel]
 
 
 # Plain leaves have kernels if their columns fill registers.
 FULL = (133, 256)
-HIGH = {"weights": extra_bits(5), "moments": block_quantized(8, block_size=2048)}
 E4M3FN, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 OTHER_SHAPES = [*TRANSPOSED, *BEFORE_HEADS.values()]
-# A vector of whole tiles, and one that XLA pads.
-VECTORS = [(32768,), (20011,)]
+BFLOAT16 = {"moments": cast(jnp.bfloat16)}
+EIGHT_BITS = {"moments": block_quantized(8)}
+SIDE_BY_SIDE = BEFORE_HEADS["side by side"]
+
+
+def of_bits(bits, **options):
+    return {"weights": extra_bits(bits, **options)}
+
+
+def blocks_of(size):
+    return {"moments": block_quantized(8, block_size=size)}
+
+
+# Shapes of kernels, options of the transformation, and dtypes.
 FORMATS = {
-    "toward zero": (RAGGED, {"weights": extra_bits(8, rounding="toward_zero")}),
-    "kahan": (FULL, {"weights": kahan(), "moments": cast(jnp.bfloat16)}),
+    "toward zero": (RAGGED, of_bits(8, rounding="toward_zero")),
+    "kahan": (FULL, {"weights": kahan()} | BFLOAT16),
     "kahan param": (FULL, {"weights": kahan(arithmetic="param")}),
-    "sr": (FULL, {"weights": stochastic_rounding(), "moments": cast(jnp.bfloat16)}),
+    "sr": (FULL, {"weights": stochastic_rounding()} | BFLOAT16),
     "eight bits linear": (RAGGED, {"moments": block_quantized(8, code="linear")}),
     "four bits": (RAGGED, {"moments": block_quantized(4)}),
-    "blocks of 128": (RAGGED, {"moments": block_quantized(8, block_size=128)}),
-    "odd widths and high blocks": (RAGGED, HIGH),
+    "blocks of 128": (RAGGED, blocks_of(128)),
+    "odd widths and high blocks": (RAGGED, of_bits(5) | blocks_of(2048)),
     "moments of e5m2": (FULL, {"moments": cast(E5M2)}),
     "moments of float16": (FULL, {"moments": cast(jnp.float16)}),
+    **{f"{bits} bits": (RAGGED, of_bits(bits)) for bits in range(1, 17)},
+    **{f"eight bits {x}": (x, EIGHT_BITS) for x in [RAGGED, *OTHER_SHAPES]},
     **{
-        f"{bits} bits": (RAGGED, {"weights": extra_bits(bits)}) for bits in range(1, 17)
-    },
-    **{
-        f"eight bits {shape}": (shape, {"moments": block_quantized(8)})
-        for shape in [RAGGED, *OTHER_SHAPES]
-    },
-    **{
-        f"{bits} bits {shape}": (shape, {"weights": extra_bits(bits)})
-        for shape in OTHER_SHAPES[:-1]
+        f"{bits} bits {x}": (x, of_bits(bits))
+        for x in OTHER_SHAPES[:-1]
         for bits in (5, 8)
     },
     **{
-        f"{bits} bits {shape}": (shape, {"weights": extra_bits(bits), "min_size": 0})
-        for shape in VECTORS
+        f"{bits} bits {x}": (x, of_bits(bits) | {"min_size": 0})
+        for x in VECTORS
         for bits in (4, 8, 12, 16)
     },
     **{
-        f"blocks of {size} {shape}": (
-            shape,
-            {"moments": block_quantized(8, block_size=size), "min_size": 0},
-        )
-        for shape in VECTORS
+        f"blocks of {size} {x}": (x, blocks_of(size) | {"min_size": 0})
+        for x in VECTORS
         for size in (32, 64, 128)
     },
-    "e4m3fn vector": (VECTORS[0], {"moments": block_quantized(8)}, E4M3FN),
+    "e4m3fn vector": (VECTORS[0], EIGHT_BITS, E4M3FN),
     "plain before heads": (BEFORE_HEADS["matrices"], {"weights": kahan()}),
-    "blocks of 64 side by side": (
-        BEFORE_HEADS["side by side"],
-        {"weights": extra_bits(12), "moments": block_quantized(8, block_size=64)},
-    ),
-    "blocks of 256 side by side": (
-        BEFORE_HEADS["side by side"],
-        {"moments": block_quantized(8, block_size=256)},
-    ),
-    "e4m3fn side by side": (
-        BEFORE_HEADS["side by side"],
-        {"moments": block_quantized(8)},
-        E4M3FN,
-    ),
-    "float16 side by side": (
-        BEFORE_HEADS["side by side"],
-        {"weights": extra_bits(8)},
-        jnp.float16,
-    ),
-    "e4m3fn": (FULL, {"weights": extra_bits(8)}, E4M3FN),
+    "blocks of 64 side by side": (SIDE_BY_SIDE, of_bits(12) | blocks_of(64)),
+    "blocks of 256 side by side": (SIDE_BY_SIDE, blocks_of(256)),
+    "e4m3fn side by side": (SIDE_BY_SIDE, EIGHT_BITS, E4M3FN),
+    "float16 side by side": (SIDE_BY_SIDE, of_bits(8), jnp.float16),
+    "e4m3fn": (FULL, of_bits(8), E4M3FN),
     "e5m2": (FULL, {"weights": stochastic_rounding()}, E5M2),
     "e5m2 kahan": (FULL, {"weights": kahan()}, E5M2),
-    "e4m3fn eight bits": (FULL, {"moments": block_quantized(8)}, E4M3FN),
-    "float16": (FULL, {"weights": extra_bits(12)}, jnp.float16),
-    "float16 odd": (
-        FULL,
-        {"weights": extra_bits(5, rounding="toward_zero")},
-        jnp.float16,
-    ),
+    "e4m3fn eight bits": (FULL, EIGHT_BITS, E4M3FN),
+    "float16": (FULL, of_bits(12), jnp.float16),
+    "float16 odd": (FULL, of_bits(5, rounding="toward_zero"), jnp.float16),
 }
 
 
@@ -234,21 +239,11 @@ def test_every_format_has_the_same_bits(name, only_kernels):
     assert True in only_kernels  # the bias has none, and may be traced already
 
 
-@pytest.mark.parametrize("name", [f"eight bits {RAGGED}", "sr"])
+@pytest.mark.parametrize("name", [f"eight bits {RAGGED}", "5 bits", "sr"])
 def test_formats_have_the_same_bits_with_64_bit_types(name, only_kernels):
     with jax.enable_x64(True):
         assert_bits_are_those_of_xla(*FORMATS[name])
     assert True in only_kernels  # the bias has none, and may be traced already
-
-
-def test_arrays_of_other_shapes_are_stored_in_these_ways():
-    assert all(map(lies_transposed, TRANSPOSED))
-    ways = {name: minor_axes(shape) for name, shape in BEFORE_HEADS.items()}
-    assert all(layout_of(shape).axis < -2 for shape in BEFORE_HEADS.values())
-    assert {ways[name] for name in ways if "transposed" in name} == {(-3, -1)}
-    assert ways["matrices"] == (-1, -3)
-    assert {ways[name] for name in ways if "side" in name} == {(-1, -2)}
-    assert BEFORE_HEADS["copied"][-2] % 8
 
 
 def test_plain_float16_is_left_to_the_reference(only_kernels):
@@ -313,29 +308,6 @@ def test_a_shard_of_few_columns_before_heads_has_the_bits_of_the_whole():
         assert_equal(got, [x[:, heads], numbers[:, heads]])
 
 
-@pytest.mark.parametrize("widths", [(8,), (4, 8), (12,), (16,)])
-@pytest.mark.parametrize("shape", VECTORS)
-def test_vectors_have_the_results_of_the_model(shape, widths, only_kernels):
-    body = Mixture(widths)
-    arrays, held = body.arrays(shape)
-    got = body.update(arrays, shape, "tpu", scalars=Scalars(jnp.asarray(TABLE), 1))
-    assert_equal(got, body.want(held, [3, 4], index_of(shape)))
-    assert only_kernels == [True]
-
-
-def test_a_shard_of_a_vector_has_the_bits_of_the_whole():
-    shape, body, half = (65536,), Mixture((8,)), 32768
-    arrays, held = body.arrays(shape)
-    want = body.want(held, [3, 4], index_of(shape))
-    leaf = Leaf(tuple(body.operands(arrays)), tuple(body.results), shape)
-    shard = Shard(
-        leaf.with_arrays([x[x.size // 2 :] for x in arrays]), (half,), jnp.uint32(half)
-    )
-    table, row = jnp.asarray(TABLE), jnp.uint32([1])
-    got = tpu.update(Call(body, [shard], table, row, interpret=True))
-    assert_equal(got, [x[x.size // 2 :] for x in want])
-
-
 @pytest.mark.slow_to_compile
 def test_a_layer_of_rows_before_heads_is_updated_in_its_place(only_kernels):
     body, shape = Maxima((32,)), (72, 5, 64)
@@ -358,39 +330,6 @@ def test_several_equal_leaves_have_their_own_random_bits(only_kernels):
     assert not jnp.array_equal(params["a"], params["b"])
 
 
-def test_odd_widths_of_vectors_are_left_to_the_reference(only_kernels):
-    body, (shape, *_) = Mixture((5,)), VECTORS
-    arrays, held = body.arrays(shape)
-    got = body.update(arrays, shape, "tpu", scalars=Scalars(jnp.asarray(TABLE), 0))
-    assert_equal(got, body.want(held, [1, 2], index_of(shape)))
-    assert only_kernels == [False]
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [(12000,), (128, 64), (64, 4, 256)],
-    ids=["vector", "narrow", "rows before heads"],
-)
-def test_other_leaves_are_left_to_the_reference(shape, only_kernels):
-    body = Mixture((8,))
-    arrays, held = body.arrays(shape)
-    got = body.update(arrays, shape, "tpu", scalars=Scalars(jnp.asarray(TABLE), 0))
-    assert_equal(got, body.want(held, [1, 2], index_of(shape)))
-    assert only_kernels == [False]
-
-
-@pytest.mark.parametrize(
-    ("shape", "has_kernel"), [((72, 5, 66), True), ((72, 4, 130), False)]
-)
-def test_heads_that_share_blocks_have_kernels_if_each_is_a_matrix(
-    shape, has_kernel, only_kernels
-):
-    body = Maxima((32,))
-    arrays = body.arrays(shape)
-    assert_equal(body.update([*map(jnp.asarray, arrays)], "tpu"), body.want(arrays))
-    assert only_kernels == [has_kernel]
-
-
 def test_a_body_with_other_operations_is_left_to_the_reference():
     def body(values, scalars, index, multiply_add):
         return [jnp.sin(values[0])]
@@ -407,16 +346,6 @@ def test_a_body_with_other_operations_is_left_to_the_reference():
         assert refusal(same, dtype) is None
 
 
-@pytest.mark.parametrize("widths", [(8,), (5,)])
-def test_64_bit_types_change_nothing(widths, only_kernels):
-    body, shape = Mixture(widths), SHAPES["even"]
-    arrays, held = body.arrays(shape)
-    with jax.enable_x64(True):
-        got = body.update(arrays, shape, "tpu", scalars=Scalars(jnp.asarray(TABLE), 0))
-    assert_equal(got, body.want(held, [1, 2], index_of(shape)))
-    assert only_kernels == [True]
-
-
 @pytest.mark.parametrize(
     ("shape", "parts"),
     [
@@ -426,6 +355,7 @@ def test_64_bit_types_change_nothing(widths, only_kernels):
         ((256, 8, 64), (2, 2, 1)),
         ((256, 4, 64), (1, 1, 2)),
         ((136, 6, 128), (1, 2, 1)),
+        ((65536,), (2,)),
     ],
 )
 def test_shards_have_the_bits_of_the_whole(shape, parts):
