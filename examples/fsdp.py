@@ -120,7 +120,7 @@ def train(optimizer, learning_rate, steps, mesh):
     def train_step(params, state, tokens):
         loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
         params, state = lowbit_optax.step(tx, params, state, grads)
-        return params, state, loss
+        return loss, params, state
 
     files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
@@ -130,7 +130,7 @@ def train(optimizer, learning_rate, steps, mesh):
         starts = random.integers(len(text) - CONTEXT, size=(BATCH_SIZE, 1))
         tokens = text[starts + np.arange(CONTEXT + 1)].astype(np.int32)
         tokens = jax.device_put(tokens, NamedSharding(mesh, P("data")))
-        params, state, loss = train_step(params, state, tokens)
+        loss, params, state = train_step(params, state, tokens)
         losses.append(float(loss))
     print(f"{optimizer}: loss {np.mean(losses[-20:]):.3f} nats a byte")
     return losses
