@@ -256,7 +256,7 @@ class Lowbit(Stepper):
             raise ValueError(
                 f"lowbit: the state's residuals are {given!r}, but {self.weights} "
                 f"keeps {name!r}: was this state made by a transformation with other "
-                "weights?"
+                "weights? lowbit_optax.convert moves a state to another format"
             )
         tree = residual.tree
         if _is_nothing(tree) and name is None:  # a state without blanks

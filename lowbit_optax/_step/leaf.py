@@ -193,8 +193,8 @@ def format_of(
     why_not = weights.check(leaf.dtype)
     if why_not:
         raise ValueError(f"lowbit: params{name}: {why_not}")
-    format_ = weights.for_leaf(leaf.shape, leaf.dtype, min_size)
-    return format_
+    with trees.naming(name):
+        return weights.for_leaf(leaf.shape, leaf.dtype, min_size)
 
 
 def check_grad(name: str, grad, param) -> None:

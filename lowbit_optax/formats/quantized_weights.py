@@ -7,6 +7,7 @@ References:
 """
 
 import dataclasses
+import math
 import typing
 
 import jax
@@ -35,7 +36,14 @@ class QuantizedWeights(WeightFormat):
         return PARAM_STREAM if self.rounding == "stochastic" else None
 
     def for_leaf(self, shape, dtype, min_size):
-        # For arrays among the quantised leaves, which are small and mostly float32.
+        # Rounded to nearest, a large array would lose its small updates without a word.
+        if math.prod(shape) >= min_size:
+            raise ValueError(
+                f"it is {dtype}{list(shape)}, and these weights must be quantised; "
+                "accepted are QuantizedTensors, which "
+                "lowbit_optax.lpmm.quantize_params(params, bits=12) makes of float32 "
+                f"weights, float32 arrays, and arrays of fewer than {min_size} elements"
+            )
         return Nearest()
 
     def widen(self, param: typing.Any):

@@ -306,9 +306,12 @@ def _gib(size: float) -> str:
 
 
 def _check_numbers(device_bytes, other_bytes, devices) -> None:
-    for name, value in (("device_bytes", device_bytes), ("other_bytes", other_bytes)):
-        accepted = "is a number of bytes, 0 or more"
-        check_number("plan", name, value, lambda x: 0 <= x < float("inf"), accepted)
+    for name, value, least in (
+        ("device_bytes", device_bytes, 2**20),
+        ("other_bytes", other_bytes, 0),
+    ):
+        accepted = f"is a number of bytes from {least} on, such as 80e9"
+        check_number("plan", name, value, lambda x: least <= x < float("inf"), accepted)
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ValueError(f"plan: devices is {devices!r}; accepted is an int from 1 on")
 

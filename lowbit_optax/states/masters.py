@@ -221,7 +221,10 @@ def _formats(tx, names, leaves, treedef) -> dict[str, WeightFormat]:
     nodes, _ = recorded_nodes(tx, treedef.unflatten(leaves))
     nodes = [node for _, node in nodes if isinstance(node, Recorded)]
     if not nodes:
-        raise _no_lowbit_state()
+        raise ValueError(
+            "from_master: tx is not of this package; accepted is a transformation of it, "
+            "alone or in wrappers, such as lowbit_optax.lowbit(optax.adamw(1e-3))"
+        )
     by_name = dict(zip(names, leaves, strict=True))
     formats = {}
     for node in nodes:
@@ -276,7 +279,10 @@ def _residuals(
     with_path = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_lowbit)
     kept = [(path, x.residual) for path, x in with_path if is_lowbit(x)]
     if not kept:
-        raise _no_lowbit_state()
+        raise ValueError(
+            "no LowbitState in this optimizer state; was it made by a lowbit_optax "
+            "transformation?"
+        )
     names_of = lambda x: filter(params.__contains__, trees.named_leaves(x.tree)[0])
     named = [(path, names_of(x)) for path, x in kept]
     check_one_state_each(named, "pass the state of the optimizer alone")
@@ -286,7 +292,13 @@ def _residuals(
         for name, residual in zip(names, residuals, strict=True):
             if is_blank(residual, NOT_HELD) or is_blank(residual, NO_RESIDUAL):
                 continue
-            param = params.get(name)
+            if name not in params:
+                raise ValueError(
+                    f"the state has a residual of params{name}, which params do not "
+                    "have; accepted are the parameters that tx.init got, for an nnx "
+                    "model nnx.state(model, nnx.Param)"
+                )
+            param = params[name]
             is_held = isinstance(param, BlockScaledTensor) or is_narrow(
                 getattr(param, "dtype", np.dtype(bool))
             )
@@ -300,10 +312,3 @@ def _residuals(
                 )
             found[name] = format_, residual
     return found
-
-
-def _no_lowbit_state() -> ValueError:
-    return ValueError(
-        "no LowbitState in this optimizer state; was it made by a lowbit_optax "
-        "transformation?"
-    )
