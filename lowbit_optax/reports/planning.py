@@ -311,7 +311,8 @@ def _check_numbers(device_bytes, other_bytes, devices) -> None:
         ("other_bytes", other_bytes, 0),
     ):
         accepted = f"is a number of bytes from {least} on, such as 80e9"
-        check_number("plan", name, value, lambda x: least <= x < float("inf"), accepted)
+        is_accepted = lambda x, least=least: least <= x < float("inf")
+        check_number("plan", name, value, is_accepted, accepted)
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ValueError(f"plan: devices is {devices!r}; accepted is an int from 1 on")
 

@@ -222,7 +222,7 @@ def _formats(tx, names, leaves, treedef) -> dict[str, WeightFormat]:
     nodes = [node for _, node in nodes if isinstance(node, Recorded)]
     if not nodes:
         raise ValueError(
-            "from_master: tx is not of this package; accepted is a transformation of it, "
+            "from_master: tx is not of this package; accepted are its transformations, "
             "alone or in wrappers, such as lowbit_optax.lowbit(optax.adamw(1e-3))"
         )
     by_name = dict(zip(names, leaves, strict=True))

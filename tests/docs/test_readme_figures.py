@@ -41,7 +41,7 @@ def test_large_models_are_those_that_were_compiled():
     for billions in re.findall(r"(\d+\.\d) billion", README):
         assert f"| {billions} |" in rows
     ((less, more),) = re.findall(
-        r"needs (\S+) GiB\s+of each instead of (\S+)\.", README
+        r"needs (\S+) GiB\s+on each GPU instead of (\S+)\. ", README
     )
     found = {f"{float(x):.1f}" for x in re.findall(r"\d+\.\d\d(?= \|$)", rows, re.M)}
     assert {less, more} <= found

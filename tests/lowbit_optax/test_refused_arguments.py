@@ -324,7 +324,6 @@ from_master(LOW, MASTER, jax.tree.map(lambda x: bool, MASTER))
     # bool for params\['bias'\], which .*; accepted are bf
 from_master(LOW, {'w': 'x'})  # params\['w'\] is 'x', not an array
 from_master(LOW, {'w': [1.0]}, BF16)  # \['w'\]\[0\] is 1\.0, not an array
-from_master(SGD, MASTER, BF16)  # no LowbitState
 master_weights(W, SGD.init(W))  # no LowbitState
 split_array(W, F32, kahan())  # dtype is float32
 split_array(W, None, kahan())  # dtype is .*accepted are floating
@@ -336,6 +335,10 @@ plan(MASTER, 1e9, optimizer=lambda rate: rate)  # a function of the learn
 plan(MASTER, 1e9, devices=0)  # devices is 0; accepted is an int from 1
 plan(MASTER, 1e9, other_bytes=-1)  # other_bytes is -1; accepted
 plan(MASTER, '80GB')  # device_bytes is '80GB'; accepted is a num
+plan(MASTER, 80)  # device_bytes is 80; accepted is a number of bytes
+from_master(SGD, MASTER)  # tx is not of this package
+from_master(lpmm_adam(1e-3), MASTER)  # params\['kernel'\]: .*must be quantised.*params
+lpmm_adam(1e-3).init(W.astype(BF16))  # must be quantised; accepted are Quant
 plan({'w': 3}, 1e9)  # params\['w'\] is 3, not an array
 plan(MASTER, 1e9)['adam']  # no formats 'adam'; there are float32, extra
 """,
