@@ -16,13 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.graph import (
-    SUMS,
-    Call,
-    Graph,
-    Node,
-    constant,
-)
+from lowbit_optax._jaxprs.graph import SUMS, Call, Graph, Node, constant
 
 ZERO, ONE = constant(np.float32(0)), constant(np.float32(1))
 

@@ -192,10 +192,7 @@ class MomentPlan:
         ]
 
     def encode(
-        self,
-        parts: Sequence,
-        draws: Mapping[str, Draws],
-        stored: Collection[int] = (),
+        self, parts: Sequence, draws: Mapping[str, Draws], stored: Collection[int] = ()
     ) -> list:
         """The parts as they are stored.
 

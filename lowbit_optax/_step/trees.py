@@ -26,12 +26,7 @@ def named_leaves(tree: PyTree) -> tuple[list[str], list, PyTreeDef]:
     return names, [leaf for _, leaf in with_path], treedef
 
 
-def parts_of(
-    names: Sequence[str],
-    treedef: PyTreeDef,
-    tree: PyTree,
-    what: str,
-) -> list:
+def parts_of(names: Sequence[str], treedef: PyTreeDef, tree: PyTree, what: str) -> list:
     """The parts of ``tree`` that are in the places of the parameters' leaves.
 
     A part may be anything, including None. ``what`` names the tree.

@@ -140,8 +140,7 @@ def lowbit_muon(
         optax.scale_by_learning_rate(learning_rate),
     )
     inner = optax.partition(
-        {"muon": muon, "adam": adam},
-        functools.partial(_labels, is_matrix),
+        {"muon": muon, "adam": adam}, functools.partial(_labels, is_matrix)
     )
     weights = formats.extra_bits(8 if bits is None else bits)
     return lowbit(inner, weights=weights, moments=moments, **options)

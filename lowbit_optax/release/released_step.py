@@ -170,13 +170,7 @@ def _updating(
         before = (on_device(numbered.get(n, state[n])) for n in part.numbers)
         before = part.structure.unflatten(before)
         new, new_state = guarded(
-            tx,
-            loss.tree_of(values),
-            before,
-            loss.tree_of(found),
-            guard,
-            REPLACE,
-            {},
+            tx, loss.tree_of(values), before, loss.tree_of(found), guard, REPLACE, {}
         )
         check_kept("state", before, new_state)
         names = [leaf.name for leaf in loss.leaves]

@@ -294,9 +294,7 @@ def memory_report(
 
 
 def gradient_bytes(
-    params: PyTree,
-    dtype: np.dtype,
-    stacked: Callable[[str], bool] | None,
+    params: PyTree, dtype: np.dtype, stacked: Callable[[str], bool] | None
 ) -> list[tuple[int, int]]:
     """Per leaf, the bytes of its whole gradient and of what release has at a time."""
     names, leaves, _ = trees.named_leaves(params)

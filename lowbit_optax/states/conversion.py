@@ -18,11 +18,7 @@ from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import DrawsToNearest, ToNearest
 from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.kept_float32 import (
-    KeepFloat32,
-    dtypes_of,
-    is_bias_or_norm,
-)
+from lowbit_optax._step.kept_float32 import KeepFloat32, dtypes_of, is_bias_or_norm
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.state import LowbitState
@@ -38,10 +34,7 @@ from lowbit_optax.states.decoded import (
     recorded_nodes,
 )
 from lowbit_optax.states.matching import matched
-from lowbit_optax.states.state_leaves import (
-    KeyPath,
-    owner_and_field,
-)
+from lowbit_optax.states.state_leaves import KeyPath, owner_and_field
 
 
 def convert(

@@ -13,18 +13,10 @@ from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.dtypes import dtype_of
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.random_bits import ToNearest
-from lowbit_optax._numerics.straight_through import (
-    narrowed,
-    straight_through,
-    widened,
-)
+from lowbit_optax._numerics.straight_through import narrowed, straight_through, widened
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, is_blank
-from lowbit_optax._step.kept_float32 import (
-    KeepFloat32,
-    dtypes_of,
-    is_bias_or_norm,
-)
+from lowbit_optax._step.kept_float32 import KeepFloat32, dtypes_of, is_bias_or_norm
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._types import OptState, Params, PyTree, Transformation
 from lowbit_optax.formats.base import WeightFormat

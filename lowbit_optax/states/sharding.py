@@ -15,10 +15,7 @@ from lowbit_optax._step.param_shardings import (
     uneven_axes,
 )
 from lowbit_optax._types import PyTree, Transformation
-from lowbit_optax.states.state_leaves import (
-    StateLeaf,
-    state_leaves,
-)
+from lowbit_optax.states.state_leaves import StateLeaf, state_leaves
 
 Uneven = typing.Literal["error", "other_axis", "replicate"]
 
@@ -128,8 +125,7 @@ def state_shardings(
         return _whole_along(does_not_divide, sharding)
 
     return jax.tree.unflatten(
-        jax.tree.structure(state),
-        [sharding_of(part) for part in parts],
+        jax.tree.structure(state), [sharding_of(part) for part in parts]
     )
 
 
