@@ -123,15 +123,7 @@ class Lowbit(Stepper):
         name, blanks = self.weights.residual_name, [leaf.blank() for leaf in leaves]
         return residuals_of(name, treedef, parts, blanks)
 
-    def run(
-        self,
-        params: optax.Params | None,
-        state: LowbitState,
-        grads: optax.Updates,
-        landing: Landing,
-        extra_args: dict,
-        guard: Guard | Unguarded = UNGUARDED,
-    ):
+    def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
         """A step, if the guard lets it happen; see :meth:`.Stepper.run`."""
         if self.match_grad_dtype and not landing.is_direct:
             landing = ADD_LIKE_GRADS

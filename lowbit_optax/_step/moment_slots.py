@@ -113,11 +113,8 @@ class Slot:
             return self
         _check_wide(self, format_)
         is_second = known.is_second_moment(field)
-        bound, is_orthogonalized = (
-            known.bounds.get(field),
-            field in known.orthogonalized,
-        )
-        format_ = format_.for_field(field, is_second, bound, is_orthogonalized)
+        bound, is_equal = known.bounds.get(field), field in known.orthogonalized
+        format_ = format_.for_field(field, is_second, bound, is_equal)
         is_known = is_second is not None or field in known.averages
         if not is_known and getattr(format_, "signed", False):
             owner = self.state_class.__name__ if self.state_class else "the state"

@@ -169,15 +169,7 @@ class Accumulation(Stepper):
             self.inner.init(params),
         )
 
-    def run(
-        self,
-        params,
-        state: AccumulationState,
-        grads,
-        landing: Landing,
-        extra_args: dict,
-        guard: Guard | Unguarded = UNGUARDED,
-    ):
+    def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
         """A step; between two updates the updates are zeros."""
         if not isinstance(state, AccumulationState):
             raise TypeError(
@@ -274,15 +266,10 @@ class _Call:
         def update():
             # Here the sums fuse with what reads them. Outside they would be float32
             # copies of all gradients.
-            result, inner_state = guarded(
-                self.config.inner,
-                params,
-                state.inner_state,
-                self._tree(map(self._gradient, sums.leaves, sums.decoded())),
-                UNGUARDED,
-                self.landing,
-                self.extra_args,
-            )
+            totals = map(self._gradient, sums.leaves, sums.decoded())
+            grads, inner = self._named[2].unflatten(totals), self.config.inner
+            arguments = params, state.inner_state, grads, UNGUARDED, self.landing
+            result, inner_state = guarded(inner, *arguments, self.extra_args)
             return result, sums.empty(), inner_state
 
         def wait():
@@ -317,9 +304,6 @@ class _Call:
     @functools.cached_property
     def _named(self) -> tuple[list[str], list, trees.PyTreeDef]:
         return trees.named_leaves(self.grads if self.params is None else self.params)
-
-    def _tree(self, leaves):
-        return self._named[2].unflatten(leaves)
 
     def _in_containers(self, parts: Sequence):
         format_, treedef = self.config.format, self._named[2]

@@ -167,11 +167,8 @@ class Sums(LeafStep):
         return list(map(self._decoded, range(len(self.leaves))))
 
     def _decoded(self, number: int):
-        leaf, part, format_ = (
-            self.leaves[number],
-            self.parts[number],
-            self.formats[number],
-        )
+        leaf, part = self.leaves[number], self.parts[number]
+        format_ = self.formats[number]
         if part is None:
             return leaf.grad
         try:
