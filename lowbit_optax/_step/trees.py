@@ -141,6 +141,17 @@ def outline(state) -> str:
     return type(state).__name__
 
 
+def check_plain(function: str, name: str, leaf) -> None:
+    """Raise a TypeError unless a leaf is an array that can be quantised."""
+    if is_quantized(leaf):
+        raise TypeError(
+            f"{function}: params{name} is a {type(leaf).__name__} already; dequantize "
+            "it first"
+        )
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        raise TypeError(f"{function}: params{name} is {leaf!r}, not an array")
+
+
 def check_quantized(name: str, leaf) -> None:
     """Raise a ValueError unless the parts of a quantised weight belong together."""
     with naming(name):
