@@ -105,7 +105,7 @@ class Lowbit(Stepper):
         # Made here and not at import, so that they are placed like the parameters.
         wide = [masters.get(name, x) for name, x in zip(names, given, strict=True)]
         count, seed = jnp.zeros([], jnp.uint32), seed_of(self.seed, wide)
-        with context.starting(_refuse_inner_lowbit):
+        with context.changed(start=_refuse_inner_lowbit):
             inner_state = self.inner.init(treedef.unflatten(x for x, _ in split))
         _check_inner_state(inner_state, self.weights)
         self.check_start(leaves, inner_state)

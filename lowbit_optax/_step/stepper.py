@@ -71,7 +71,7 @@ class Stepper(abc.ABC):
         the trace, so they cannot run after the trace has ended. They run at once, and
         leave no mark.
         """
-        with context.params_wanted(False):
+        with context.changed(wants_params=False):
             return self.run(params, state, updates, ADD, extra)
 
     def step(

@@ -142,7 +142,7 @@ class _Run:
             values, (inner.state, inner.params, inner.extra_args)
         )
         extra_args = extra_args | inner.call.params["functions"]
-        with context.preceded(self._known.values()):
+        with context.changed(of_wrappers=tuple(self._known.values())):
             new, new_state = stepper.run(
                 params, state, grads, REPLACE, extra_args, guard
             )
@@ -268,7 +268,7 @@ def is_direct(tx, params, state, extra_args: dict) -> bool | None:
         found.append(_chosen_trace(*arguments) is not None)
 
     # The transformation may need other arguments than these.
-    with context.analysis(), contextlib.suppress(TypeError):
+    with context.changed(is_analysed=True), contextlib.suppress(TypeError):
         jax.eval_shape(step, params, state, value | extra_args)
     return any(found) or stepper is not None
 

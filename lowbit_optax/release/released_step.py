@@ -189,7 +189,7 @@ def _updating(
             params, new = take(params, numbered)
         else:
             on_chip = jax.tree.map(on_device, numbered)
-            with context.one_layer(Layer(index, part.depth, frozenset(part.names))):
+            with context.changed(layer=Layer(index, part.depth, frozenset(part.names))):
                 params, new = alone(index, take, params, on_chip)
         if guard is None and part is plan.stretches[0].part:
             # State that needs no gradient, such as a count of steps, advances if at

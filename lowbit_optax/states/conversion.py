@@ -234,7 +234,7 @@ def _initial(to_tx: Transformation, shapes, numbers: list[int]) -> list[Part]:
         leaves = jax.tree.leaves(to_tx.init(params))
         return [leaves[number] for number in numbers]
 
-    with context.starting(lambda config, params: config.inner.init(params)):
+    with context.changed(start=lambda config, params: config.inner.init(params)):
         return [Part(x, x) for x in init()]
 
 

@@ -129,7 +129,7 @@ def from_master(
         else leaf
         for name, leaf in zip(names, leaves, strict=True)
     )
-    with context.starting(lambda config, params: config.start(params, wide)):
+    with context.changed(start=lambda config, params: config.start(params, wide)):
         return new, tx.init(new)
 
 
@@ -180,7 +180,7 @@ def with_master(
         if is_asked_otherwise or not names or not held:
             return tx.init(params)
         wide = _masters_of(names, leaves, held[0])
-        with context.starting(lambda config, params: config.start(params, wide)):
+        with context.changed(start=lambda config, params: config.start(params, wide)):
             state = tx.init(params)
         if are_arrays:
             held.clear()

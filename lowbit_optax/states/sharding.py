@@ -138,7 +138,7 @@ def _shardings_of_params(tx: Transformation, params: PyTree, mesh):
         found.update(zip(trees.named_leaves(params)[0], known, strict=True))
         return config.start(params, {})
 
-    with context.starting(start):
+    with context.changed(start=start):
         # JAX may have traced tx.init on these shapes before.
         jax.eval_shape(lambda params: tx.init(params), trees.abstract(params))
     names, _, treedef = trees.named_leaves(params)
