@@ -18,8 +18,7 @@ import optax
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
 from lowbit_optax.formats.base import MomentFormat
-from lowbit_optax.formats.block_quantized import block_quantized
-from lowbit_optax.formats.low_moments import LowMoments
+from lowbit_optax.formats.block_quantized import LowMoments, block_quantized
 from lowbit_optax.formats.moment_fields import fields_of
 
 Moment = MomentFormat | typing.Literal["float32", "low"]
