@@ -253,11 +253,7 @@ def _rounded(name: str, x, kind) -> jax.Array:
             f"{trees.describe(x)}; accepted are {', '.join(map(str, NARROW_DTYPES))}, "
             "and float32"
         )
-    return traced_once(_cast, dtype)(x)
-
-
-def _cast(dtype: np.dtype, x: jax.Array) -> jax.Array:
-    return narrowed(x, dtype)
+    return traced_once(narrowed, dtype)(x)
 
 
 def _residuals(
