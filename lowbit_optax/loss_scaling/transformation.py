@@ -13,7 +13,7 @@ from lowbit_optax._arguments import check_transformation
 from lowbit_optax._step import trees
 from lowbit_optax._step.guard import UNGUARDED
 from lowbit_optax._step.multi_steps import check_multi_steps_around
-from lowbit_optax._step.stepper import Stepper
+from lowbit_optax._step.stepper import Stepper, check_state
 from lowbit_optax._types import OptState, Transformation
 from lowbit_optax.loss_scaling.scales import Scaling
 from lowbit_optax.loss_scaling.sizes import Sizes
@@ -181,18 +181,9 @@ class LossScaled(Stepper):
         skipped = state.skipped + (~sizes.finite).astype(jnp.int32)
         return LossScaleState(scale, scaling_state, skipped, inner_state)
 
-    @staticmethod
-    def check_state(state) -> None:
-        """Raise unless a state is of a transformation such as this."""
-        if not isinstance(state, LossScaleState):
-            raise TypeError(
-                f"with_loss_scale: state is a {type(state).__name__}, not a "
-                "LossScaleState; was it made by this transformation's init?"
-            )
-
     def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
         """A step; the updates of one that is skipped are -0, which changes nothing."""
-        self.check_state(state)
+        check_state("with_loss_scale", state, LossScaleState)
         factor = jnp.float32(1) / state.scale
         scaled = guard.within(factor, jnp.bool_(True))
         sizes = Sizes.of(grads, scaled.factor)

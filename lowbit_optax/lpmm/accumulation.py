@@ -22,7 +22,7 @@ from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.moment_slots import NoSuchMomentError
 from lowbit_optax._step.parallel_trees import in_parallel_trees, leaf_by_leaf
 from lowbit_optax._step.seeds import seed_of
-from lowbit_optax._step.stepper import Stepper, stepper_of
+from lowbit_optax._step.stepper import Stepper, check_state, stepper_of
 from lowbit_optax._step.wrapped import step_wrapped
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
@@ -161,21 +161,13 @@ class Accumulation(Stepper):
             else blank(x)
             for x in leaves
         ]
-        return AccumulationState(
-            count,
-            seed,
-            jnp.zeros([], jnp.int32),
-            in_parallel_trees(self.format, treedef, accumulators),
-            self.inner.init(params),
-        )
+        mini_step = jnp.zeros([], jnp.int32)
+        held = in_parallel_trees(self.format, treedef, accumulators)
+        return AccumulationState(count, seed, mini_step, held, self.inner.init(params))
 
     def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
         """A step; between two updates the updates are zeros."""
-        if not isinstance(state, AccumulationState):
-            raise TypeError(
-                f"accumulate_gradients: state is a {type(state).__name__}, not an "
-                "AccumulationState; was it made by this transformation's init?"
-            )
+        check_state("accumulate_gradients", state, AccumulationState)
         call = _Call(self, params, state, grads, landing, extra_args, guard)
         result, accumulators, inner_state = call.result()
         next_mini_step = (state.mini_step + jnp.int32(1)) % jnp.int32(self.every)
@@ -234,21 +226,13 @@ class _Call:
         always = self.guard.within(one, jnp.bool_(True))
         parts = self._sums(self._parts, always).added(implementation)
         updates = self.guard.within(one, self._is_last)
-        summed = Summed(
-            self.config.accumulators, self._sums(parts, updates), self._named[2]
-        )
+        sums = self._sums(parts, updates)
+        summed = Summed(self.config.accumulators, sums, self._named[2])
         state = self.state.inner_state
         if lowbit is None:
-            found = step_wrapped(
-                optax.with_extra_args_support(self.config.inner),
-                self.params,
-                state,
-                self.grads,
-                self.extra_args,
-                apply_updates,
-                updates,
-                summed,
-            )
+            tx = optax.with_extra_args_support(self.config.inner)
+            arguments = tx, self.params, state, self.grads, self.extra_args
+            found = step_wrapped(*arguments, apply_updates, updates, summed)
             if found is None:
                 return None
             result, inner_state = found
