@@ -208,14 +208,11 @@ class InnerUpdate:
         """
         known = dict(known)
         nodes, needed = self.nodes, frozenset(made_of(wanted, known))
-        for i, node in enumerate(nodes.grads):
-            if node in needed:
-                known[node] = step.grads[i]
-        for i, node in enumerate(nodes.masters):
-            if node in needed:
-                known[node] = step.leaves[i].master()
-        moments = step.moments([i for i, x in enumerate(nodes.state) if x in needed])
-        known |= {x: moments[i] for i, x in enumerate(nodes.state) if x in needed}
+        read = lambda nodes: [(i, x) for i, x in enumerate(nodes) if x in needed]
+        known |= {x: step.grads[i] for i, x in read(nodes.grads)}
+        known |= {x: step.leaves[i].master() for i, x in read(nodes.masters)}
+        moments = step.moments([i for i, _ in read(nodes.state)])
+        known |= {x: moments[i] for i, x in read(nodes.state)}
         values = evaluate(list(wanted), known)
         return dict(zip(wanted, map(jnp.asarray, values), strict=True))
 

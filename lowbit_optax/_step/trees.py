@@ -152,12 +152,6 @@ def check_plain(function: str, name: str, leaf) -> None:
         raise TypeError(f"{function}: params{name} is {leaf!r}, not an array")
 
 
-def check_quantized(name: str, leaf) -> None:
-    """Raise a ValueError unless the parts of a quantised weight belong together."""
-    with naming(name):
-        leaf.check()
-
-
 @contextlib.contextmanager
 def naming(name: str):
     """A context in which errors about the parts of a quantised weight name its leaf."""

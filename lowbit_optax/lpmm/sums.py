@@ -181,12 +181,8 @@ class Sums(LeafStep):
 
     def empty(self) -> list:
         """Accumulators of zeros."""
-        return [
-            part if part is None else empty(leaf.param, format_)
-            for leaf, part, format_ in zip(
-                self.leaves, self.parts, self.formats, strict=True
-            )
-        ]
+        each = zip(self.leaves, self.parts, self.formats, strict=True)
+        return [part if part is None else empty(x.param, f) for x, part, f in each]
 
 
 def _fits(leaf: StoredLeaf) -> bool:

@@ -226,9 +226,8 @@ def _initial(to_tx: Transformation, shapes, numbers: list[int]) -> list[Part]:
 
     @jax.jit  # so that no other leaf is allocated
     def init():
-        wide = lambda x: (
-            jnp.float32 if trees.is_quantized(x) or trees.is_float(x) else x.dtype
-        )
+        is_float = lambda x: trees.is_quantized(x) or trees.is_float(x)
+        wide = lambda x: jnp.float32 if is_float(x) else x.dtype
         zeros = lambda x: jnp.zeros(x.shape, wide(x))
         params = jax.tree.map(zeros, shapes, is_leaf=trees.is_quantized)
         leaves = jax.tree.leaves(to_tx.init(params))
@@ -273,7 +272,9 @@ def _shape(name: str, leaf, kind):
             f"{list(kind.shape)} there"
         )
     if trees.is_quantized(kind):
-        trees.check_quantized(name, kind)
+        quantized: typing.Any = kind
+        with trees.naming(name):
+            quantized.check()
         return trees.abstract(kind)
     try:
         given = getattr(kind, "dtype", None) if is_array else kind

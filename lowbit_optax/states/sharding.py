@@ -87,9 +87,8 @@ def state_shardings(
     advice = functools.partial(_advice, tx, params)
     placed = _by_parameter(params, shardings, mesh, advice)
     if mesh is None:
-        mesh = next(
-            (x.mesh for _, x in placed.values() if isinstance(x.mesh, Mesh)), None
-        )
+        meshes = (x.mesh for _, x in placed.values() if isinstance(x.mesh, Mesh))
+        mesh = next(meshes, None)
     around = mesh_or_ambient("state_shardings", mesh, "parameters")
     replicated = NamedSharding(around, PartitionSpec())
     state = jax.eval_shape(tx.init, trees.abstract(params))
@@ -124,9 +123,7 @@ def state_shardings(
             )
         return _whole_along(does_not_divide, sharding)
 
-    return jax.tree.unflatten(
-        jax.tree.structure(state), [sharding_of(part) for part in parts]
-    )
+    return jax.tree.unflatten(jax.tree.structure(state), map(sharding_of, parts))
 
 
 def _shardings_of_params(tx: Transformation, params: PyTree, mesh):
