@@ -1,5 +1,6 @@
 """Checks of arguments that are the same for several functions."""
 
+import math
 import typing
 from collections.abc import Callable
 
@@ -7,14 +8,14 @@ import numpy as np
 
 
 def check_static_int(
-    function: str, name: str, value, low: int, high: int | None = None
+    function: str, name: str, value, low: float = -math.inf, high: int | None = None
 ) -> None:
     """Raise unless an argument is a static int in its range.
 
     Args:
       function, name: the names of the function and its argument, for the error.
       value: the argument.
-      low, high: the least and the largest accepted value; None for no upper bound.
+      low, high: the least and the largest accepted value, if there are bounds.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(

@@ -73,13 +73,7 @@ def block_scale(
     names, leaves, treedef = trees.named_leaves(tree)
 
     def convert(name: str, leaf):
-        if trees.is_quantized(leaf):
-            raise TypeError(
-                f"block_scale: params{name} is a {type(leaf).__name__} already; "
-                "dequantize it first"
-            )
-        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-            raise TypeError(f"block_scale: params{name} is {leaf!r}, not an array")
+        trees.check_plain("block_scale", name, leaf)
         if not trees.is_float(leaf) or leaf.ndim < 2 or leaf.size < max(min_size, 1):
             return leaf
         blocked = axis(name) if callable(axis) else axis

@@ -26,6 +26,11 @@ from lowbit_optax.transformations.lowbit import lowbit
 from pallas_kernels.platforms import Implementation
 
 WeightRounding = typing.Literal["kahan", "stochastic", "nearest"]
+_WEIGHTS: dict[str, WeightFormat] = {
+    "kahan": formats.kahan(arithmetic="param"),
+    "stochastic": formats.stochastic_rounding(),
+    "nearest": formats.nearest(),
+}
 
 
 class SixteenBitSgdState(typing.NamedTuple):
@@ -263,20 +268,12 @@ def _in_unit(
     implementation: Implementation,
 ) -> optax.GradientTransformationExtraArgs:
     """The weights and the moments of these names, stored as the unit has them."""
-    match rounding:
-        case WeightFormat():
-            weights = rounding
-        case "kahan":
-            weights = formats.kahan(arithmetic="param")
-        case "stochastic":
-            weights = formats.stochastic_rounding()
-        case "nearest":
-            weights = formats.nearest()
-        case _:
-            raise ValueError(
-                f"{alias}: rounding is {rounding!r}, not 'kahan', 'stochastic', "
-                "'nearest' or a weight format"
-            )
+    weights = _WEIGHTS.get(rounding) if isinstance(rounding, str) else rounding
+    if not isinstance(weights, WeightFormat):
+        raise ValueError(
+            f"{alias}: rounding is {rounding!r}, not 'kahan', 'stochastic', 'nearest' "
+            "or a weight format"
+        )
     return lowbit(
         inner,
         weights=weights,

@@ -119,8 +119,7 @@ class SplitArray:
             return self._split(join_array(self) + update)
         update = jnp.broadcast_to(update, self.shape)
         random = _random(self.random_state)
-        residual = self.residual
-        arguments = REPLACE, self.param, residual, update, None, random
+        arguments = REPLACE, self.param, self.residual, update, None, random
         param, residual, _ = advanced(self.weight_format, *arguments)
         return SplitArray(param, residual, _next(self.random_state), self.weight_format)
 

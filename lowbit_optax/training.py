@@ -105,18 +105,12 @@ class TrainState(train_state.TrainState):
           The state with ``step``, ``params`` and ``opt_state`` advanced.
         """
         overwrite = OVERWRITE_WITH_GRADIENT in grads
-        params, opt_state = step(
-            self.tx,
-            self.params["params"] if overwrite else self.params,
-            self.opt_state,
-            grads["params"] if overwrite else grads,
-        )
+        of = lambda tree: tree["params"] if overwrite else tree
+        params, opt_state = step(self.tx, of(self.params), self.opt_state, of(grads))
         if overwrite:
             # flax's float8 layers hand over new values of these as their gradients.
-            params = {
-                "params": params,
-                OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT],
-            }
+            new = grads[OVERWRITE_WITH_GRADIENT]
+            params = {"params": params, OVERWRITE_WITH_GRADIENT: new}
         return self.replace(
             step=self.step + 1, params=params, opt_state=opt_state, **kwargs
         )

@@ -16,7 +16,7 @@ once per leaf, and a product and a sum are one operation that rounds once.
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -170,7 +170,7 @@ class _ProgramBuilder:
             self._rows[node] = self.ref(call.inputs[0])
             return
         cheaper = None if self.is_exact else self._cheaper(call)
-        self._rows[node] = cheaper or self._append_call(
+        self._rows[node] = cheaper or self._append(
             call.primitive, call.params, *map(self.ref, call.inputs)
         )
 
@@ -182,7 +182,10 @@ class _ProgramBuilder:
         if primitive is p.div_p and is_float and operands[1].is_scalar:
             one = constant(dtype.type(1))
             inverse = self.scalars.graph.apply(lax.div, one, operands[1])
-            return self._append(lax.mul, self.ref(operands[0]), self.ref(inverse))
+            float32 = np.dtype(np.float32)
+            primitive, params, _ = primitive_of(lax.mul, float32, float32)
+            factors = self.ref(operands[0]), self.ref(inverse)
+            return self._append(primitive, params, *factors)
         term = without_zero(call)
         if term is not None:
             return self.ref(term)
@@ -191,16 +194,10 @@ class _ProgramBuilder:
                 factors = self._factors(node)
                 if factors is not None:
                     operands = *factors, self.ref(other)
-                    return self._append_call(MULTIPLY_ADD, {}, *operands)
+                    return self._append(MULTIPLY_ADD, {}, *operands)
         return None
 
-    def _append(self, function: Callable, *operands: Ref) -> Ref:
-        """Append a function, which is one primitive, of float rows and scalars."""
-        dtypes = [np.dtype(np.float32)] * len(operands)
-        primitive, params, _ = primitive_of(function, *dtypes)
-        return self._append_call(primitive, params, *operands)
-
-    def _append_call(self, primitive, params: Mapping, *operands: Ref) -> Ref:
+    def _append(self, primitive, params: Mapping, *operands: Ref) -> Ref:
         items = tuple(sorted(params.items()))
         try:
             hash(items)

@@ -16,13 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.graph import (
-    SUMS,
-    Call,
-    Graph,
-    Node,
-    constant,
-)
+from lowbit_optax._jaxprs.graph import SUMS, Call, Graph, Node, constant
 
 ZERO, ONE = constant(np.float32(0)), constant(np.float32(1))
 
@@ -91,7 +85,8 @@ class _Derivative:
             return self._negative(factors[0])
         if primitive is p.mul_p and None in factors:
             i = 0 if factors[1] is None else 1
-            return self._product(typing.cast(Node, factors[i]), operands[1 - i])
+            factor, other = typing.cast(Node, factors[i]), operands[1 - i]
+            return other if factor is ONE else self._graph.apply(lax.mul, factor, other)
         if primitive is p.div_p and factors[1] is None:
             factor = typing.cast(Node, factors[0])
             return self._graph.apply(lax.div, factor, operands[1])
@@ -107,11 +102,6 @@ class _Derivative:
 
     def _negative(self, factor: Node | None) -> Node | None:
         return factor and self._graph.apply(lax.neg, factor)
-
-    def _product(self, factor: Node, other: Node) -> Node:
-        if factor is ONE:
-            return other
-        return self._graph.apply(lax.mul, factor, other)
 
     def _selected(
         self, node: Node, which: Node, factors: Sequence[Node | None]

@@ -120,10 +120,8 @@ def _round_to_grid(x: jax.Array, grid: Grid, random: jax.Array | None):
     rounded = jnp.where(rounded > grid.largest, beyond, rounded)
     rounded = jnp.where(magnitude > infinity, magnitude, rounded)
     sign = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(SIGN)
-    return (
-        lax.bitcast_convert_type(sign | rounded, jnp.float32),
-        magnitude > grid.largest,
-    )
+    value = lax.bitcast_convert_type(sign | rounded, jnp.float32)
+    return value, magnitude > grid.largest
 
 
 def encode(layout: FloatLayout, x: jax.Array) -> jax.Array:

@@ -33,7 +33,7 @@ from jax import lax
 from lowbit_optax._numerics import float_layouts
 from pallas_kernels import operations
 
-Rounding = typing.Literal["nearest", "toward_zero", "stochastic"]
+Rounding = typing.Literal["nearest", "stochastic", "toward_zero"]
 
 
 def stored_bits(extra: int, rounding: Rounding) -> int:

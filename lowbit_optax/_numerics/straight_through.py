@@ -58,12 +58,24 @@ def straight_through(function: Callable, tangent: Callable = _first) -> Callable
     return run
 
 
+@jax.custom_jvp
+def with_tangent_of(x, y):
+    """y, with the tangent and the cotangent of x, in the dtype of y."""
+    del x
+    return y
+
+
+@with_tangent_of.defjvp
+def _(primals, tangents):
+    return primals[1], tangents[0].astype(primals[1].dtype)
+
+
 def widened(x: jax.Array) -> jax.Array:
     """:func:`.rounding.to_float32` with the derivative of a cast."""
     return straight_through(rounding.to_float32)(x)
 
 
-def narrowed(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+def narrowed(dtype: jax.typing.DTypeLike, x: jax.Array) -> jax.Array:
     """:func:`.rounding.narrow_or_cast` with the derivative of a cast."""
     narrow = lambda x: rounding.narrow_or_cast(x, dtype)
     return straight_through(narrow)(x)

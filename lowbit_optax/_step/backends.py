@@ -126,7 +126,7 @@ def _by_platform(
     # In a program for many devices XLA may have to partition blocks, and would
     # communicate for every one. On explicit axes each array that a block makes would
     # need a place. A layer goes into its stack as a whole.
-    if step.layer is None and is_for_one_cpu() and not _has_explicit_axes(step):
+    if step.layer is None and is_for_one_cpu() and _explicit_mesh(step) is None:
         large = plan_kernels(traced, is_exact=True).only_blocks()
         if large.kernels:
             branches["cpu"] = lambda: Kernels(large).run(
@@ -162,10 +162,9 @@ def explained(
 
 def _mesh(step: Step):
     """A mesh on which a leaf of the step is known to lie; None if none is known."""
-    for leaf in step.leaves:
-        for array in jax.tree.leaves(leaf.param):
-            if has_explicit_axes(jax.typeof(array).sharding.mesh):
-                return jax.typeof(array).sharding.mesh
+    mesh = _explicit_mesh(step)
+    if mesh is not None:
+        return mesh
     return next((x.sharding.mesh for x in step.leaves if x.sharding is not None), None)
 
 
@@ -178,9 +177,10 @@ def _warning(step: Step, left: Mapping[str, Left]) -> Step:
     return dataclasses.replace(step, count=same(step.count)[0])
 
 
-def _has_explicit_axes(step: Step) -> bool:
-    arrays = jax.tree.leaves(step.params)
-    return any(has_explicit_axes(jax.typeof(x).sharding.mesh) for x in arrays)
+def _explicit_mesh(step: Step):
+    """The mesh of the first leaf that lies on explicit axes; None if there is none."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(step.params))
+    return next(filter(has_explicit_axes, meshes), None)
 
 
 def reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepped:

@@ -5,13 +5,13 @@ the code that knows these things and the functions that need them. They pass on
 ``grads``, ``state`` and ``params``, and nothing else. So the rest travels in one
 context variable:
 
-    masters.from_master ---> starting ----------+
-    release, in its loop --> one_layer ---------+--> [wrappers] --> current()
-    release, before it ----> analysis ----------+
-    convert, before it ----> starting ----------+
-    diagnostics -----------> reporting ---------+
-    step, around a wrapper > params_wanted -----+
-    step, inside a wrapper > preceded ----------+
+    masters.from_master ---> start -------------+
+    release, in its loop --> layer -------------+--> [wrappers] --> current()
+    release, before it ----> is_analysed -------+
+    convert, before it ----> start -------------+
+    diagnostics -----------> report ------------+
+    step, around a wrapper > wants_params ------+
+    step, inside a wrapper > of_wrappers -------+
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import contextvars
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 from jax.extend.core import get_opaque_trace_state
@@ -36,7 +36,8 @@ class StepContext:
         of the parameters; None for the state in which every master is its parameter.
       layer: the layer of stacked parameters that is updated; None if the arguments are
         whole parameters.
-      is_analysed: whether the step is traced only to read its jaxpr.
+      is_analysed: whether the step is traced only to read its jaxpr. It then runs on
+        XLA, and its jaxpr shows the calls of functions that :func:`layerwise` marks.
       wants_params: whether ``update`` should only mark its place in a trace, for new
         parameters instead of updates; see :mod:`lowbit_optax._step.wrapped`.
       of_wrappers: the arrays from which wrappers compute the gradients, perhaps inside
@@ -62,22 +63,14 @@ def current() -> StepContext:
     return _CURRENT.get()
 
 
-def starting(start: Callable[..., typing.Any]):
-    """A context in which ``init`` of ``lowbit`` returns something else than a state."""
-    return _changed(start=start)
-
-
-def one_layer(layer: Layer):
-    """A context in which transformations get this layer of stacked parameters."""
-    return _changed(layer=layer)
-
-
-def analysis():
-    """A context in which steps run on XLA and are marked for analysis.
-
-    Their jaxprs show the calls of functions that :func:`layerwise` marks.
-    """
-    return _changed(is_analysed=True)
+@contextlib.contextmanager
+def changed(**fields) -> Iterator[None]:
+    """A context in which :func:`current` has other fields of :class:`StepContext`."""
+    token = _CURRENT.set(dataclasses.replace(current(), **fields))
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
 
 
 LAYERWISE = "lowbit_layerwise"
@@ -97,16 +90,6 @@ def layerwise(function: Callable) -> Callable:
     named = functools.partial(function)
     named.__name__ = LAYERWISE  # pyright: ignore[reportAttributeAccessIssue]
     return jax.jit(named)
-
-
-def params_wanted(wanted: bool = True):
-    """A context in which ``update`` marks its place in a trace, or updates again."""
-    return _changed(wants_params=wanted)
-
-
-def preceded(of_wrappers: Iterable):
-    """A context in which wrappers compute gradients from these arrays."""
-    return _changed(of_wrappers=tuple(of_wrappers))
 
 
 @contextlib.contextmanager
@@ -129,14 +112,5 @@ def reporting(what: str, measure: Callable) -> Iterator[dict[str, typing.Any]]:
             )
         found.update(measure(step, update, implementation))
 
-    with _changed(report=report):
+    with changed(report=report):
         yield found
-
-
-@contextlib.contextmanager
-def _changed(**fields) -> Iterator[None]:
-    token = _CURRENT.set(dataclasses.replace(current(), **fields))
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)

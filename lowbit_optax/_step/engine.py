@@ -39,7 +39,7 @@ from lowbit_optax._step.param_shardings import ParamShardings, leaf_shardings
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.state import LowbitState, holds_lowbit
 from lowbit_optax._step.step import Step, draws_of_moments, random_of_leaves
-from lowbit_optax._step.stepper import Stepper, marked
+from lowbit_optax._step.stepper import Stepper, check_state, marked
 from lowbit_optax._step.wide_params import warn_of_wide_params
 from lowbit_optax.formats.base import Residuals, WeightFormat
 from lowbit_optax.formats.moment_fields import fields_of
@@ -105,7 +105,7 @@ class Lowbit(Stepper):
         # Made here and not at import, so that they are placed like the parameters.
         wide = [masters.get(name, x) for name, x in zip(names, given, strict=True)]
         count, seed = jnp.zeros([], jnp.uint32), seed_of(self.seed, wide)
-        with context.starting(_refuse_inner_lowbit):
+        with context.changed(start=_refuse_inner_lowbit):
             inner_state = self.inner.init(treedef.unflatten(x for x, _ in split))
         _check_inner_state(inner_state, self.weights)
         self.check_start(leaves, inner_state)
@@ -123,15 +123,7 @@ class Lowbit(Stepper):
         name, blanks = self.weights.residual_name, [leaf.blank() for leaf in leaves]
         return residuals_of(name, treedef, parts, blanks)
 
-    def run(
-        self,
-        params: optax.Params | None,
-        state: LowbitState,
-        grads: optax.Updates,
-        landing: Landing,
-        extra_args: dict,
-        guard: Guard | Unguarded = UNGUARDED,
-    ):
+    def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
         """A step, if the guard lets it happen; see :meth:`.Stepper.run`."""
         if self.match_grad_dtype and not landing.is_direct:
             landing = ADD_LIKE_GRADS
@@ -144,9 +136,7 @@ class Lowbit(Stepper):
         results, residuals, inner_state = backends.run(
             step, self.inner, self.implementation, extra_args, warn=self.warn
         )
-        results = [
-            leaf.moved_back(x) for leaf, x in zip(step.leaves, results, strict=True)
-        ]
+        results = list(map(StoredLeaf.moved_back, step.leaves, results))
         if not landing.is_direct:
             results = guard.updates(results)
         count = jnp.asarray(optax.safe_increment(state.count))
@@ -195,11 +185,7 @@ class Lowbit(Stepper):
             raise ValueError(
                 "lowbit: update needs params; call tx.update(grads, state, params)"
             )
-        if not isinstance(state, LowbitState):
-            raise TypeError(
-                f"lowbit: state is a {type(state).__name__}, not a LowbitState; was it "
-                "made by this transformation's init?"
-            )
+        check_state("lowbit", state, LowbitState)
         names, params, treedef = trees.named_leaves(params)
         leaves = self.stored_leaves(names, params, treedef, state.residual)
         grads = trees.parts_of(names, treedef, grads, "grads")
@@ -228,17 +214,10 @@ class Lowbit(Stepper):
         Raises:
           TypeError, ValueError: naming a leaf that its weight format cannot hold.
         """
-        return [
-            StoredLeaf(
-                name,
-                leaf,
-                format_of(self.weights, self.min_size, name, leaf),
-                sharding=sharding,
-            )
-            for name, leaf, sharding in zip(
-                names, params, shardings or [None] * len(params), strict=True
-            )
-        ]
+        choose = functools.partial(format_of, self.weights, self.min_size)
+        places = shardings or [None] * len(params)
+        each = zip(names, params, map(choose, names, params), places, strict=True)
+        return [StoredLeaf(n, x, kind, sharding=place) for n, x, kind, place in each]
 
     def stored_leaves(
         self, names: Sequence[str], params: Sequence, treedef, residual
@@ -259,7 +238,7 @@ class Lowbit(Stepper):
                 "weights? lowbit_optax.convert moves a state to another format"
             )
         tree = residual.tree
-        if _is_nothing(tree) and name is None:  # a state without blanks
+        if name is None and isinstance(tree, tuple) and not tree:  # without blanks
             return leaves
         residuals = trees.parts_of(names, treedef, tree, "residuals")
         return list(map(StoredLeaf.with_residual, leaves, residuals))
@@ -326,10 +305,6 @@ def _split(leaf: StoredLeaf, master) -> tuple[typing.Any, typing.Any]:
 @functools.partial(jax.jit, static_argnums=0)
 def _residual(format_: WeightFormat, master, param):
     return format_.residual(master, param, ToNearest())
-
-
-def _is_nothing(tree) -> bool:
-    return isinstance(tree, tuple) and not tree
 
 
 def _refuse_inner_lowbit(config: Lowbit, params) -> typing.NoReturn:

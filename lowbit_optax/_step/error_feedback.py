@@ -25,11 +25,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
-
-from lowbit_optax._jaxprs.graph import Graph, Node, constant
-from lowbit_optax._jaxprs.linear_part import ONE, NotLinear, linear_factor
 
 MOST_GROWTH = 2.0
 """By which factor the learning rate may grow in a step before momentum is shortened."""
@@ -50,49 +45,6 @@ class Feedback(typing.NamedTuple):
     rate: typing.Any
     growth: typing.Any
     reach: typing.Any
-
-
-def feedback_of(
-    name: str,
-    part: int,
-    graph: Graph,
-    *,
-    master: Node,
-    update: Node,
-    moment: Node,
-    new_moment: Node,
-    next_update: Node,
-) -> Feedback:
-    """The feedback of a leaf, as nodes that are added to the graph.
-
-    ``moment`` and ``new_moment`` are the leaf's momentum, ``part`` its number among the
-    parts of the inner state. ``next_update`` is that of a second inner update by the
-    same gradient.
-
-    Raises:
-      ValueError: if the update is not linear in the momentum.
-    """
-    try:
-        c = linear_factor(update, moment, graph)
-        if c is None:
-            raise NotLinear("it does not depend on it")
-        b = linear_factor(new_moment, moment, graph)
-        c_next = linear_factor(next_update, new_moment, graph)
-    except NotLinear as reason:
-        raise ValueError(
-            f"lowbit: error_feedback: the update of params{name} is not linear in each "
-            f"element of its moment: {reason}. Accepted are moments such as Adam's mu "
-            "and SGD's trace; not Muon's, Lion's and AdaBelief's, and no update that "
-            "is clipped by element after its moment"
-        ) from None
-    a = linear_factor(update, master, graph, strict=False)
-    slow = ONE if a is None else graph.apply(lax.add, a, ONE)
-    slow = slow if b is None else graph.apply(lax.sub, slow, b)
-    growth = most = constant(np.float32(MOST_GROWTH))
-    if c_next is not None:
-        growth = graph.apply(lax.div, graph.apply(lax.mul, c, most), c_next)
-    reach = graph.apply(lax.mul, c, graph.apply(lax.div, ONE, slow))
-    return Feedback(part, graph.apply(lax.div, slow, c), growth, reach)
 
 
 def ahead_of(moment: jax.Array, reach: jax.Array) -> jax.Array:

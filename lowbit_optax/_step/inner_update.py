@@ -10,12 +10,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from lowbit_optax._jaxprs.graph import Graph, Node, evaluate, is_zero, made_of
+from lowbit_optax._jaxprs.graph import (
+    Graph,
+    Node,
+    constant,
+    evaluate,
+    is_zero,
+    made_of,
+)
+from lowbit_optax._jaxprs.linear_part import ONE, NotLinear, linear_factor
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.error_feedback import Feedback, feedback_of
+from lowbit_optax._step.error_feedback import MOST_GROWTH, Feedback
 from lowbit_optax._step.leaf import widen
 from lowbit_optax._step.moments import no_moment_for_errors
 from lowbit_optax._step.step import Step
@@ -112,6 +122,13 @@ class InnerUpdate:
         return [self._feedback(number, part) for number, part in parts]
 
     def _feedback(self, number: int, part: int | None) -> Feedback | None:
+        """Where the rounding errors of a leaf go, by a, b and c of its update.
+
+        They are nodes that are added to the graph; see :mod:`.error_feedback`.
+
+        Raises:
+          ValueError: if the update is not linear in the momentum.
+        """
         leaf, nodes = self.step.leaves[number], self.nodes
         update = nodes.updates[number]
         if leaf.format is None or leaf.format.error_feedback is None:
@@ -120,16 +137,28 @@ class InnerUpdate:
             return None
         if part is None:
             raise no_moment_for_errors(leaf.name, leaf.format.error_feedback)
-        return feedback_of(
-            leaf.name,
-            part,
-            self.graph,
-            master=nodes.masters[number],
-            update=update,
-            moment=nodes.state[part],
-            new_moment=nodes.new_state[part],
-            next_update=nodes.next_updates[number],
-        )
+        graph, moment, new_moment = self.graph, nodes.state[part], nodes.new_state[part]
+        try:
+            c = linear_factor(update, moment, graph)
+            if c is None:
+                raise NotLinear("it does not depend on it")
+            b = linear_factor(new_moment, moment, graph)
+            c_next = linear_factor(nodes.next_updates[number], new_moment, graph)
+        except NotLinear as reason:
+            raise ValueError(
+                f"lowbit: error_feedback: the update of params{leaf.name} is not "
+                f"linear in each element of its moment: {reason}. Accepted are moments "
+                "such as Adam's mu and SGD's trace; not Muon's, Lion's and "
+                "AdaBelief's, and no update that is clipped by element after its moment"
+            ) from None
+        a = linear_factor(update, nodes.masters[number], graph, strict=False)
+        slow = ONE if a is None else graph.apply(lax.add, a, ONE)
+        slow = slow if b is None else graph.apply(lax.sub, slow, b)
+        growth = most = constant(np.float32(MOST_GROWTH))
+        if c_next is not None:
+            growth = graph.apply(lax.div, graph.apply(lax.mul, c, most), c_next)
+        reach = graph.apply(lax.mul, c, graph.apply(lax.div, ONE, slow))
+        return Feedback(part, graph.apply(lax.div, slow, c), growth, reach)
 
     def feedback_values(self, step: Step) -> list[Feedback | None]:
         """``feedback`` with the values of a step instead of nodes."""
@@ -179,14 +208,11 @@ class InnerUpdate:
         """
         known = dict(known)
         nodes, needed = self.nodes, frozenset(made_of(wanted, known))
-        for i, node in enumerate(nodes.grads):
-            if node in needed:
-                known[node] = step.grads[i]
-        for i, node in enumerate(nodes.masters):
-            if node in needed:
-                known[node] = step.leaves[i].master()
-        moments = step.moments([i for i, x in enumerate(nodes.state) if x in needed])
-        known |= {x: moments[i] for i, x in enumerate(nodes.state) if x in needed}
+        read = lambda nodes: [(i, x) for i, x in enumerate(nodes) if x in needed]
+        known |= {x: step.grads[i] for i, x in read(nodes.grads)}
+        known |= {x: step.leaves[i].master() for i, x in read(nodes.masters)}
+        moments = step.moments([i for i, _ in read(nodes.state)])
+        known |= {x: moments[i] for i, x in read(nodes.state)}
         values = evaluate(list(wanted), known)
         return dict(zip(wanted, map(jnp.asarray, values), strict=True))
 

@@ -119,10 +119,9 @@ class StoredLeaf:
         ``ahead`` is as of :meth:`WeightFormat.advance`.
         """
         if self.format is None:
-            is_direct = landing.is_direct
-            return Landed(
-                optax.apply_updates(self.param, update) if is_direct else update
-            )
+            if landing.is_direct:
+                update = optax.apply_updates(self.param, update)
+            return Landed(update)
         landing = landing.of(self.param, self.grad)
         advance = lambda *arrays: advanced(self.format, landing, *arrays, random)
         update = update.astype(jnp.float32)
@@ -174,9 +173,9 @@ def format_of(
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise TypeError(f"lowbit: params{name} is {leaf!r}, not an array")
     if trees.is_quantized(leaf):
-        trees.check_quantized(name, leaf)
-        if isinstance(leaf, BlockScaledTensor):
-            with trees.naming(name):
+        with trees.naming(name):
+            leaf.check()
+            if isinstance(leaf, BlockScaledTensor):
                 return for_tensor(weights, leaf, min_size)
         is_chosen = isinstance(weights, QuantizedWeights)
         return weights if is_chosen else QuantizedWeights()

@@ -18,8 +18,7 @@ import optax
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
 from lowbit_optax.formats.base import MomentFormat
-from lowbit_optax.formats.block_quantized import block_quantized
-from lowbit_optax.formats.low_moments import LowMoments
+from lowbit_optax.formats.block_quantized import LowMoments, block_quantized
 from lowbit_optax.formats.moment_fields import fields_of
 
 Moment = MomentFormat | typing.Literal["float32", "low"]
@@ -113,11 +112,8 @@ class Slot:
             return self
         _check_wide(self, format_)
         is_second = known.is_second_moment(field)
-        bound, is_orthogonalized = (
-            known.bounds.get(field),
-            field in known.orthogonalized,
-        )
-        format_ = format_.for_field(field, is_second, bound, is_orthogonalized)
+        bound, is_equal = known.bounds.get(field), field in known.orthogonalized
+        format_ = format_.for_field(field, is_second, bound, is_equal)
         is_known = is_second is not None or field in known.averages
         if not is_known and getattr(format_, "signed", False):
             owner = self.state_class.__name__ if self.state_class else "the state"

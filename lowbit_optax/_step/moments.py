@@ -192,10 +192,7 @@ class MomentPlan:
         ]
 
     def encode(
-        self,
-        parts: Sequence,
-        draws: Mapping[str, Draws],
-        stored: Collection[int] = (),
+        self, parts: Sequence, draws: Mapping[str, Draws], stored: Collection[int] = ()
     ) -> list:
         """The parts as they are stored.
 
@@ -360,9 +357,8 @@ def no_moment_for_errors(name: str, field: str) -> ValueError:
     return ValueError(
         f"lowbit: error_feedback is {field!r}, but the inner transformation has no "
         f"float32 moment of that name for params{name}; accepted is the field of its "
-        "momentum, "
-        "such as 'mu' of optax.adamw or 'trace' of optax.sgd(..., momentum=0.9), or "
-        "error_feedback=None"
+        "momentum, such as 'mu' of optax.adamw or 'trace' of "
+        "optax.sgd(..., momentum=0.9), or error_feedback=None"
     )
 
 

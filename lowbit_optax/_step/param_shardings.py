@@ -66,12 +66,7 @@ def leaf_shardings(
 
 
 def named_shardings(
-    what: str,
-    shardings,
-    params,
-    mesh: Mesh | None = None,
-    *,
-    allows_none: bool = False,
+    what: str, shardings, params, mesh: Mesh | None = None, *, allows_none: bool = False
 ) -> list[NamedSharding | None]:
     """The NamedSharding of each leaf of the parameters.
 

@@ -24,12 +24,7 @@ from lowbit_optax._numerics.random_bits import (
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.layers import Layer
-from lowbit_optax._step.leaf import (
-    Landed,
-    StoredLeaf,
-    axes_of_shards,
-    number_of_shard,
-)
+from lowbit_optax._step.leaf import Landed, StoredLeaf, axes_of_shards, number_of_shard
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.state import LowbitState
 

@@ -71,7 +71,7 @@ class Stepper(abc.ABC):
         the trace, so they cannot run after the trace has ended. They run at once, and
         leave no mark.
         """
-        with context.params_wanted(False):
+        with context.changed(wants_params=False):
             return self.run(params, state, updates, ADD, extra)
 
     def step(
@@ -99,16 +99,26 @@ def stepper_of(tx) -> Stepper | None:
     return owner if isinstance(owner, Stepper) else None
 
 
+def check_state(function: str, state, kind: type) -> None:
+    """Raise a TypeError unless a state is of the kind that ``init`` returns.
+
+    ``function`` is the name of what made the transformation.
+    """
+    if not isinstance(state, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise TypeError(
+            f"{function}: state is a {type(state).__name__}, not {article} "
+            f"{kind.__name__}; was it made by this transformation's init?"
+        )
+
+
 update_p = Primitive("lowbit_update")
 """The place of an update in a trace; nothing computes it."""
 update_p.multiple_results = True
 
 
 @update_p.def_abstract_eval
-def _results_of_update(
-    *avals, updates: int, results: int, stepper, with_held, structure, functions
-):
-    del updates, stepper, with_held, structure, functions
+def _results_of_update(*avals, results: int, **_):
     return list(avals[:results])
 
 

@@ -26,12 +26,7 @@ def named_leaves(tree: PyTree) -> tuple[list[str], list, PyTreeDef]:
     return names, [leaf for _, leaf in with_path], treedef
 
 
-def parts_of(
-    names: Sequence[str],
-    treedef: PyTreeDef,
-    tree: PyTree,
-    what: str,
-) -> list:
+def parts_of(names: Sequence[str], treedef: PyTreeDef, tree: PyTree, what: str) -> list:
     """The parts of ``tree`` that are in the places of the parameters' leaves.
 
     A part may be anything, including None. ``what`` names the tree.
@@ -146,10 +141,15 @@ def outline(state) -> str:
     return type(state).__name__
 
 
-def check_quantized(name: str, leaf) -> None:
-    """Raise a ValueError unless the parts of a quantised weight belong together."""
-    with naming(name):
-        leaf.check()
+def check_plain(function: str, name: str, leaf) -> None:
+    """Raise a TypeError unless a leaf is an array that can be quantised."""
+    if is_quantized(leaf):
+        raise TypeError(
+            f"{function}: params{name} is a {type(leaf).__name__} already; dequantize "
+            "it first"
+        )
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        raise TypeError(f"{function}: params{name} is {leaf!r}, not an array")
 
 
 @contextlib.contextmanager

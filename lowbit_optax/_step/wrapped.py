@@ -86,19 +86,15 @@ class _Run:
         traced, choose = self.traced, self.guard.chosen
         updates, new_state = traced.outputs
         _, leaves, treedef = trees.named_leaves(self.given.params)
-        new = [
-            self._value(node)
-            if node in traced.found
-            else choose(self.apply_update(param, self._value(node)), param)
-            for param, node in zip(leaves, updates, strict=True)
-        ]
+
+        def after(old, node: Node, apply: Callable = lambda _, value: value):
+            value = self._value(node)
+            is_ours = node in traced.found  # and decided by its own guard
+            return value if is_ours else choose(apply(old, value), old)
+
+        new = [after(*x, self.apply_update) for x in zip(leaves, updates, strict=True)]
         old_state = jax.tree.leaves(self.given.state)
-        state = [
-            self._value(node)
-            if node in traced.found
-            else choose(self._value(node), old)
-            for old, node in zip(old_state, new_state, strict=True)
-        ]
+        state = [after(*x) for x in zip(old_state, new_state, strict=True)]
         structure = traced.results.children()[1]
         return treedef.unflatten(new), structure.unflatten(state)
 
@@ -142,7 +138,7 @@ class _Run:
             values, (inner.state, inner.params, inner.extra_args)
         )
         extra_args = extra_args | inner.call.params["functions"]
-        with context.preceded(self._known.values()):
+        with context.changed(of_wrappers=tuple(self._known.values())):
             new, new_state = stepper.run(
                 params, state, grads, REPLACE, extra_args, guard
             )
@@ -268,7 +264,7 @@ def is_direct(tx, params, state, extra_args: dict) -> bool | None:
         found.append(_chosen_trace(*arguments) is not None)
 
     # The transformation may need other arguments than these.
-    with context.analysis(), contextlib.suppress(TypeError):
+    with context.changed(is_analysed=True), contextlib.suppress(TypeError):
         jax.eval_shape(step, params, state, value | extra_args)
     return any(found) or stepper is not None
 

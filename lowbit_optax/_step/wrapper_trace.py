@@ -183,7 +183,7 @@ def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace | 
     """
 
     def update(grads, state, params):
-        with context.params_wanted():
+        with context.changed(wants_params=True):
             return tx.update(grads, state, params, **extra_args)
 
     check_state(state, params)

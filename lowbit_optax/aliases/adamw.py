@@ -84,9 +84,8 @@ def kahan_adamw(
     moments = BFLOAT16_MOMENTS if moments is None else moments
     arguments = learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask
     inner = checked("kahan_adamw", moments, optax.adamw, *arguments, nesterov=nesterov)
-    weights = formats.kahan(
-        **without_none(rounding=rounding, residual_rounding=residual_rounding)
-    )
+    given = without_none(rounding=rounding, residual_rounding=residual_rounding)
+    weights = formats.kahan(**given)
     return lowbit(inner, weights=weights, moments=moments, **options)
 
 
@@ -226,10 +225,8 @@ def extra_bits_adamw(
     inner = checked(
         "extra_bits_adamw", moments, optax.adamw, *arguments, nesterov=nesterov
     )
-    given = without_none(
-        bits=bits, rounding=rounding, residual_rounding=residual_rounding
-    )
-    weights = formats.extra_bits(**given)
+    given = without_none(rounding=rounding, residual_rounding=residual_rounding)
+    weights = formats.extra_bits(bits, **given)
     return lowbit(inner, weights=weights, moments=moments, **options)
 
 

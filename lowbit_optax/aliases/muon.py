@@ -129,20 +129,15 @@ def lowbit_muon(
         raise ValueError(
             f"lowbit_muon: ns_dtype is {dtype}; accepted are float32 and bfloat16"
         )
+    orthogonal = functools.partial(orthogonalized, steps=ns_steps, dtype=dtype)
     muon = optax.chain(
         _momentum(beta, nesterov),
-        optax.stateless_with_tree_map(
-            lambda x, _: layerwise(
-                functools.partial(orthogonalized, steps=ns_steps, dtype=dtype)
-            )(x)
-        ),
+        optax.stateless_with_tree_map(lambda x, _: layerwise(orthogonal)(x)),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
-    inner = optax.partition(
-        {"muon": muon, "adam": adam},
-        functools.partial(_labels, is_matrix),
-    )
+    labels = functools.partial(_labels, is_matrix)
+    inner = optax.partition({"muon": muon, "adam": adam}, labels)
     weights = formats.extra_bits(8 if bits is None else bits)
     return lowbit(inner, weights=weights, moments=moments, **options)
 

@@ -82,9 +82,8 @@ def kahan_sgd(
     moments = BFLOAT16_MOMENTS if moments is None else moments
     arguments = learning_rate, momentum, nesterov, accumulator_dtype
     inner = sgd("kahan_sgd", moments, *arguments, weight_decay=weight_decay)
-    weights = formats.kahan(
-        **without_none(rounding=rounding, residual_rounding=residual_rounding)
-    )
+    given = without_none(rounding=rounding, residual_rounding=residual_rounding)
+    weights = formats.kahan(**given)
     return lowbit(inner, weights=weights, moments=moments, **options)
 
 
@@ -217,10 +216,8 @@ def extra_bits_sgd(
     moments = "float32" if moments is None else moments
     arguments = learning_rate, momentum, nesterov, accumulator_dtype
     inner = sgd("extra_bits_sgd", moments, *arguments, weight_decay=weight_decay)
-    given = without_none(
-        bits=bits, rounding=rounding, residual_rounding=residual_rounding
-    )
-    weights = formats.extra_bits(**given)
+    given = without_none(rounding=rounding, residual_rounding=residual_rounding)
+    weights = formats.extra_bits(bits, **given)
     return lowbit(inner, weights=weights, moments=moments, **options)
 
 

@@ -11,6 +11,7 @@ import typing
 
 import jax
 
+from lowbit_optax._arguments import check_static_int
 from lowbit_optax._numerics.code_kinds import code_of
 from lowbit_optax._numerics.codes import Code, multiply_add
 from lowbit_optax._numerics.rounding import to_float32
@@ -126,13 +127,7 @@ class BlockQuantized(BlockMomentFormat):
         # Powers of two cost "log" no precision, and division by them is exact.
         return code, self.scale or ("power_of_two" if code == "log" else "bfloat16")
 
-    def for_field(
-        self,
-        name: str,
-        is_second: bool | None,
-        bound: str | None = None,
-        is_orthogonalized: bool = False,
-    ) -> "BlockQuantized":
+    def for_field(self, name, is_second, bound=None, is_orthogonalized=False):
         if is_orthogonalized:
             code, rounding = self.code or "linear", self.rounding or "nearest"
             chosen = dataclasses.replace(self, code=code, rounding=rounding)
@@ -189,6 +184,22 @@ class BlockQuantized(BlockMomentFormat):
             for x in self.codec.prepare(to_float32(scales))
         )
         return unit, inverse
+
+
+@dataclasses.dataclass(frozen=True)
+class LowMoments(MomentFormat):
+    """What ``moments="low"`` stands for.
+
+    Second moments take 6 bits. First moments take 4 where a second moment of the same
+    state bounds them, to whose root they are relative, and 8 elsewhere.
+    """
+
+    def for_field(self, name, is_second, bound=None, is_orthogonalized=False):
+        first = BlockQuantized(4 if bound else 8, relative_to=bound)
+        chosen = first.for_field(name, is_second, bound, is_orthogonalized)
+        if chosen.signed:
+            return chosen
+        return BlockQuantized(6).for_field(name, is_second, bound)
 
 
 def block_quantized(
@@ -300,12 +311,8 @@ def block_quantized(
     >>> nu.codes["w"].shape, nu.scales["w"].shape
     ((16, 64), (8, 16))
     """
-    for name, value in (("bits", bits), ("block_size", block_size)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(
-                f"block_quantized: {name} is {value!r}, and must be a static int; "
-                "under optax.inject_hyperparams name it in static_args"
-            )
+    check_static_int("block_quantized", "bits", bits)
+    check_static_int("block_quantized", "block_size", block_size)
     if bits not in (4, 6, 8):
         raise ValueError(f"block_quantized: bits is {bits}, not 4, 6 or 8")
     if code is not None and code not in _CODES:

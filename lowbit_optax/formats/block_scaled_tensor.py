@@ -24,12 +24,7 @@ from jax import lax
 
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.dtypes import float_dtype
-from lowbit_optax._numerics.float_layouts import (
-    BIAS,
-    INFINITY,
-    MANTISSA,
-    magnitude_of,
-)
+from lowbit_optax._numerics.float_layouts import BIAS, INFINITY, MANTISSA, magnitude_of
 from lowbit_optax._numerics.rounding import narrow_or_cast, round_nearest, to_float32
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight, register_with_flax
 from pallas_kernels.layout import merge_axes, split_axis

@@ -75,13 +75,7 @@ class BlockScaledWeights(WeightFormat):
         return tensors.of_codes(codes, exponents, self.axis), residual
 
     def advance(
-        self,
-        param: typing.Any,
-        residual,
-        update,
-        random,
-        landing: Landing = REPLACE,
-        ahead=None,
+        self, param: typing.Any, residual, update, random, landing=REPLACE, ahead=None
     ) -> tuple[typing.Any, typing.Any, typing.Any]:
         if ahead is None:
             return super().advance(param, residual, update, random, landing)

@@ -15,6 +15,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax._arguments import check_choice
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics import rounding as rounding_
@@ -228,13 +229,9 @@ def extra_bits(
             f"extra_bits: bits is {bits}; bfloat16 takes 0 to 16, float16 0 to 13, "
             "float8_e4m3fn 0 to 20, float8_e5m2 0 to 21"
         )
-    accepted = typing.get_args(rounding_.Rounding)
-    for name, given in dict(
-        rounding=rounding, residual_rounding=residual_rounding
-    ).items():
-        if given not in accepted:
-            raise ValueError(
-                f"extra_bits: {name} is {given!r}, not one of {sorted(accepted)}"
-            )
+    check_choice("extra_bits", "rounding", rounding, rounding_.Rounding)
+    check_choice(
+        "extra_bits", "residual_rounding", residual_rounding, rounding_.Rounding
+    )
     check_rounding("extra_bits: sum_rounding", sum_rounding)
     return ExtraBits(bits, rounding, residual_rounding, sum_rounding)

@@ -16,6 +16,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax._arguments import check_choice
 from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics import rounding as rounding_
 from lowbit_optax._numerics.float_format import FloatFormat
@@ -29,6 +30,7 @@ from lowbit_optax.formats.base import (
 )
 from lowbit_optax.formats.plain import Significand, rounded, significand_of, why_not
 
+Arithmetic = typing.Literal["float32", "param"]
 _NAME = re.compile(r"compensation(?:_of_(\d+)_bits)?")
 
 
@@ -59,7 +61,7 @@ class KahanFormat(WeightFormat):
 
     rounding: Rounding = "nearest"
     residual_rounding: Rounding = "stochastic"
-    arithmetic: typing.Literal["float32", "param"] = "float32"
+    arithmetic: Arithmetic = "float32"
 
     significand: Significand | None = None
 
@@ -205,10 +207,7 @@ def kahan(
     'stochastic'
     """
     check_rounding("kahan: rounding", rounding)
-    if arithmetic not in ("float32", "param"):
-        raise ValueError(
-            f"kahan: arithmetic is {arithmetic!r}, not 'float32' or 'param'"
-        )
+    check_choice("kahan", "arithmetic", arithmetic, Arithmetic)
     if residual_rounding is None:
         residual_rounding = "nearest" if arithmetic == "param" else "stochastic"
     check_rounding("kahan: residual_rounding", residual_rounding)

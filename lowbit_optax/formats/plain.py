@@ -166,10 +166,8 @@ class StochasticRounding(WeightFormat):
             return super().advance(param, residual, update, random, landing)
         master = self.sum(param, residual, update, random)
         new = self.toward(master, ahead, param.dtype, random)
-        if landing.is_direct:
-            return new, None, new
-        new, difference = landing.land(param, new)
-        return new, None, difference
+        new, result = landing.land(param, new)
+        return new, None, result
 
     def toward(self, master, ahead, dtype: jnp.dtype, random):
         """The neighbour of a master that is nearer to ``master + ahead``."""

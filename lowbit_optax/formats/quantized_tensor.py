@@ -11,12 +11,7 @@ import jax.numpy as jnp
 
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import linear_code
-from lowbit_optax._numerics.codes import (
-    MultiplyAdd,
-    as_fields,
-    float_of,
-    multiply_add,
-)
+from lowbit_optax._numerics.codes import MultiplyAdd, as_fields, float_of, multiply_add
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RandomBits
 from lowbit_optax._numerics.rounding import narrow_or_cast

@@ -222,15 +222,9 @@ def log_normal_scale(
     check("decay", decay, lambda x: 0 <= x < 1, "are numbers in [0, 1)")
     check("least_deviation", least_deviation, lambda x: x >= 0, "are 0 and more")
     check_bounds(initial, smallest, largest)
-    return LogNormal(
-        float(initial),
-        float(overflow_probability),
-        float(decay),
-        float(least_deviation),
-        float(smallest),
-        float(largest),
-        positive("limit", limit),
-    )
+    chosen = overflow_probability, decay, least_deviation
+    bounds = smallest, largest, positive("limit", limit)
+    return LogNormal(*map(float, (initial, *chosen, *bounds)))
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:

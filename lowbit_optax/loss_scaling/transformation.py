@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._arguments import check_transformation
-from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import trees
-from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
+from lowbit_optax._step.guard import UNGUARDED
 from lowbit_optax._step.multi_steps import check_multi_steps_around
-from lowbit_optax._step.stepper import Stepper
+from lowbit_optax._step.stepper import Stepper, check_state
 from lowbit_optax._types import OptState, Transformation
 from lowbit_optax.loss_scaling.scales import Scaling
 from lowbit_optax.loss_scaling.sizes import Sizes
@@ -182,38 +181,15 @@ class LossScaled(Stepper):
         skipped = state.skipped + (~sizes.finite).astype(jnp.int32)
         return LossScaleState(scale, scaling_state, skipped, inner_state)
 
-    @staticmethod
-    def check_state(state) -> None:
-        """Raise unless a state is of a transformation such as this."""
-        if not isinstance(state, LossScaleState):
-            raise TypeError(
-                f"with_loss_scale: state is a {type(state).__name__}, not a "
-                "LossScaleState; was it made by this transformation's init?"
-            )
-
-    def run(
-        self,
-        params,
-        state,
-        grads,
-        landing: Landing,
-        extra_args: dict,
-        guard: Guard | Unguarded = UNGUARDED,
-    ):
+    def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
         """A step; the updates of one that is skipped are -0, which changes nothing."""
-        self.check_state(state)
+        check_state("with_loss_scale", state, LossScaleState)
         factor = jnp.float32(1) / state.scale
         scaled = guard.within(factor, jnp.bool_(True))
         sizes = Sizes.of(grads, scaled.factor)
-        results, inner_state = guarded(
-            self.inner,
-            params,
-            state.inner_state,
-            grads,
-            guard.within(factor, sizes.finite),
-            landing,
-            extra_args,
-        )
+        inner_guard = guard.within(factor, sizes.finite)
+        arguments = params, state.inner_state, grads, inner_guard, landing, extra_args
+        results, inner_state = guarded(self.inner, *arguments)
         own = self.after(state, (), sizes)
         own = guard.chosen(own, state._replace(inner_state=()))
         return results, own._replace(inner_state=inner_state)

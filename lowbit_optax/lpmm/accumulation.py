@@ -22,7 +22,7 @@ from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.moment_slots import NoSuchMomentError
 from lowbit_optax._step.parallel_trees import in_parallel_trees, leaf_by_leaf
 from lowbit_optax._step.seeds import seed_of
-from lowbit_optax._step.stepper import Stepper, stepper_of
+from lowbit_optax._step.stepper import Stepper, check_state, stepper_of
 from lowbit_optax._step.wrapped import step_wrapped
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
@@ -161,29 +161,13 @@ class Accumulation(Stepper):
             else blank(x)
             for x in leaves
         ]
-        return AccumulationState(
-            count,
-            seed,
-            jnp.zeros([], jnp.int32),
-            in_parallel_trees(self.format, treedef, accumulators),
-            self.inner.init(params),
-        )
+        mini_step = jnp.zeros([], jnp.int32)
+        held = in_parallel_trees(self.format, treedef, accumulators)
+        return AccumulationState(count, seed, mini_step, held, self.inner.init(params))
 
-    def run(
-        self,
-        params,
-        state: AccumulationState,
-        grads,
-        landing: Landing,
-        extra_args: dict,
-        guard: Guard | Unguarded = UNGUARDED,
-    ):
+    def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
         """A step; between two updates the updates are zeros."""
-        if not isinstance(state, AccumulationState):
-            raise TypeError(
-                f"accumulate_gradients: state is a {type(state).__name__}, not an "
-                "AccumulationState; was it made by this transformation's init?"
-            )
+        check_state("accumulate_gradients", state, AccumulationState)
         call = _Call(self, params, state, grads, landing, extra_args, guard)
         result, accumulators, inner_state = call.result()
         next_mini_step = (state.mini_step + jnp.int32(1)) % jnp.int32(self.every)
@@ -242,21 +226,13 @@ class _Call:
         always = self.guard.within(one, jnp.bool_(True))
         parts = self._sums(self._parts, always).added(implementation)
         updates = self.guard.within(one, self._is_last)
-        summed = Summed(
-            self.config.accumulators, self._sums(parts, updates), self._named[2]
-        )
+        sums = self._sums(parts, updates)
+        summed = Summed(self.config.accumulators, sums, self._named[2])
         state = self.state.inner_state
         if lowbit is None:
-            found = step_wrapped(
-                optax.with_extra_args_support(self.config.inner),
-                self.params,
-                state,
-                self.grads,
-                self.extra_args,
-                apply_updates,
-                updates,
-                summed,
-            )
+            tx = optax.with_extra_args_support(self.config.inner)
+            arguments = tx, self.params, state, self.grads, self.extra_args
+            found = step_wrapped(*arguments, apply_updates, updates, summed)
             if found is None:
                 return None
             result, inner_state = found
@@ -274,15 +250,10 @@ class _Call:
         def update():
             # Here the sums fuse with what reads them. Outside they would be float32
             # copies of all gradients.
-            result, inner_state = guarded(
-                self.config.inner,
-                params,
-                state.inner_state,
-                self._tree(map(self._gradient, sums.leaves, sums.decoded())),
-                UNGUARDED,
-                self.landing,
-                self.extra_args,
-            )
+            totals = map(self._gradient, sums.leaves, sums.decoded())
+            grads, inner = self._named[2].unflatten(totals), self.config.inner
+            arguments = params, state.inner_state, grads, UNGUARDED, self.landing
+            result, inner_state = guarded(inner, *arguments, self.extra_args)
             return result, sums.empty(), inner_state
 
         def wait():
@@ -317,9 +288,6 @@ class _Call:
     @functools.cached_property
     def _named(self) -> tuple[list[str], list, trees.PyTreeDef]:
         return trees.named_leaves(self.grads if self.params is None else self.params)
-
-    def _tree(self, leaves):
-        return self._named[2].unflatten(leaves)
 
     def _in_containers(self, parts: Sequence):
         format_, treedef = self.config.format, self._named[2]

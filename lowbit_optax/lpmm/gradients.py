@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._numerics.dtypes import float_dtype
+from lowbit_optax._numerics.straight_through import with_tangent_of
 from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
@@ -121,16 +122,4 @@ class _DifferentiableTensor(QuantizedWeight):
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
         values = self.tensor.dequantize(float_dtype("dequantize: dtype", dtype))
-        return _with_tangent_of(self.stand_in, values)
-
-
-@jax.custom_jvp
-def _with_tangent_of(x, y):
-    """y, whose cotangent becomes that of x, in its dtype."""
-    del x
-    return y
-
-
-@_with_tangent_of.defjvp
-def _tangent(primals, tangents):
-    return primals[1], tangents[0].astype(primals[1].dtype)
+        return with_tangent_of(self.stand_in, values)

@@ -13,6 +13,7 @@ from lowbit_optax._numerics.random_bits import RandomBits, leaf_number, random_b
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import trees
 from lowbit_optax._step.seeds import seed_of
+from lowbit_optax.formats.base import check_rounding
 from lowbit_optax.formats.quantized_tensor import Rounding, is_quantized, quantize
 from pallas_kernels.layout import check_block_size, layout_of
 
@@ -71,10 +72,7 @@ def quantize_params(
     check_static_int("quantize_params", "bits", bits, 4, 16)
     check_static_int("quantize_params", "block_size", block_size, 1)
     check_block_size("quantize_params", block_size)
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(
-            f"quantize_params: rounding is {rounding!r}, not 'nearest' or 'stochastic'"
-        )
+    check_rounding("quantize_params: rounding", rounding)
     check_static_int("quantize_params", "min_size", min_size, 0)
     check_static_int("quantize_params", "seed", seed, 0, 2**32 - 1)
     if stacked is not None and not callable(stacked):
@@ -89,13 +87,7 @@ def quantize_params(
         draws = random_bits(own, jnp.uint32(0), list(map(leaf_number, names)))
 
     def convert(name: str, leaf, random: RandomBits | None):
-        if is_quantized(leaf):
-            raise TypeError(
-                f"quantize_params: params{name} is a {type(leaf).__name__} already; "
-                "dequantize it first"
-            )
-        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-            raise TypeError(f"quantize_params: params{name} is {leaf!r}, not an array")
+        trees.check_plain("quantize_params", name, leaf)
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise TypeError(
                 f"quantize_params: params{name} is {leaf.dtype}; accepted are real "

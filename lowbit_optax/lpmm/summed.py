@@ -89,12 +89,9 @@ class Summed:
     def emptied(self) -> list:
         """The accumulators after the update, those that no kernel has emptied too."""
         sums = self.sums
-        return [
-            self.new[i] if i in self.new else sums.guard.chosen(empty, part)
-            for i, (empty, part) in enumerate(
-                zip(sums.empty(), sums.parts, strict=True)
-            )
-        ]
+        each = enumerate(zip(sums.empty(), sums.parts, strict=True))
+        choose = sums.guard.chosen
+        return [self.new[i] if i in self.new else choose(*pair) for i, pair in each]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,16 +137,14 @@ def _with_sums(format_: Accumulators, lowbit: Lowbit) -> Lowbit:
     within = optax.with_extra_args_support(lowbit.inner)
 
     def init(params):
-        accumulators = jax.tree.map(_zeros_if_float, params)
+        start = lambda leaf: zeros(leaf) if trees.is_float(leaf) else None
+        accumulators = jax.tree.map(start, params)
         return SummedState(within.init(params), accumulators)
 
     def update(updates, state, params=None, **extra_args):
         zero = not_folded(jnp.float32(0))
-        sums = jax.tree.map(
-            lambda grad, total: grad if total is None else total,
-            updates,
-            state.accumulators,
-        )
+        read = lambda grad, total: grad if total is None else total
+        sums = jax.tree.map(read, updates, state.accumulators)
         result, inner_state = within.update(
             sums, state.inner_state, params, **extra_args
         )
@@ -168,7 +163,3 @@ def _with_sums(format_: Accumulators, lowbit: Lowbit) -> Lowbit:
 def uncontained(part):
     """A part of a state's accumulators; the array alone of one without scales."""
     return part.codes if getattr(part, "scales", part) is None else part
-
-
-def _zeros_if_float(leaf):
-    return zeros(leaf) if trees.is_float(leaf) else None

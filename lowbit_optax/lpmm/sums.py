@@ -167,11 +167,8 @@ class Sums(LeafStep):
         return list(map(self._decoded, range(len(self.leaves))))
 
     def _decoded(self, number: int):
-        leaf, part, format_ = (
-            self.leaves[number],
-            self.parts[number],
-            self.formats[number],
-        )
+        leaf, part = self.leaves[number], self.parts[number]
+        format_ = self.formats[number]
         if part is None:
             return leaf.grad
         try:
@@ -184,12 +181,8 @@ class Sums(LeafStep):
 
     def empty(self) -> list:
         """Accumulators of zeros."""
-        return [
-            part if part is None else empty(leaf.param, format_)
-            for leaf, part, format_ in zip(
-                self.leaves, self.parts, self.formats, strict=True
-            )
-        ]
+        each = zip(self.leaves, self.parts, self.formats, strict=True)
+        return [part if part is None else empty(x.param, f) for x, part, f in each]
 
 
 def _fits(leaf: StoredLeaf) -> bool:

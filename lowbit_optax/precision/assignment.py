@@ -198,10 +198,8 @@ class Assignment:
         total = max(self.plan.size, 1)
         forward = jnp.asarray(self.plan.sizes / total, jnp.float32)
         backward = jnp.asarray(self.plan.backward_sizes / total, jnp.float32)
-        zero = jnp.float32(0)
-        return jnp.sum(jnp.where(self.low, forward, zero)) + jnp.sum(
-            jnp.where(self.low_backward, backward, zero)
-        )
+        share = lambda low, sizes: jnp.sum(jnp.where(low, sizes, jnp.float32(0)))
+        return share(self.low, forward) + share(self.low_backward, backward)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write everything to a JSON file, for :func:`load`."""

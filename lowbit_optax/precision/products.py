@@ -60,11 +60,7 @@ class Product:
 
 
 def products(
-    loss_fn: Callable,
-    assignment: Assignment,
-    params,
-    *batch,
-    has_aux: bool = False,
+    loss_fn: Callable, assignment: Assignment, params, *batch, has_aux: bool = False
 ) -> list[Product]:
     """The products of a loss and its gradient, with native products where possible.
 

@@ -16,6 +16,7 @@ from lowbit_optax._arguments import check_choice
 from lowbit_optax._jaxprs.graph import Call, Node, as_closed_jaxpr, run, value_of
 from lowbit_optax._jaxprs.program import LossProgram, ScanCall, Segment
 from lowbit_optax._numerics.float_format import FloatFormat
+from lowbit_optax._numerics.straight_through import with_tangent_of
 from lowbit_optax.precision.assignment import Assignment, check_same
 from lowbit_optax.precision.products import native_products
 from lowbit_optax.precision.tensor_rounding import (
@@ -23,7 +24,6 @@ from lowbit_optax.precision.tensor_rounding import (
     from_patterns,
     keeping_patterns,
     to_patterns,
-    with_tangent_of,
 )
 from lowbit_optax.precision.tensor_search import TensorSearch
 

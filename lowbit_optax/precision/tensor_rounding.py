@@ -17,6 +17,7 @@ from lowbit_optax._numerics.random_bits import (
     leaf_number,
     random_bits,
 )
+from lowbit_optax._numerics.straight_through import with_tangent_of
 from lowbit_optax.precision.assignment import Assignment
 
 _STORED = "lowbit_optax.precision"
@@ -96,16 +97,6 @@ def keeping_patterns(function: Callable, **options) -> Callable:
     """The function, whose backward pass keeps patterns and computes the rest again."""
     policy = jax.checkpoint_policies.save_only_these_names(_STORED)
     return jax.checkpoint(function, policy=policy, **options)
-
-
-@jax.custom_jvp
-def with_tangent_of(x, y):
-    """y, with the tangent and the cotangent of x."""
-    del x
-    return y
-
-
-with_tangent_of.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
 
 
 @jax.custom_vjp

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import primitives
 
-from lowbit_optax._jaxprs.graph import Call, Node
+from lowbit_optax._jaxprs.graph import Call, Node, made_of
 from lowbit_optax._jaxprs.program import LossProgram
 from lowbit_optax.precision.assignment import Kind, Tensor
 from lowbit_optax.precision.operations import (
@@ -183,7 +183,7 @@ class TensorSearch:
           path: what names begin with.
           repeats: how often the program runs.
         """
-        needed = _needed(program, wanted)
+        needed = set(made_of(wanted))
         known = dict(zip(program.inputs, inputs, strict=True))
         counts: collections.Counter[str] = collections.Counter()
         for call in program.calls:
@@ -276,7 +276,7 @@ class TensorSearch:
             path = f"{where}/branch{i}/" if len(bodies.programs) > 1 else where + "/"
             inside = _inside(program, bodies, arguments, stage)
             inputs = zip(arguments, program.inputs, strict=True)
-            needed_inside = _needed(program, wanted)
+            needed_inside = set(made_of(wanted))
             read = [x for x, node in inputs if node in needed_inside]
             outputs = self._read(program, inside, wanted, path, repeats * bodies.runs)
             results = zip(outputs, program.outputs, strict=True)
@@ -306,15 +306,6 @@ class TensorSearch:
         ]
 
 
-def _needed(program: LossProgram, outputs: Collection[Node]) -> set[Node]:
-    """The values that these outputs are computed from, and themselves."""
-    found = set(outputs)
-    for call in reversed(program.calls):
-        if found.intersection(call.outputs):
-            found.update(call.inputs)
-    return found
-
-
 def _wanted(
     call: Call, program: LossProgram, bodies: Bodies, needed: set[Node]
 ) -> set[Node]:
@@ -327,7 +318,7 @@ def _wanted(
     first, carry = bodies.constants, bodies.carry
     carried = program.inputs[first : first + carry], program.outputs[:carry]
     while True:
-        read = _needed(program, wanted)
+        read = set(made_of(wanted))
         more = {after for before, after in zip(*carried, strict=True) if before in read}
         if more <= wanted:
             return wanted

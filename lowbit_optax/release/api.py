@@ -131,7 +131,7 @@ def value_and_update(
     >>> params["layers"].shape
     (3, 64, 64)
     """
-    grad_dtype = float_dtype("release: grad_dtype", grad_dtype)
+    planned = _planned(loss_fn, tx, has_aux, grad_dtype)
     if max_grad_norm is not None and not _is_positive(max_grad_norm):
         raise ValueError(
             "release: max_grad_norm must be a positive number, or None for no "
@@ -140,11 +140,9 @@ def value_and_update(
     _check_options(overflow, state_memory, tx, max_grad_norm)
 
     def with_update(params, opt_state, *args, **kwargs):
-        loss = trace_loss(loss_fn, has_aux, grad_dtype, params, args, kwargs)
-        plan = plan_release(loss, tx, opt_state)
-        return released_step(
-            loss, plan, tx, opt_state, max_grad_norm, overflow, state_memory
-        )
+        loss, plan = planned(params, opt_state, args, kwargs)
+        options = max_grad_norm, overflow, state_memory
+        return released_step(loss, plan, tx, opt_state, *options)
 
     return _named_after(loss_fn, with_update)
 
@@ -188,12 +186,11 @@ def explain(
     >>> when["['layers']"], when["['head']"]
     ('in the loop', 'after the backward pass: it has fewer than 4096 elements')
     """
-    grad_dtype = float_dtype("release: grad_dtype", grad_dtype)
+    planned = _planned(loss_fn, tx, has_aux, grad_dtype)
     _check_options(overflow, state_memory, tx, None)
 
     def with_shapes(params, opt_state, *args, **kwargs):
-        loss = trace_loss(loss_fn, has_aux, grad_dtype, params, args, kwargs)
-        plan = plan_release(loss, tx, opt_state)
+        _, plan = planned(params, opt_state, args, kwargs)
         in_loops = {leaf.name for leaf in plan.parts.stacks}
 
         def complete(name: str, report: str) -> str:
@@ -207,6 +204,17 @@ def explain(
         return Explanation(found)
 
     return with_shapes
+
+
+def _planned(loss_fn: Callable, tx, has_aux: bool, grad_dtype) -> Callable:
+    """``(params, opt_state, args, kwargs) -> (traced loss, plan)``."""
+    dtype = float_dtype("release: grad_dtype", grad_dtype)
+
+    def planned(params, opt_state, args, kwargs):
+        loss = trace_loss(loss_fn, has_aux, dtype, params, args, kwargs)
+        return loss, plan_release(loss, tx, opt_state)
+
+    return planned
 
 
 def _check_options(overflow: str, state_memory: str, tx, max_grad_norm) -> None:
@@ -304,10 +312,11 @@ def host_shardings(
     >>> momentum["layers"].sharding.memory_kind, momentum["head"].sharding.memory_kind
     ('pinned_host', 'device')
     """
+    planned = _planned(loss_fn, tx, has_aux, grad_dtype)
 
     def with_shapes(params, opt_state, *args, **kwargs):
-        loss = trace_loss(loss_fn, has_aux, grad_dtype, params, args, kwargs)
-        stacks = plan_release(loss, tx, opt_state).stack_numbers
+        _, plan = planned(params, opt_state, args, kwargs)
+        stacks = plan.stack_numbers
         leaves, structure = jax.tree.flatten(without_scale(tx, opt_state)[1])
         marks = structure.unflatten([n in stacks for n in range(len(leaves))])
         # A loss scale's own numbers stay on the device.

@@ -159,9 +159,8 @@ def _without_integers(tree):
 def _like(primals, cotangents):
     """Cotangents of these primals, with JAX's zeros where there is None."""
     zero = lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0)
-    return jax.tree.map(
-        lambda x, ct: zero(x) if ct is None else ct, primals, cotangents
-    )
+    either = lambda x, ct: zero(x) if ct is None else ct
+    return jax.tree.map(either, primals, cotangents)
 
 
 def _layer_at(index, stacks, early):
@@ -170,12 +169,9 @@ def _layer_at(index, stacks, early):
     ``early`` equals ``index`` and is available before the gradients are, so that copies
     from host memory can start early.
     """
-    return jax.tree.map(
-        lambda x: lax.dynamic_index_in_dim(
-            x, early if is_on_host(x) else index, keepdims=False
-        ),
-        stacks,
-    )
+    number = lambda x: early if is_on_host(x) else index
+    read = lambda x: lax.dynamic_index_in_dim(x, number(x), keepdims=False)
+    return jax.tree.map(read, stacks)
 
 
 def _put(index, stack, old, new):

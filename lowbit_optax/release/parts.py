@@ -72,13 +72,7 @@ class Parts:
       reasons: why the other stacks cannot.
     """
 
-    def __init__(
-        self,
-        tx,
-        opt_state,
-        loss: TracedLoss,
-        stacks: Iterable[ParamLeaf],
-    ):
+    def __init__(self, tx, opt_state, loss: TracedLoss, stacks: Iterable[ParamLeaf]):
         self._tx, self._loss, self._numbered = tx, loss, {}
         with_path, structure = jax.tree_util.tree_flatten_with_path(opt_state)
         self._state = [trees.abstract(x) for _, x in with_path]

@@ -23,7 +23,7 @@ from jax.extend.core import primitives as p
 from lowbit_optax._jaxprs.graph import Call, Node
 from lowbit_optax._jaxprs.program import LossProgram, ScanCall
 from lowbit_optax._numerics.random_bits import COUNTERS
-from lowbit_optax._step.stepper import stepper_of
+from lowbit_optax._step.stepper import check_state, stepper_of
 from lowbit_optax.loss_scaling.transformation import LossScaled, LossScaleState
 from lowbit_optax.release.parts import Part, Parts
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
@@ -108,7 +108,7 @@ def without_scale(tx, opt_state):
     """
     scaled = loss_scaled(tx)
     if scaled is not None:
-        scaled.check_state(opt_state)
+        check_state("with_loss_scale", opt_state, LossScaleState)
         tx, opt_state = scaled.inner, opt_state.inner_state
     is_scale = lambda x: isinstance(x, LossScaleState)
     for path, leaf in jax.tree.leaves_with_path(opt_state, is_leaf=is_scale):
@@ -156,9 +156,8 @@ def plan_release(loss: TracedLoss, tx, opt_state) -> ReleasePlan:
     reports = _reports(stretches, readers, late, no_loop)
     last = _last(loss, [x.part for x in stretches if x.part], parts)
     stretches.insert(0, Stretch([], last))
-    return ReleasePlan(
-        stretches, parts, active, {x.name: reports[x] for x in loss.leaves}
-    )
+    by_path = {x.name: reports[x] for x in loss.leaves}
+    return ReleasePlan(stretches, parts, active, by_path)
 
 
 def _why_late(leaf: ParamLeaf, active: set[Node]) -> str:

@@ -170,13 +170,7 @@ def _updating(
         before = (on_device(numbered.get(n, state[n])) for n in part.numbers)
         before = part.structure.unflatten(before)
         new, new_state = guarded(
-            tx,
-            loss.tree_of(values),
-            before,
-            loss.tree_of(found),
-            guard,
-            REPLACE,
-            {},
+            tx, loss.tree_of(values), before, loss.tree_of(found), guard, REPLACE, {}
         )
         check_kept("state", before, new_state)
         names = [leaf.name for leaf in loss.leaves]
@@ -195,7 +189,7 @@ def _updating(
             params, new = take(params, numbered)
         else:
             on_chip = jax.tree.map(on_device, numbered)
-            with context.one_layer(Layer(index, part.depth, frozenset(part.names))):
+            with context.changed(layer=Layer(index, part.depth, frozenset(part.names))):
                 params, new = alone(index, take, params, on_chip)
         if guard is None and part is plan.stretches[0].part:
             # State that needs no gradient, such as a count of steps, advances if at

@@ -85,7 +85,7 @@ def _traced(tx, grads, state, params):
         lambda grads, state, params: step(tx, params, state, grads), return_shape=True
     )
     try:
-        with context.analysis():
+        with context.changed(is_analysed=True):
             return trace(grads, state, params)
     except TypeError as error:
         if "required keyword-only argument" not in str(error):

@@ -149,7 +149,7 @@ def scan(
 
     def update_layer(layer, state, gradients, token, index):
         step = lambda old, state: update(old, state, structure.unflatten(gradients))
-        with context.one_layer(Layer(index, count, frozenset(names))):
+        with context.changed(layer=Layer(index, count, frozenset(names))):
             old = structure.unflatten(layer), state[1]
             new, rest = alone(index, step, *old)
         check_kept("(layer, state)", old, (new, rest))

@@ -144,13 +144,8 @@ def step_report(
     """
     reports = _reported(tx, params, state, grads, extra_args)
     # A loss scale hands on zeros in place of gradients that have overflowed.
-    leaves = jax.tree.map(
-        lambda x, grad: x and x._replace(nonfinite_grads=_nonfinite(grad)),
-        reports,
-        grads,
-        is_leaf=_is_report,
-    )
-    return StepReport(leaves)
+    count = lambda x, grad: x and x._replace(nonfinite_grads=_nonfinite(grad))
+    return StepReport(jax.tree.map(count, reports, grads, is_leaf=_is_report))
 
 
 def _reported(tx, params, state, grads, extra_args):

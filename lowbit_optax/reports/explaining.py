@@ -67,12 +67,8 @@ def explain(tx: Transformation, params: PyTree, **extra_args) -> Explanation:
         is_direct(tx, shapes, state, extra_args)
     except ChangedUpdateError as error:
         return Explanation(dict.fromkeys(error.names, f"wrong: {error}"))
-    grads = jax.tree.map(
-        lambda x: (
-            jax.ShapeDtypeStruct(x.shape, "float32") if trees.is_quantized(x) else x
-        ),
-        shapes,
-        is_leaf=trees.is_quantized,
-    )
+    wide = lambda x: jax.ShapeDtypeStruct(x.shape, "float32")
+    like = lambda x: wide(x) if trees.is_quantized(x) else x
+    grads = jax.tree.map(like, shapes, is_leaf=trees.is_quantized)
     jax.eval_shape(update, grads, state, shapes, extra_args)
     return found

@@ -161,9 +161,8 @@ class MemoryReport(Tabular):
         return Table("bytes per parameter", self._rows(), notes, totals=1)
 
     def _rows(self) -> list[list[str]]:
-        parts = ["params", "residual", "moments", "accumulators", "other"]
         is_some = lambda part: any(getattr(leaf, part) for leaf in self.leaves)
-        shown = [*parts[:3], *filter(is_some, parts[3:]), "total"]
+        shown = [*_PARTS[:3], *filter(is_some, _PARTS[3:]), "total"]
         rows = [["leaf", "parameters", "dtype", *shown, "f32 master"]]
         for leaf in (*self.leaves, self.total):
             parts = (getattr(leaf, part) for part in (*shown, "float32_master"))
@@ -294,9 +293,7 @@ def memory_report(
 
 
 def gradient_bytes(
-    params: PyTree,
-    dtype: np.dtype,
-    stacked: Callable[[str], bool] | None,
+    params: PyTree, dtype: np.dtype, stacked: Callable[[str], bool] | None
 ) -> list[tuple[int, int]]:
     """Per leaf, the bytes of its whole gradient and of what release has at a time."""
     names, leaves, _ = trees.named_leaves(params)

@@ -58,20 +58,17 @@ _LPMM = (
     block_quantized(8),
 )
 
+_four_bit_mu = lambda nu: ({"mu": block_quantized(4), "nu": block_quantized(nu)},)
+
 # In the order of what they can lose: bits of weights, then of moments.
 _CHOICES = (
     _Formats("float32", None),
     _Formats("extra_bits", extra_bits()),
     _Formats("kahan", kahan(), (cast(jnp.bfloat16),)),
     _Formats("lowbit", extra_bits(8), (block_quantized(8),)),
-    *(
-        _Formats(
-            f"lowbit, {name}",
-            extra_bits(8),
-            ({"mu": block_quantized(4), "nu": block_quantized(nu_bits)},),
-        )
-        for name, nu_bits in (("4-bit mu", 8), ("low", 6), ("4-bit mu, nu", 4))
-    ),
+    _Formats("lowbit, 4-bit mu", extra_bits(8), _four_bit_mu(8)),
+    _Formats("lowbit, low", extra_bits(8), _four_bit_mu(6)),
+    _Formats("lowbit, 4-bit mu, nu", extra_bits(8), _four_bit_mu(4)),
     _Formats("lpmm, 12 bits", quantized_weights(), _LPMM, bits=12),
     _Formats("lpmm, 8 bits", quantized_weights(), _LPMM, bits=8),
 )
@@ -236,9 +233,8 @@ def plan(
     for choice in _CHOICES:
         shapes = wide if choice.weights is None else narrow
         if choice.bits is not None:
-            shapes = jax.eval_shape(
-                functools.partial(quantize_params, bits=choice.bits), wide
-            )
+            quantize = functools.partial(quantize_params, bits=choice.bits)
+            shapes = jax.eval_shape(quantize, wide)
         for moments in choice.moments:
             make = functools.partial(_transformation, optimizer, choice, moments)
             try:

@@ -96,10 +96,7 @@ def check_storage_formats(
 
 
 def _add_lowbit(
-    found: dict[str, str],
-    where: str,
-    node: Recorded,
-    by_name: Mapping[str, typing.Any],
+    found: dict[str, str], where: str, node: Recorded, by_name: Mapping[str, typing.Any]
 ) -> None:
     """Add what one ``lowbit`` keeps: residuals to the parameters, and its moments."""
     leaves = node.leaves("tx", by_name)

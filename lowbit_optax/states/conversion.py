@@ -18,11 +18,7 @@ from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import DrawsToNearest, ToNearest
 from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.kept_float32 import (
-    KeepFloat32,
-    dtypes_of,
-    is_bias_or_norm,
-)
+from lowbit_optax._step.kept_float32 import KeepFloat32, dtypes_of, is_bias_or_norm
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.state import LowbitState
@@ -38,10 +34,7 @@ from lowbit_optax.states.decoded import (
     recorded_nodes,
 )
 from lowbit_optax.states.matching import matched
-from lowbit_optax.states.state_leaves import (
-    KeyPath,
-    owner_and_field,
-)
+from lowbit_optax.states.state_leaves import KeyPath, owner_and_field
 
 
 def convert(
@@ -233,15 +226,14 @@ def _initial(to_tx: Transformation, shapes, numbers: list[int]) -> list[Part]:
 
     @jax.jit  # so that no other leaf is allocated
     def init():
-        wide = lambda x: (
-            jnp.float32 if trees.is_quantized(x) or trees.is_float(x) else x.dtype
-        )
+        is_float = lambda x: trees.is_quantized(x) or trees.is_float(x)
+        wide = lambda x: jnp.float32 if is_float(x) else x.dtype
         zeros = lambda x: jnp.zeros(x.shape, wide(x))
         params = jax.tree.map(zeros, shapes, is_leaf=trees.is_quantized)
         leaves = jax.tree.leaves(to_tx.init(params))
         return [leaves[number] for number in numbers]
 
-    with context.starting(lambda config, params: config.inner.init(params)):
+    with context.changed(start=lambda config, params: config.inner.init(params)):
         return [Part(x, x) for x in init()]
 
 
@@ -280,7 +272,9 @@ def _shape(name: str, leaf, kind):
             f"{list(kind.shape)} there"
         )
     if trees.is_quantized(kind):
-        trees.check_quantized(name, kind)
+        quantized: typing.Any = kind
+        with trees.naming(name):
+            quantized.check()
         return trees.abstract(kind)
     try:
         given = getattr(kind, "dtype", None) if is_array else kind

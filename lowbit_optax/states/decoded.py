@@ -86,7 +86,7 @@ def recorded_nodes(
         names, _, treedef = trees.named_leaves(params)
         return Recorded(config, names, treedef)
 
-    with context.starting(record):
+    with context.changed(start=record):
         # Not tx.init itself, whose result JAX may know from outside of this context.
         state = jax.eval_shape(lambda params: tx.init(params), trees.abstract(params))
     is_recorded = lambda x: isinstance(x, Recorded)

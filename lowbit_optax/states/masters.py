@@ -13,18 +13,10 @@ from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.dtypes import dtype_of
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.random_bits import ToNearest
-from lowbit_optax._numerics.straight_through import (
-    narrowed,
-    straight_through,
-    widened,
-)
+from lowbit_optax._numerics.straight_through import narrowed, straight_through, widened
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, is_blank
-from lowbit_optax._step.kept_float32 import (
-    KeepFloat32,
-    dtypes_of,
-    is_bias_or_norm,
-)
+from lowbit_optax._step.kept_float32 import KeepFloat32, dtypes_of, is_bias_or_norm
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._types import OptState, Params, PyTree, Transformation
 from lowbit_optax.formats.base import WeightFormat
@@ -137,7 +129,7 @@ def from_master(
         else leaf
         for name, leaf in zip(names, leaves, strict=True)
     )
-    with context.starting(lambda config, params: config.start(params, wide)):
+    with context.changed(start=lambda config, params: config.start(params, wide)):
         return new, tx.init(new)
 
 
@@ -188,7 +180,7 @@ def with_master(
         if is_asked_otherwise or not names or not held:
             return tx.init(params)
         wide = _masters_of(names, leaves, held[0])
-        with context.starting(lambda config, params: config.start(params, wide)):
+        with context.changed(start=lambda config, params: config.start(params, wide)):
             state = tx.init(params)
         if are_arrays:
             held.clear()
@@ -264,11 +256,7 @@ def _rounded(name: str, x, kind) -> jax.Array:
             f"{trees.describe(x)}; accepted are {', '.join(map(str, NARROW_DTYPES))}, "
             "and float32"
         )
-    return traced_once(_cast, dtype)(x)
-
-
-def _cast(dtype: np.dtype, x: jax.Array) -> jax.Array:
-    return narrowed(x, dtype)
+    return traced_once(narrowed, dtype)(x)
 
 
 def _residuals(

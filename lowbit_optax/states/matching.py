@@ -112,9 +112,8 @@ def _check_moments(held: Mapping[Place, list], asked: Sequence) -> None:
         is_left_out = not counts[1] and place[:2] in fields
         if place.owner is None or counts[0] == counts[1] or is_left_out:
             continue
-        has, lacks = (
-            ("from_tx", "to_tx") if counts[0] > counts[1] else ("to_tx", "from_tx")
-        )
+        both = "from_tx", "to_tx"
+        has, lacks = both if counts[0] > counts[1] else both[::-1]
         where = jax.tree_util.keystr(leaves[-1].path)
         raise ValueError(
             "convert: in float32 the two transformations keep different states: "

@@ -15,10 +15,7 @@ from lowbit_optax._step.param_shardings import (
     uneven_axes,
 )
 from lowbit_optax._types import PyTree, Transformation
-from lowbit_optax.states.state_leaves import (
-    StateLeaf,
-    state_leaves,
-)
+from lowbit_optax.states.state_leaves import StateLeaf, state_leaves
 
 Uneven = typing.Literal["error", "other_axis", "replicate"]
 
@@ -90,9 +87,8 @@ def state_shardings(
     advice = functools.partial(_advice, tx, params)
     placed = _by_parameter(params, shardings, mesh, advice)
     if mesh is None:
-        mesh = next(
-            (x.mesh for _, x in placed.values() if isinstance(x.mesh, Mesh)), None
-        )
+        meshes = (x.mesh for _, x in placed.values() if isinstance(x.mesh, Mesh))
+        mesh = next(meshes, None)
     around = mesh_or_ambient("state_shardings", mesh, "parameters")
     replicated = NamedSharding(around, PartitionSpec())
     state = jax.eval_shape(tx.init, trees.abstract(params))
@@ -127,10 +123,7 @@ def state_shardings(
             )
         return _whole_along(does_not_divide, sharding)
 
-    return jax.tree.unflatten(
-        jax.tree.structure(state),
-        [sharding_of(part) for part in parts],
-    )
+    return jax.tree.unflatten(jax.tree.structure(state), map(sharding_of, parts))
 
 
 def _shardings_of_params(tx: Transformation, params: PyTree, mesh):
@@ -142,7 +135,7 @@ def _shardings_of_params(tx: Transformation, params: PyTree, mesh):
         found.update(zip(trees.named_leaves(params)[0], known, strict=True))
         return config.start(params, {})
 
-    with context.starting(start):
+    with context.changed(start=start):
         # JAX may have traced tx.init on these shapes before.
         jax.eval_shape(lambda params: tx.init(params), trees.abstract(params))
     names, _, treedef = trees.named_leaves(params)

@@ -207,7 +207,7 @@ def step(
     Array([0.5, 0.5, 0.5, 0.5], dtype=bfloat16)
     """
     stepper = stepper_of(tx)
-    with context.params_wanted(False):
+    with context.changed(wants_params=False):
         if stepper is not None:
             return stepper.run(params, opt_state, grads, REPLACE, extra_args)
         check_transformation("step", "tx", tx)

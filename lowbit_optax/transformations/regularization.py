@@ -66,9 +66,8 @@ def regularize(
             )
         return _added(updates, _gradients(penalty, params)), state
 
-    return optax.GradientTransformationExtraArgs(
-        lambda params: optax.EmptyState(), update
-    )
+    init = lambda params: optax.EmptyState()
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _gradients(penalty: Callable, params):
@@ -77,9 +76,8 @@ def _gradients(penalty: Callable, params):
     variables = {i: x for i, x in enumerate(leaves) if trees.is_float(x)}
 
     def of_variables(variables):
-        value = penalty(
-            treedef.unflatten(variables.get(i, x) for i, x in enumerate(leaves))
-        )
+        together = (variables.get(i, x) for i, x in enumerate(leaves))
+        value = penalty(treedef.unflatten(together))
         is_float = jnp.issubdtype(jnp.result_type(value), jnp.floating)
         if jnp.shape(value) or not is_float:
             raise TypeError(
@@ -94,9 +92,5 @@ def _gradients(penalty: Callable, params):
 
 def _added(updates, gradients):
     """Updates plus gradients, in the updates' dtypes."""
-    return jax.tree.map(
-        lambda x, g: x if g is None else x + g.astype(x.dtype),
-        updates,
-        gradients,
-        is_leaf=lambda x: x is None,
-    )
+    add = lambda x, g: x if g is None else x + g.astype(x.dtype)
+    return jax.tree.map(add, updates, gradients, is_leaf=lambda x: x is None)
