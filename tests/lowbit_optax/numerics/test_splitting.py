@@ -163,9 +163,3 @@ def test_stochastic_residuals_go_up_in_exactly_their_share_of_the_draws(
     assert set(np.unique((back - low[:, None]) >> drop)) == {0, 1}
     ups = np.sum(back > low[:, None], axis=1)
     np.testing.assert_array_equal(ups, samples % 2**drop)
-
-
-# Residuals of a parameter that rounding would not have chosen (exact landing).
-
-
-# The format, with its packing.

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -105,14 +104,6 @@ def test_activations_and_devices_count():
     total = row.report.total.total + row.report.gradients
     assert row.bytes_per_device(release=False) == total
     assert split.bytes_per_device(release=False) == math.ceil(total / 4) + 1000
-
-
-def test_the_table_says_what_fits():
-    text = str(_planned(int(8.5 * SIZE)))
-    assert re.search(r"^float32 +4\.00 +8\.0\d +4\.00 .* no$", text, re.M)
-    assert re.search(r"^lowbit +3\.0\d +2\.1\d +2\.00 .* yes$", text, re.M)
-    assert "GiB: lowbit\n" in text
-    assert "Activations are not counted" in text
 
 
 @pytest.mark.parametrize(
