@@ -1,11 +1,10 @@
 """``import lowbit_optax`` gives all modules, and only one of them needs flax."""
 
-import subprocess
-import sys
 import textwrap
 
 import jax
 import pytest
+from places import printed_by
 
 import lowbit_optax
 from lowbit_optax import __main__
@@ -18,14 +17,7 @@ MODULES = (
 
 def _run(program):
     """The output of a program in a fresh interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return printed_by("-c", textwrap.dedent(program))
 
 
 WITHOUT_FLAX = """

@@ -172,7 +172,7 @@ def test_released_steps_of_architectures_are_ordinary_ones(name):
     model.check(name)
 
 
-def nnx_model():
+def test_released_steps_of_nnx_are_ordinary_ones():
     """An nnx model with dropout, split into its graph, parameters and the rest."""
     nnx = pytest.importorskip("flax.nnx")
 
@@ -195,9 +195,4 @@ def nnx_model():
         loss = jnp.mean(net(x) ** 2)
         return loss, nnx.state(net, nnx.BatchStat)
 
-    return loss_fn, params
-
-
-def test_released_steps_of_nnx_are_ordinary_ones():
-    loss_fn, params = nnx_model()
     released.assert_equal_steps(loss_fn, SGD, params, released.batches(2), has_aux=True)

@@ -126,10 +126,6 @@ def test_another_mesh_goes_on_with_the_same_bits(tmp_path, shape, axes, spec):
 
 OTHER_WEIGHTS = {
     "fewer bits": (_adamw(extra_bits(16)), _adamw(extra_bits(8))),
-    "toward zero for nearest": (
-        _adamw(extra_bits(8, rounding="toward_zero")),
-        _adamw(extra_bits(8)),
-    ),
     "stochastic for nearest": (
         _adamw(extra_bits(7, rounding="stochastic")),
         _adamw(extra_bits(8)),
@@ -137,12 +133,7 @@ OTHER_WEIGHTS = {
     "kahan for extra bits": (_adamw(kahan()), _adamw(extra_bits(16))),
     "kahan for none": (_adamw(kahan()), _adamw(lowbit_optax.stochastic_rounding())),
     "none for kahan": (_adamw(lowbit_optax.nearest()), _adamw(kahan())),
-    "master for kahan": (_adamw(lowbit_optax.master_copy()), _adamw(kahan())),
     "packed or not": (_adamw(extra_bits(8)), _adamw(extra_bits(8), min_size=9999)),
-    "sgd for adamw": (
-        lowbit(optax.sgd(0.1, 0.9), weights=kahan(), moments="float32"),
-        _adamw(kahan()),
-    ),
 }
 
 

@@ -31,15 +31,6 @@ def parameters(dtype=jnp.bfloat16):
 # Presets.
 
 
-def test_plain_lowbit_is_the_recommended_preset():
-    shapes = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
-    for moments, size in ((None, 5.125), ("low", 4.375)):
-        plain = lowbit(optax.adamw(1e-3), moments=moments)
-        for tx in (plain, lowbit_optax.lowbit_adamw(1e-3, moments=moments)):
-            report = memory_report(tx, shapes)
-            assert report.bytes_per_param == pytest.approx(size, 1e-4)
-
-
 # The direct step.
 
 OF_ONE = lowbit_optax.loss_scaling.static_scale(1.0)
