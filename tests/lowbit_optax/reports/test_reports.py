@@ -1,11 +1,14 @@
 """Reported bytes are those of the arrays; cancelled updates are those in numpy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from optimizers import (
+    ALIASES,
     OPTIMIZERS,
     WRAPPED,
     each,
@@ -35,23 +38,6 @@ def _is_blank(x):
 
 
 FEW_WRAPPED = {name: tx for name, tx in WRAPPED.items() if name.endswith("_kahan")}
-
-
-@each(OPTIMIZERS | FEW_WRAPPED)
-def test_totals_are_the_bytes_of_the_live_arrays(optimizer):
-    tx = optimizer()
-    params = _params()
-    report = memory_report(tx, params)
-    state = tx.init(params)
-    assert report.total.params == _bytes(params)
-    kept = [x for x in jax.tree.leaves(state.residual) if not _is_blank(x)]
-    assert report.total.residual == _bytes(kept)
-    assert report.total.total == _bytes((params, state))
-    # Every array is in one leaf's row, but for the scalars that belong to none.
-    scalars = report.total.total - sum(leaf.total for leaf in report.leaves)
-    blanks = sum(leaf.other for leaf in report.leaves)
-    assert scalars == report.total.other - blanks <= 64
-    assert report.bytes_per_param == report.total.total / (64 * 24 + 40 + 1 + 24)
 
 
 @pytest.mark.parametrize(
@@ -119,33 +105,36 @@ def test_a_quantised_weight_is_one_row(tx, moments, accumulators):
 
 
 NESTED = {
-    name: wrap(
-        lambda learning_rate: lowbit_optax.extra_bits_adamw(
-            learning_rate, bits=8, min_size=0
-        ),
-        lowbit_optax.kahan_sgd(0.1, 0.9),
+    name: functools.partial(
+        wrap, ALIASES["extra_bits_adamw_8"], lowbit_optax.kahan_sgd(0.1, 0.9)
     )
     for name, wrap in WRAPPERS.items()
 } | {
-    "injected inside": weights_only(
+    "injected inside": lambda: weights_only(
         optax.inject_hyperparams(optax.adamw)(0.1), kahan()
     ),
-    "chain of states": optax.chain(
+    "chain of states": lambda: optax.chain(
         optax.trace(0.9), lowbit_optax.kahan_adamw(0.1), optax.ema(0.9)
     ),
 }
 
 
-@pytest.mark.parametrize("tx", NESTED.values(), ids=NESTED)
-def test_wrappers_around_are_counted(tx):
+@each(OPTIMIZERS | FEW_WRAPPED | NESTED)
+def test_totals_are_the_bytes_of_the_live_arrays(optimizer):
+    tx = optimizer()
     params = _params()
     report = memory_report(tx, params)
     state = tx.init(params)
+    assert report.total.params == _bytes(params)
     assert report.total.total == _bytes((params, state))
-    kernel = report.leaves[[leaf.name for leaf in report.leaves].index("['kernel']")]
-    assert kernel.residual in (64 * 24, 2 * 64 * 24)
-    assert kernel.moments >= 2 * 64 * 24 * 2
-    assert report.total.other <= 100
+    if isinstance(state, lowbit_optax.LowbitState):
+        kept = [x for x in jax.tree.leaves(state.residual) if not _is_blank(x)]
+        assert report.total.residual == _bytes(kept)
+    # Every array is in one leaf's row, but for the scalars that belong to none.
+    scalars = report.total.total - sum(leaf.total for leaf in report.leaves)
+    blanks = sum(leaf.other for leaf in report.leaves)
+    assert scalars == report.total.other - blanks <= 64
+    assert report.bytes_per_param == report.total.total / (64 * 24 + 40 + 1 + 24)
 
 
 def test_moments_that_stayed_float32_are_listed_with_the_reason():

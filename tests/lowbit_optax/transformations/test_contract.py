@@ -10,7 +10,6 @@ from optimizers import (
     assert_same_bits,
     gradient_series,
     jitted,
-    model_params,
     train,
     weights_only,
 )
@@ -112,27 +111,6 @@ def test_every_leaf_of_any_tree_may_be_a_quantized_tensor():
 
 
 # Around optax's transformations.
-
-
-def test_a_chain_inside_sees_float32_gradients_and_masters():
-    seen = []
-
-    def record(updates, params):
-        seen.append((updates, params))
-        return updates
-
-    tx = weights_only(
-        optax.chain(optax.stateless(record), optax.sgd(0.1, 0.9)),
-        lowbit_optax.extra_bits(16),
-    )
-    params = model_params() | {"norm": jnp.ones(8)}
-    grads = gradient_series(params, 1, jnp.bfloat16)[0]
-    params, state = lowbit_optax.step(tx, params, tx.init(params), grads)
-    lowbit_optax.step(tx, params, state, grads)
-    updates, masters = seen[-1]
-    assert_same_bits(updates, jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-    assert_same_bits(masters, lowbit_optax.master_weights(params, state))
-    assert not np.array_equal(masters["kernel"], params["kernel"].astype(jnp.float32))
 
 
 def test_extra_arguments_reach_the_inner_transformation():
