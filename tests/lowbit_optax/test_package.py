@@ -15,11 +15,6 @@ MODULES = (
 )
 
 
-def _run(program):
-    """The output of a program in a fresh interpreter."""
-    return printed_by("-c", textwrap.dedent(program))
-
-
 WITHOUT_FLAX = """
     import importlib.abc, sys
 
@@ -29,6 +24,23 @@ WITHOUT_FLAX = """
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     sys.meta_path.insert(0, NoFlax())
+
+    import inspect
+    import lowbit_optax
+
+    attempts = [
+        "import lowbit_optax.training",
+        "from lowbit_optax import training",
+        "from lowbit_optax.training import TrainState",
+        "lowbit_optax.training",
+    ]
+    for attempt in attempts:
+        try:
+            exec(attempt)
+        except (ImportError, AttributeError) as error:
+            print(error)
+    print(hasattr(lowbit_optax, "training"))
+    print("release" in dict(inspect.getmembers(lowbit_optax)))
 """
 
 
@@ -47,8 +59,7 @@ def test_every_public_name_is_there():
 
 
 def test_modules_that_are_not_used_are_not_imported():
-    output = _run(
-        """
+    program = """
         import sys
         import lowbit_optax
         unused = ("flax", "lowbit_optax.precision", "lowbit_optax.release")
@@ -56,35 +67,13 @@ def test_modules_that_are_not_used_are_not_imported():
         print([name for name in unused if name in sys.modules])
         lowbit_optax.release
         print([name for name in unused if name in sys.modules])
-        """
-    )
+    """
+    output = printed_by("-c", textwrap.dedent(program))
     assert output.splitlines() == ["[]", "['lowbit_optax.release']"]
 
 
 def test_without_flax_training_names_the_extra_and_the_rest_works():
-    output = _run(
-        textwrap.dedent(WITHOUT_FLAX)
-        + textwrap.dedent(
-            """
-            import inspect
-            import lowbit_optax
-
-            attempts = [
-                "import lowbit_optax.training",
-                "from lowbit_optax import training",
-                "from lowbit_optax.training import TrainState",
-                "lowbit_optax.training",
-            ]
-            for attempt in attempts:
-                try:
-                    exec(attempt)
-                except (ImportError, AttributeError) as error:
-                    print(error)
-            print(hasattr(lowbit_optax, "training"))
-            print("release" in dict(inspect.getmembers(lowbit_optax)))
-            """
-        )
-    )
+    output = printed_by("-c", textwrap.dedent(WITHOUT_FLAX))
     *messages, has_training, has_release = output.splitlines()
     assert len(messages) == 4
     for message in messages:

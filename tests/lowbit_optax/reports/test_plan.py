@@ -46,10 +46,6 @@ def test_bytes_are_those_of_the_optimizers_by_name(name):
     assert _planned()[name].report.total == want.total
 
 
-def test_rows_are_in_the_order_of_the_documentation():
-    assert tuple(row.name for row in _planned().rows) == ADAMW
-
-
 def test_what_a_row_starts_and_steps_has_the_bytes_of_its_report():
     masters = _shapes()
     for row in _planned().rows:

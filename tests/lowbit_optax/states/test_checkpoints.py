@@ -32,11 +32,6 @@ pytestmark = pytest.mark.standard_promotion
 _adamw = functools.partial(adamw, 0.01)
 
 
-def _mixed_params():
-    """Parameters with float32 leaves, whose residual is None, and a None among them."""
-    return model_params() | {"norm": jnp.ones(24), "unused": None}
-
-
 def _resumes(folder, store, tx, params, series):
     """Five steps, a checkpoint and five more are ten steps."""
     want = train(tx, params, tx.init(params), series, lowbit_optax.step)
@@ -51,7 +46,7 @@ def _resumes(folder, store, tx, params, series):
 def test_five_steps_a_checkpoint_and_five_more_are_ten_steps(
     tmp_path, store, optimizer
 ):
-    params = _mixed_params()
+    params = model_params() | {"norm": jnp.ones(24), "unused": None}
     _resumes(tmp_path, store, optimizer(), params, gradient_series(params, 10))
 
 

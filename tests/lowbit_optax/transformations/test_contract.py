@@ -60,7 +60,7 @@ def test_which_wrappers_keep_the_direct_step_and_the_report_says_it(name):
     tx = wrap(lowbit_optax.kahan_adamw(1e-3))
     report = memory_report(tx, params)
     assert report.steps_directly == (name in DIRECT)
-    assert ("forms differences" in str(report)) == (name not in DIRECT)
+
     series = gradient_series(params, 3)
     # Whichever way, the result is that of update and apply_updates.
     assert_same_bits(
