@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from optimizers import (
-    ALIASES,
     OPTIMIZERS,
     WRAPPED,
     each,
@@ -104,10 +103,12 @@ def test_a_quantised_weight_is_one_row(tx, moments, accumulators):
     assert row.float32_master == 4 * size * (1 + usual)
 
 
+def _eight_bits(learning_rate):
+    return lowbit_optax.extra_bits_adamw(learning_rate, bits=8, min_size=0)
+
+
 NESTED = {
-    name: functools.partial(
-        wrap, ALIASES["extra_bits_adamw_8"], lowbit_optax.kahan_sgd(0.1, 0.9)
-    )
+    name: functools.partial(wrap, _eight_bits, lowbit_optax.kahan_sgd(0.1, 0.9))
     for name, wrap in WRAPPERS.items()
 } | {
     "injected inside": lambda: weights_only(
