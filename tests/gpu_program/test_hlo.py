@@ -1,12 +1,12 @@
 """The reader of HLO, on texts whose sizes are known."""
 
 import doctest
+import importlib
 from unittest import mock
 
 import jax
 import pytest
 
-from tools import hlo_arrays, hlo_nodes
 from tools.hlo import copies, kernels
 
 PROGRAM = """HloModule step, is_scheduled=true
@@ -41,8 +41,12 @@ def test_an_operand_that_is_part_of_a_tuple_counts_alone(part, operand):
     assert copies(program) == [1024]
 
 
-@pytest.mark.parametrize("module", [hlo_arrays, hlo_nodes])
-def test_examples_in_docstrings(module):
-    results = doctest.testmod(module)
+OF_PTX = ("bits", "buffers", "floats", "lanes", "memory", "parser")
+MODULES = ["hlo_arrays", "hlo_nodes", *(f"gpu_program.ptx.{x}" for x in OF_PTX)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name):
+    results = doctest.testmod(importlib.import_module(f"tools.{name}"))
     assert results.attempted
     assert not results.failed

@@ -6,12 +6,11 @@ python tests/helpers/cached_step.py lower         # a digest of its GPU program
 
 import functools
 import hashlib
-import os
-import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
+from places import printed_by
 
 import lowbit_optax
 
@@ -46,17 +45,8 @@ def main(action: str, folder: str = "") -> None:
 
 def printed(hash_seed: int, *arguments: str) -> str:
     """What a process with another order of strings in sets prints."""
-    path = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, __file__, *arguments],
-        env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": str(hash_seed)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.strip()
+    output = printed_by(__file__, *arguments, PYTHONHASHSEED=str(hash_seed))
+    return output.strip()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -45,19 +44,10 @@ def weights(seed: int = 0):
     }
 
 
-def start(tx, master):
-    """Parameters and state of float32 weights."""
-    return lowbit_optax.from_master(tx, master)
-
-
 def step(tx, params, state, target):
-    """A step on a loss whose gradients need no sums, whose order would round."""
-
-    def loss(params):
-        distances = jax.tree.map(lambda p, t: p.astype(t.dtype) - t, params, target)
-        return sum(0.5 * jnp.sum(x**2) for x in jax.tree.leaves(distances))
-
-    return lowbit_optax.step(tx, params, state, jax.grad(loss)(params))
+    """A step towards a target: its gradients need no sums, whose order would round."""
+    grads = jax.tree.map(lambda p, t: p.astype(t.dtype) - t, params, target)
+    return lowbit_optax.step(tx, params, state, grads)
 
 
 def views(tx, params, state, target):
@@ -77,7 +67,8 @@ def train(tx, params, state, target):
 
 def _targets(tx, mesh):
     """Shapes of parameters and state, with the shardings that they have on the mesh."""
-    params, state = jax.eval_shape(functools.partial(start, tx), weights())
+    start = functools.partial(lowbit_optax.from_master, tx)
+    params, state = jax.eval_shape(start, weights())
     specs = {"kernel": P("data"), "norm": P()}
     placed = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     shardings = placed, lowbit_optax.state_shardings(tx, params, placed)
@@ -103,7 +94,8 @@ def _run(folder: Path, action: str) -> None:
             target = _global(weights(1), places[0])
             formats = folder / f"{name}.json"
             if action == "save":
-                begin = jax.jit(functools.partial(start, tx), out_shardings=places)
+                start = functools.partial(lowbit_optax.from_master, tx)
+                begin = jax.jit(start, out_shardings=places)
                 run = train(tx, *begin(_global(weights(), places[0])), target)
                 if jax.process_index() == 0:
                     found = storage_formats(tx, run[0])

@@ -46,13 +46,11 @@ _sgd = functools.partial(optax.sgd, momentum=0.9)
 
 
 def _like_sgd(alias, **fixed):
-    make = lambda rate, **options: alias(rate, momentum=0.9, **fixed, **options)
-    return Optimizer(make, _sgd)
+    return Optimizer(lambda rate: alias(rate, momentum=0.9, **fixed), _sgd)
 
 
 def _like_adamw(alias, reference=optax.adamw, **fixed):
-    make = lambda rate, **options: alias(rate, **fixed, **options)
-    return Optimizer(make, reference, 0.003)
+    return Optimizer(lambda rate: alias(rate, **fixed), reference, 0.003)
 
 
 def _bits(bits, **fixed):
@@ -157,15 +155,8 @@ def adamw(rate, weights, moments="float32", **options):
 
 
 def _wrapped(inner, weights):
-    def make(rate, **options):
-        return lowbit_optax.lowbit(
-            inner(rate),
-            weights=weights,
-            moments=BFLOAT16_MOMENTS,
-            **{"min_size": 0, **options},
-        )
-
-    return make
+    options = dict(weights=weights, moments=BFLOAT16_MOMENTS, min_size=0)
+    return lambda rate: lowbit_optax.lowbit(inner(rate), **options)
 
 
 # All but one meet three kinds of format only: compiling takes the tests' time.

@@ -113,7 +113,8 @@ def compare(
         try:
             loss, params, state = run(make(LEARNING_RATE), dtype)
         except Exception as error:
-            found[name] = {"error": f"{type(error).__name__}: {_first_line(error)}"}
+            first_line = str(error).strip().partition("\n")[0]
+            found[name] = {"error": f"{type(error).__name__}: {first_line}"}
             errors.append(error)
             continue
         size = bytes_per_parameter(params, state)
@@ -149,7 +150,3 @@ def note(trainer: str, **figures: Any) -> None:
 def note_restored(trainer: str, name: str, where: str) -> None:
     """Leave that a restored run with this optimizer went on as it should."""
     note(trainer, restored={f"{where}: {name}": True})
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training import train_state
 from optimizers import (
     ALIASES,
@@ -120,21 +119,6 @@ def test_scales_of_float8_layers_are_not_narrowed():
     assert state.params["_overwrite_with_gradient"]["scale"].dtype == jnp.float32
     state = state.apply_gradients(grads=params)
     np.testing.assert_array_equal(state.params["_overwrite_with_gradient"]["scale"], 1)
-
-
-@pytest.mark.slow_to_compile
-@pytest.mark.parametrize("optimizer", FEW.values(), ids=FEW)
-def test_nnx_optimizer_trains_as_update_and_apply_do(optimizer):
-    params = model_params() | {"norm": jnp.ones(32)}  # which is float32
-    tx, series = optimizer(), gradient_series(params, 3)
-    want, _ = train(tx, params, tx.init(params), series)
-    variables = lambda tree: nnx.Dict({k: nnx.Param(x) for k, x in tree.items()})
-    model = variables(params)
-    held = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    advance = nnx.jit(lambda model, held, grads: held.update(model, grads))
-    for grads in series:
-        advance(model, held, variables(grads))
-    assert_same_bits({name: model[name][...] for name in params}, want)
 
 
 class _Pair(typing.NamedTuple):

@@ -1,11 +1,10 @@
 """``import lowbit_optax`` gives all modules, and only one of them needs flax."""
 
-import subprocess
-import sys
 import textwrap
 
 import jax
 import pytest
+from places import printed_by
 
 import lowbit_optax
 from lowbit_optax import __main__
@@ -14,18 +13,6 @@ MODULES = (
     *("block_scaling", "emulation", "formats", "loss_scaling", "lpmm", "precision"),
     *("release", "reports", "training"),
 )
-
-
-def _run(program):
-    """The output of a program in a fresh interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 WITHOUT_FLAX = """
@@ -37,6 +24,23 @@ WITHOUT_FLAX = """
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     sys.meta_path.insert(0, NoFlax())
+
+    import inspect
+    import lowbit_optax
+
+    attempts = [
+        "import lowbit_optax.training",
+        "from lowbit_optax import training",
+        "from lowbit_optax.training import TrainState",
+        "lowbit_optax.training",
+    ]
+    for attempt in attempts:
+        try:
+            exec(attempt)
+        except (ImportError, AttributeError) as error:
+            print(error)
+    print(hasattr(lowbit_optax, "training"))
+    print("release" in dict(inspect.getmembers(lowbit_optax)))
 """
 
 
@@ -55,8 +59,7 @@ def test_every_public_name_is_there():
 
 
 def test_modules_that_are_not_used_are_not_imported():
-    output = _run(
-        """
+    program = """
         import sys
         import lowbit_optax
         unused = ("flax", "lowbit_optax.precision", "lowbit_optax.release")
@@ -64,35 +67,13 @@ def test_modules_that_are_not_used_are_not_imported():
         print([name for name in unused if name in sys.modules])
         lowbit_optax.release
         print([name for name in unused if name in sys.modules])
-        """
-    )
+    """
+    output = printed_by("-c", textwrap.dedent(program))
     assert output.splitlines() == ["[]", "['lowbit_optax.release']"]
 
 
 def test_without_flax_training_names_the_extra_and_the_rest_works():
-    output = _run(
-        textwrap.dedent(WITHOUT_FLAX)
-        + textwrap.dedent(
-            """
-            import inspect
-            import lowbit_optax
-
-            attempts = [
-                "import lowbit_optax.training",
-                "from lowbit_optax import training",
-                "from lowbit_optax.training import TrainState",
-                "lowbit_optax.training",
-            ]
-            for attempt in attempts:
-                try:
-                    exec(attempt)
-                except (ImportError, AttributeError) as error:
-                    print(error)
-            print(hasattr(lowbit_optax, "training"))
-            print("release" in dict(inspect.getmembers(lowbit_optax)))
-            """
-        )
-    )
+    output = printed_by("-c", textwrap.dedent(WITHOUT_FLAX))
     *messages, has_training, has_release = output.splitlines()
     assert len(messages) == 4
     for message in messages:

@@ -1,10 +1,7 @@
 """Cycles of kernels by the compiler's schedule; numbers per 1,024 parameters."""
 
-import os
-import sys
-
 import pytest
-from places import run_python
+from places import printed_by
 
 pytest.importorskip("libtpu", reason="needs the tpu-program extra")
 
@@ -19,11 +16,10 @@ CYCLES = {
 def test_kernels_take_few_cycles():
     # A process of its own: libtpu reads where to write schedules as it is loaded.
     steps = sorted({step for step, _ in CYCLES})
-    path = os.pathsep.join(sys.path)
-    command = "-m", "benchmarks", "tpu_cycles", "--steps", *steps
-    run = run_python(*command, PYTHONPATH=path)
-    assert run.returncode == 0, run.stderr
-    rows = [line.strip("| ").split(" | ") for line in run.stdout.splitlines()]
+    printed = printed_by(
+        "-m", "benchmarks", "tpu_cycles", "--steps", *steps, timeout=None
+    )
+    rows = [line.strip("| ").split(" | ") for line in printed.splitlines()]
     found = {(row[0], row[1]): float(row[2]) for row in rows if len(row) > 2 and row[2]
              and tuple(row[:2]) in CYCLES}  # fmt: skip
     assert found.keys() == CYCLES.keys()

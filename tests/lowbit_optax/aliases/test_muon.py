@@ -78,9 +78,7 @@ def test_the_products_of_one_matrix_of_a_stack_are_temporary():
         """Bytes per parameter."""
         step = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
         compiled = step.lower(params, jax.eval_shape(tx.init, params), params).compile()
-        found = compiled.memory_analysis().temp_size_in_bytes / (12 * 256 * 256)
-        print(f"{found:.1f} temporary bytes per parameter")
-        return found
+        return compiled.memory_analysis().temp_size_in_bytes / (12 * 256 * 256)
 
     # Each product of the whole stack would be 4 bytes per parameter.
     assert temporary(lowbit_muon(0.02)) < temporary(lowbit(muon)) - 7

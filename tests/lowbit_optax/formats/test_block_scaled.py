@@ -222,9 +222,6 @@ def test_codes_and_scales_are_what_scaled_products_take():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-# Errors.
-
-
 def test_leaves_stay_as_they_are_where_the_axis_is_none():
     params = {"conv": jnp.ones((3, 3, 5, 64)), "b": jnp.ones(64), "n": jnp.arange(64)}
     params |= {"w": jnp.ones((64, 64), jnp.bfloat16)}

@@ -1,5 +1,7 @@
 """Moments in narrow floats: nearest rounding stalls them, stochastic does not."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -94,9 +96,7 @@ def test_two_moments_and_two_steps_are_rounded_by_independent_draws(dtype):
         "seed": encode(cast(dtype), half, seed=1),
     }
     up = {name: np.asarray(x).astype(np.float32) > 1 for name, x in up.items()}
-    names = list(up)
-    for i, first in enumerate(names):
-        for second in names[i + 1 :]:
-            # Two fair coins agree half the time.
-            agreeing = np.mean(up[first] == up[second])
-            assert abs(agreeing - 0.5) <= 5 * np.sqrt(0.25 / SIZE), (first, second)
+    for first, second in itertools.combinations(up, 2):
+        # Two fair coins agree half the time.
+        agreeing = np.mean(up[first] == up[second])
+        assert abs(agreeing - 0.5) <= 5 * np.sqrt(0.25 / SIZE), (first, second)

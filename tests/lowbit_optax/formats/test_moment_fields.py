@@ -99,13 +99,6 @@ def test_fields_are_stored_as_what_is_known_of_them_allows(name):
         assert stored(inner, moments) == wanted
 
 
-def test_a_report_names_what_stays_float32():
-    tx = lowbit_optax.lowbit(optax.adan(1e-3))
-    report = lowbit_optax.memory_report(tx, {"w": SHAPE})
-    assert report.leaves[0].float32_moments == ("g",)
-    assert "g" in str(report)
-
-
 ASKED_FOR = {
     "nu_max": optax.amsgrad(1e-3),
     "sum_of_squares": optax.adagrad(1e-3),

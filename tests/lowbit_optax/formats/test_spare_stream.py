@@ -3,15 +3,13 @@
 The leaf's moments are rounded by their products.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from given_words import random_of
 
 import lowbit_optax as lo
-from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax.formats.quantized_weights import quantized_weights
 
 MASTERS = jnp.asarray(np.random.default_rng(0).normal(size=(256, 256)), jnp.float32)
@@ -41,19 +39,8 @@ OTHERS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Given(RandomBits):
-    """Words that are the same for all streams."""
-
-    given: jax.Array | None = None
-
-    def words(self, shape, stream=0):
-        return self.given
-
-
 def stored(format_, dtype, words):
-    zero = jnp.uint32(0)
-    random = Given(zero, zero, given=words)
+    random = random_of(words)
     if dtype is None:
         param = lo.lpmm.quantize_params(MASTERS, bits=12)
     else:

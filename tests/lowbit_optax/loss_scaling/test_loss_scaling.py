@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training import train_state
 from jax import lax
 from optimizers import apply, assert_same_bits, initial, jitted
 
@@ -19,7 +18,6 @@ from lowbit_optax.loss_scaling import (
     log_normal_scale,
     static_scale,
 )
-from lowbit_optax.training import TrainState
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -320,19 +318,6 @@ def test_an_overflow_is_skipped_in_any_composition(around, inside):
         for s in (state, new)
     )
     assert_same_bits(new.inner_state, old.inner_state)
-
-
-@pytest.mark.parametrize("create", [TrainState.create, train_state.TrainState.create])
-def test_a_training_state_skips_an_overflow_and_goes_on(create):
-    tx = with_loss_scale(lowbit_optax.kahan_sgd(0.5), SCALINGS["backoff"])
-    params = {"w": jnp.ones(4, jnp.float16)}
-    state = create(apply_fn=None, params=params, tx=tx)
-    grads = {"w": jnp.full(4, 2.0**10, jnp.float16)}
-    state = state.apply_gradients(grads={"w": grads["w"].at[0].set(jnp.nan)})
-    np.testing.assert_array_equal(state.params["w"], np.ones(4))
-    state = state.apply_gradients(grads=grads)
-    np.testing.assert_array_equal(state.params["w"], np.zeros(4))
-    assert (int(state.step), int(state.opt_state.skipped)) == (2, 1)
 
 
 def test_the_value_and_what_comes_with_it_are_not_scaled():

@@ -293,20 +293,6 @@ def test_layers_dequantised_in_a_scan_give_the_same_gradients():
     assert float(jnp.abs(one[1]["b"]).min(axis=1).max()) > 0
 
 
-def test_in_a_scan_only_the_current_layer_is_dequantised():
-    params, x = stacked_params(), jnp.asarray(normal(4, WIDTH))
-
-    def temporary(fn):
-        compiled = jax.jit(fn).lower(params, x).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    whole = temporary(value_and_grad(scanned(lambda layer: layer)))
-    lazy = temporary(value_and_grad(scanned(dequantize), lazy=True))
-    all_layers = 4 * LAYERS * WIDTH**2
-    assert whole > all_layers
-    assert lazy < all_layers / 2
-
-
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_adam_looks_ahead_as_optaxs_does_if_it_should(nesterov):

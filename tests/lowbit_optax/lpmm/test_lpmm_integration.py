@@ -15,7 +15,7 @@ from optimizers import apply, assert_same_bits, initial, train
 from quantised import quantizer
 
 import lowbit_optax
-from lowbit_optax import accumulate_gradients, lpmm_adam, lpmm_sgd, training
+from lowbit_optax import lpmm_sgd, training
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -64,31 +64,6 @@ def test_partition_and_masked_train_each_weight_by_its_own(advance):
     assert_same_bits({k: got[k] for k in some}, want)
     bias = trained(plain, params["bias"], [g["bias"] for g in grads])
     np.testing.assert_array_equal(got["bias"], bias)
-
-
-@pytest.mark.parametrize(
-    "tx",
-    [lpmm_sgd(0.1, 0.9), lpmm_adam(1e-2), accumulate_gradients(lpmm_sgd(0.1), 2)],
-    ids=["sgd", "adam", "accumulated"],
-)
-@pytest.mark.parametrize("advance", [apply, lowbit_optax.step])
-def test_one_trace_for_all_steps_and_old_buffers_are_given_up(tx, advance):
-    traces = 0
-
-    @functools.partial(jax.jit, donate_argnums=(1, 2))
-    def run(grads, state, params):
-        nonlocal traces
-        traces += 1
-        return advance(tx, params, state, grads)
-
-    params = params_of()
-    state = initial(tx, params)
-    for grads in series(5):
-        before = [x for x in jax.tree.leaves((params, state)) if x.ndim]
-        params, state = run(grads, state, params)
-        assert all(x.is_deleted() for x in before)
-    assert traces == 1
-    assert not any(x.is_deleted() for x in jax.tree.leaves((params, state)))
 
 
 # Training states and checkpoints.

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
-from patterns import assert_same, cast
+from patterns import assert_same, cast, float_casts
 
 from lowbit_optax._numerics.float_format import FP32, grid_of, round_to_grid
 from lowbit_optax.precision import FloatFormat
@@ -320,36 +320,11 @@ def test_a_traced_flag_chooses_between_two_formats_in_one_program():
     assert len(traces) == 1
 
 
-def float_operations(jaxpr):
-    """The names of the operations that read or write floats, of all depths."""
-    for eqn in jaxpr.eqns:
-        inner = list(jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns")))
-        inner = [p for p in inner if hasattr(p, "eqns")]
-        for sub in inner:
-            yield from float_operations(sub)
-        avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
-        if not inner and any(jnp.issubdtype(a.dtype, jnp.floating) for a in avals):
-            yield eqn.primitive.name
-
-
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_rounding_is_a_program_of_integers_alone(stochastic):
-    x = jnp.ones(8)
-    random = jnp.zeros(8, jnp.uint32) if stochastic else None
+@pytest.mark.parametrize("random", [None, jnp.zeros(8, jnp.uint32)], ids=str)
+def test_rounding_contains_no_cast_that_xla_could_drop(random):
     for fmt in (FloatFormat(4, 3, 4), FloatFormat(8, 7), FloatFormat(6, 9)):
-        names = set(float_operations(jax.make_jaxpr(fmt.round)(x, random)))
-        assert names == {"bitcast_convert_type"}
-    names = set(float_operations(jax.make_jaxpr(fmt.decode)(jnp.zeros(8, jnp.uint8))))
-    assert names == {"bitcast_convert_type"}
-
-
-def test_names_tell_formats_apart():
-    assert str(FloatFormat(4, 3, 4)) == "fp(4,3,4)"
-    assert str(FloatFormat(6, 9)) == "fp(6,9)"
-    assert str(FloatFormat(5, 10, specials="ieee")) == "fp(5,10)+ieee"
-    fmt = FloatFormat(4, 3, -1, "nan", "infinity", subnormals=False)
-    assert str(fmt) == "fp(4,3,-1)+nan+infinity-subnormals"
-    assert len({str(fmt) for fmt in FORMATS}) == len(FORMATS)
+        rounded = lambda x, fmt=fmt: fmt.decode(fmt.encode(fmt.round(x, random)))
+        assert float_casts(jax.make_jaxpr(rounded)(jnp.ones(8))) == []
 
 
 @pytest.mark.exhaustive

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from given_words import random_of
 from jax import lax
 
 from lowbit_optax._numerics.even_words import phase_at
@@ -107,22 +108,12 @@ def test_two_moments_are_even_whatever_the_weight_reads_of_its_words(read):
     count = min(free // step + 1, 2**16)
     for fixed in drawn & np.uint32(read):
         given = jnp.asarray(fixed | np.arange(count, dtype=np.uint32) * np.uint32(step))
-        draws = moment_draws(Given(jnp.uint32(0), jnp.uint32(0), given=given), 0)
+        draws = moment_draws(random_of(given), 0)
         first, second = (np.asarray(draws.twelve(given.shape, n)) for n in (0, 1))
         for words in (first, second):
             assert np.ptp(np.bincount(words >> 24, minlength=256)) <= count / 64 + 2
         joint = np.bincount((first >> 29) * 8 + (second >> 29), minlength=64)
         assert np.ptp(joint) <= count / 64 + 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Given(RandomBits):
-    """Words that are given."""
-
-    given: jax.Array | None = None
-
-    def words(self, shape, stream=0):
-        return self.given
 
 
 def test_other_moments_have_words_of_their_own():

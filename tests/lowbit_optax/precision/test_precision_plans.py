@@ -364,15 +364,6 @@ def test_a_damaged_file_is_named(plan, tmp_path, damage):
         precision.load(path)
 
 
-def test_a_table_has_a_line_for_each_tensor_and_formats_of_both(plan):
-    lines = str(precision.demote(plan, 0.3)).splitlines()
-    assert len(lines) == 2 + 9 + 1
-    plain = [" ".join(line.split()) for line in lines]
-    assert plain[4] == "1 params[1] 4x5 fp(4,3,4) fp(6,9)+infinity"
-    assert plain[3] == "0 batch[0] 2x3 fp(6,9)"
-    assert lines[-1] == "0.333 of 156 elements in low precision"
-
-
 def test_the_ratio_counts_more_elements_than_float32_does():
     side = 2**14
     w = [FLOAT((side, side)), FLOAT((side, 1))]

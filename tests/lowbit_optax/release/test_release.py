@@ -178,13 +178,6 @@ def test_what_differs_between_layers_by_their_place_is_equal(name):
     )
 
 
-@pytest.mark.parametrize("implementation", ["pallas", "xla"])
-def test_a_layer_is_rounded_by_the_random_bits_of_its_place(implementation):
-    tx = lowbit_optax.sr_sgd(RATE, implementation=implementation)
-    params = simple_params(dtype=jnp.bfloat16)
-    released.assert_equal_steps(simple_loss, tx, params, released.batches(1))
-
-
 def test_a_mask_by_rank_is_that_of_the_stack():
     params = {"layers": released.weights(3).reshape(3, -1), "head": normal(64)}
 

@@ -228,22 +228,21 @@ def test_layer_by_layer_without_overflows_is_the_exact_step():
     assert not any(np.any(x) for x in jax.tree.leaves(skipped))
 
 
-@pytest.mark.parametrize("where", [1, 3], ids=["in_a_loop", "at_the_end"])
-def test_exactly_one_overflow_is_enough_to_skip_the_step(where):
-    _, new, state = after("exact", pushed(where))
-    assert_same_bits(new, params())
-    before = layerwise("exact")[0].init(params())
-    assert_same_bits(state.inner_state, before.inner_state)
-    assert (float(state.scale), int(state.skipped)) == (2.0**8, 1)
+SKIPPED = {
+    "one in a loop": ("exact", [1], 2.0**9),
+    "one at the end": ("exact", [3], 2.0**9),
+    "everything": ("exact", [], 2.0**24),
+    "every layer": ("layer", [], 2.0**24),
+}
 
 
-@pytest.mark.parametrize("overflow", ["exact", "layer"])
-def test_where_everything_overflows_only_the_scale_moves(overflow):
-    _, new, state, *skipped = after(overflow, pushed(), 2.0**24)
+@pytest.mark.parametrize(("overflow", "where", "scale"), SKIPPED.values(), ids=SKIPPED)
+def test_a_step_that_overflows_moves_only_the_scale(overflow, where, scale):
+    _, new, state, *skipped = after(overflow, pushed(*where), scale)
     assert_same_bits(new, params())
     before = layerwise(overflow)[0].init(params())
     assert_same_bits(state.inner_state, before.inner_state)
-    assert (float(state.scale), int(state.skipped)) == (2.0**23, 1)
+    assert (float(state.scale), int(state.skipped)) == (scale / 2, 1)
     assert all(np.all(x) for x in jax.tree.leaves(skipped))
 
 

@@ -44,12 +44,6 @@ def test_a_loss_is_traced_once_for_each_shape_of_its_batch(max_norm):
         assert len(calls) == count
 
 
-def test_a_step_without_jit_is_that_under_jit():
-    args = arguments(KAHAN, jnp.bfloat16)
-    step = release.value_and_update(simple_loss, KAHAN)
-    chex.assert_trees_all_close(step(*args), jax.jit(step)(*args), rtol=1e-2, atol=1e-4)
-
-
 def test_jit_finds_arguments_by_their_names():
     def loss_fn(params, x, train):
         return simple_loss(params, x) * (1.0 if train else 2.0)

@@ -172,36 +172,7 @@ def test_released_steps_of_architectures_are_ordinary_ones(name):
     model.check(name)
 
 
-def flax_model():
-    """A linen model with dropout and batch statistics."""
-    linen = pytest.importorskip("flax.linen")
-
-    class Net(linen.Module):
-        @linen.compact
-        def __call__(self, x, train):
-            for _ in range(2):
-                x = linen.Dense(WIDTH, use_bias=False)(x)
-                x = linen.BatchNorm(not train, momentum=0.5)(x)
-                x = linen.Dropout(0.25, deterministic=not train)(jnp.tanh(x))
-            return linen.Dense(1)(x)
-
-    net = Net()
-    variables = net.init(jax.random.key(0), jnp.ones((4, WIDTH)), False)
-
-    def loss_fn(params, x):
-        y, new = net.apply(
-            {"params": params, "batch_stats": variables["batch_stats"]},
-            x,
-            True,
-            mutable=["batch_stats"],
-            rngs={"dropout": jax.random.key(1)},
-        )
-        return jnp.mean(y**2), new
-
-    return loss_fn, variables["params"]
-
-
-def nnx_model():
+def test_released_steps_of_nnx_are_ordinary_ones():
     """An nnx model with dropout, split into its graph, parameters and the rest."""
     nnx = pytest.importorskip("flax.nnx")
 
@@ -224,10 +195,4 @@ def nnx_model():
         loss = jnp.mean(net(x) ** 2)
         return loss, nnx.state(net, nnx.BatchStat)
 
-    return loss_fn, params
-
-
-@pytest.mark.parametrize("make", [flax_model, nnx_model])
-def test_released_steps_of_flax_are_ordinary_ones(make):
-    loss_fn, params = make()
     released.assert_equal_steps(loss_fn, SGD, params, released.batches(2), has_aux=True)

@@ -8,23 +8,15 @@ import numpy as np
 import optax
 import pytest
 import wrappers
-from optimizers import normal
+from optimizers import ALL_FORMATS, normal
 
 import lowbit_optax
-from lowbit_optax import block_quantized, extra_bits, kahan, lowbit, step_report
+from lowbit_optax import block_quantized, kahan, lowbit, step_report
 
 pytestmark = pytest.mark.standard_promotion
 
 BF16 = jnp.bfloat16
 RATE = 2.0**-10
-
-FORMATS = {
-    "nearest": lowbit_optax.nearest(),
-    "stochastic_rounding": lowbit_optax.stochastic_rounding(),
-    "kahan, stochastic": kahan(rounding="stochastic"),
-    "extra_bits 8": extra_bits(8),
-    "extra_bits 16": extra_bits(),
-}
 
 
 def float64(x):
@@ -36,9 +28,9 @@ def sgd(weights=None, rate=RATE, **options):
 
 
 def test_it_says_what_the_next_step_does_in_every_weight_format():
-    master, grads = normal(0), normal(1)
+    master, grads = normal(0), normal(1).at[::3].set(0)
     quantized = lowbit_optax.lpmm.quantize_params({"w": master}, bits=8)
-    txs = {name: sgd(weights) for name, weights in FORMATS.items()}
+    txs = {name: sgd(weights) for name, weights in ALL_FORMATS.items()}
     into = lowbit_optax.stochastic_rounding(error_feedback="trace")
     txs["error_feedback"] = lowbit(optax.sgd(RATE, 0.9), weights=into, min_size=0)
 
@@ -68,13 +60,15 @@ def test_it_says_what_the_next_step_does_in_every_weight_format():
         )
     rounded = master.astype(BF16)
     same = (rounded + jnp.asarray(u, jnp.float32)).astype(BF16) == rounded
-    share = float(jnp.mean(same))
+    share = np.mean(np.asarray(same)[u != 0])
+    assert 0.2 < share < 0.8
     for name in txs:
-        assert float(found[name][0].lost) == pytest.approx(share, abs=1e-6), name
+        if "toward_zero" not in name:  # which has other parameters
+            assert float(found[name][0].lost) == pytest.approx(share, abs=1e-6), name
     reports = {name: report for name, (report, _, _) in found.items()}
-    assert reports["extra_bits 16"].noise < 1e-4 < reports["extra_bits 8"].noise
-    assert reports["extra_bits 8"].noise < reports["stochastic_rounding"].noise
-    assert abs(reports["extra_bits 8"].moved - 1) < 0.01
+    assert reports["extra_bits_16"].noise < 1e-4 < reports["extra_bits_8"].noise
+    assert reports["extra_bits_8"].noise < reports["stochastic_rounding"].noise
+    assert abs(reports["extra_bits_8"].moved - 1) < 0.01
 
 
 def test_it_tells_moments_of_few_bits_from_those_of_many():
@@ -155,35 +149,15 @@ def test_a_step_in_a_conditional_is_refused(under):
         under(functools.partial(step_report, tx))(params, tx.init(params), params)
 
 
-def test_a_step_that_is_not_recorded_is_the_same_program():
+def test_a_step_after_a_report_is_the_same_program():
     tx = sgd(implementation="xla")
     params = {"w": normal(0, dtype=BF16)}
     arguments = params, tx.init(params), {"w": normal(1)}
-    step = functools.partial(lowbit_optax.step, tx)
 
-    def recorded(params, state, grads):
-        report = step_report(tx, params, state, grads)
-        return *step(params, state, grads), report
+    def program():
+        # A function of its own each time: traces are cached by function.
+        return str(jax.make_jaxpr(lambda *x: lowbit_optax.step(tx, *x))(*arguments))
 
-    def dropped(*arguments):
-        return recorded(*arguments)[:2]
-
-    cost = lambda f: jax.jit(f).lower(*arguments).compile().cost_analysis()
-    before = str(jax.make_jaxpr(step)(*arguments))
-    alone, unread = cost(step), cost(dropped)
-    for key in ("flops", "bytes accessed"):
-        assert alone[key] == unread[key]
-    assert cost(recorded)["flops"] > alone["flops"]
-    assert str(jax.make_jaxpr(lambda *x: step(*x))(*arguments)) == before
-
-
-def test_a_report_is_a_table_and_a_dictionary_of_scalars():
-    tx = optax.masked(sgd(), {"layer": True, "frozen": False})
-    params = {"layer": {"w": normal(0, dtype=BF16)}, "frozen": jnp.ones(3)}
-    report = step_report(tx, params, tx.init(params), params)
-    names = {"moved", "lost", "noise", "overflows", "nonfinite_grads"}
-    assert set(report.scalars()) >= {f"layer/w/{name}" for name in names}
-    assert f"{float(report.lost['layer']['w']):.3g}" in repr(report)
-    assert "frozen" not in repr(report)
-    traced = jax.eval_shape(lambda: step_report(tx, params, tx.init(params), params))
-    assert "float32[]" in repr(traced)
+    before = program()
+    jax.eval_shape(lambda *x: step_report(tx, *x), *arguments)
+    assert program() == before

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -45,10 +44,6 @@ def test_bytes_are_those_of_the_optimizers_by_name(name):
     params["bias"] = jax.ShapeDtypeStruct(SHAPES["bias"], jnp.float32)
     want = memory_report(ALIASES[name](1e-3), params)
     assert _planned()[name].report.total == want.total
-
-
-def test_rows_are_in_the_order_of_the_documentation():
-    assert tuple(row.name for row in _planned().rows) == ADAMW
 
 
 def test_what_a_row_starts_and_steps_has_the_bytes_of_its_report():
@@ -105,14 +100,6 @@ def test_activations_and_devices_count():
     total = row.report.total.total + row.report.gradients
     assert row.bytes_per_device(release=False) == total
     assert split.bytes_per_device(release=False) == math.ceil(total / 4) + 1000
-
-
-def test_the_table_says_what_fits():
-    text = str(_planned(int(8.5 * SIZE)))
-    assert re.search(r"^float32 +4\.00 +8\.0\d +4\.00 .* no$", text, re.M)
-    assert re.search(r"^lowbit +3\.0\d +2\.1\d +2\.00 .* yes$", text, re.M)
-    assert "GiB: lowbit\n" in text
-    assert "Activations are not counted" in text
 
 
 @pytest.mark.parametrize(

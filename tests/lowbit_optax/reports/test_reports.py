@@ -1,16 +1,16 @@
 """Reported bytes are those of the arrays; cancelled updates are those in numpy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from optimizers import (
-    ALL_FORMATS,
     OPTIMIZERS,
     WRAPPED,
     each,
-    gradient_series,
     model_params,
     weights_only,
 )
@@ -39,23 +39,6 @@ def _is_blank(x):
 FEW_WRAPPED = {name: tx for name, tx in WRAPPED.items() if name.endswith("_kahan")}
 
 
-@each(OPTIMIZERS | FEW_WRAPPED)
-def test_totals_are_the_bytes_of_the_live_arrays(optimizer):
-    tx = optimizer()
-    params = _params()
-    report = memory_report(tx, params)
-    state = tx.init(params)
-    assert report.total.params == _bytes(params)
-    kept = [x for x in jax.tree.leaves(state.residual) if not _is_blank(x)]
-    assert report.total.residual == _bytes(kept)
-    assert report.total.total == _bytes((params, state))
-    # Every array is in one leaf's row, but for the scalars that belong to none.
-    scalars = report.total.total - sum(leaf.total for leaf in report.leaves)
-    blanks = sum(leaf.other for leaf in report.leaves)
-    assert scalars == report.total.other - blanks <= 64
-    assert report.bytes_per_param == report.total.total / (64 * 24 + 40 + 1 + 24)
-
-
 @pytest.mark.parametrize(
     ("tx", "residual", "moments"),
     [
@@ -80,29 +63,6 @@ def test_bytes_per_parameter_are_the_documented_ones(tx, residual, moments):
     assert leaf.total - leaf.other == (2 + residual + moments) * size
     # The blank of a leaf whose format keeps no residual; see lowbit_optax._step.blanks.
     assert leaf.other <= (size / 256 if residual == 0 else 0)
-
-
-def test_the_printed_table():
-    params = {
-        "dense": {"kernel": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)},
-        "norm": jax.ShapeDtypeStruct((1024,), jnp.float32),
-    }
-    text = str(memory_report(lowbit_optax.extra_bits_adamw(1e-3, bits=8), params))
-    lines = text.splitlines()
-    assert lines[0] == "bytes per parameter"
-    assert [" ".join(line.split()) for line in lines[1:5]] == [
-        "leaf parameters dtype params residual moments other total f32 master",
-        "['dense']['kernel'] 1,048,576 bfloat16 2.000 1.000 8.000 0.000 11.000 14.000",
-        "['norm'] 1,024 float32 4.000 0.000 8.000 0.500 12.500 12.000",
-        "total 1,049,600 2.002 0.999 8.000 0.000 11.001 13.998",
-    ]
-    total = 1024 * 1024 * 11 + 1024 * 12 + 12 + 512
-    usual = 1024 * 1024 * 14 + 1024 * 12
-    summary = " ".join(lines[5:])
-    assert f"{total:,} bytes of parameters and optimizer state" in summary
-    assert f"float32 master: {usual:,} ({usual - total:,} more)" in summary
-    assert "Gradients come on top" in summary
-    assert len({len(line) for line in lines[1:5]}) == 1
 
 
 def _quantised(bits=12):
@@ -143,34 +103,39 @@ def test_a_quantised_weight_is_one_row(tx, moments, accumulators):
     assert row.float32_master == 4 * size * (1 + usual)
 
 
+def _eight_bits(learning_rate):
+    return lowbit_optax.extra_bits_adamw(learning_rate, bits=8, min_size=0)
+
+
 NESTED = {
-    name: wrap(
-        lambda learning_rate: lowbit_optax.extra_bits_adamw(
-            learning_rate, bits=8, min_size=0
-        ),
-        lowbit_optax.kahan_sgd(0.1, 0.9),
-    )
+    name: functools.partial(wrap, _eight_bits, lowbit_optax.kahan_sgd(0.1, 0.9))
     for name, wrap in WRAPPERS.items()
 } | {
-    "injected inside": weights_only(
+    "injected inside": lambda: weights_only(
         optax.inject_hyperparams(optax.adamw)(0.1), kahan()
     ),
-    "chain of states": optax.chain(
+    "chain of states": lambda: optax.chain(
         optax.trace(0.9), lowbit_optax.kahan_adamw(0.1), optax.ema(0.9)
     ),
 }
 
 
-@pytest.mark.parametrize("tx", NESTED.values(), ids=NESTED)
-def test_wrappers_around_are_counted(tx):
+@each(OPTIMIZERS | FEW_WRAPPED | NESTED)
+def test_totals_are_the_bytes_of_the_live_arrays(optimizer):
+    tx = optimizer()
     params = _params()
     report = memory_report(tx, params)
     state = tx.init(params)
+    assert report.total.params == _bytes(params)
     assert report.total.total == _bytes((params, state))
-    kernel = report.leaves[[leaf.name for leaf in report.leaves].index("['kernel']")]
-    assert kernel.residual in (64 * 24, 2 * 64 * 24)
-    assert kernel.moments >= 2 * 64 * 24 * 2
-    assert report.total.other <= 100
+    if isinstance(state, lowbit_optax.LowbitState):
+        kept = [x for x in jax.tree.leaves(state.residual) if not _is_blank(x)]
+        assert report.total.residual == _bytes(kept)
+    # Every array is in one leaf's row, but for the scalars that belong to none.
+    scalars = report.total.total - sum(leaf.total for leaf in report.leaves)
+    blanks = sum(leaf.other for leaf in report.leaves)
+    assert scalars == report.total.other - blanks <= 64
+    assert report.bytes_per_param == report.total.total / (64 * 24 + 40 + 1 + 24)
 
 
 def test_moments_that_stayed_float32_are_listed_with_the_reason():
@@ -229,29 +194,6 @@ def test_reports_allocate_nothing():
     assert len(jax.live_arrays()) <= before + 8
 
 
-def _count_cancelled(params, updates):
-    """#{u != 0 and round(p + u) == p} / #{u != 0} in numpy."""
-    p = np.asarray(params)
-    u = np.asarray(updates, np.float32)
-    moved = u != 0
-    landed = (p.astype(np.float32) + u).astype(p.dtype)
-    return (moved & (landed == p)).sum() / max(moved.sum(), 1)
-
-
-@pytest.mark.parametrize("weights", ALL_FORMATS.values(), ids=ALL_FORMATS)
-def test_cancelled_updates_are_counted_as_in_numpy(weights):
-    params = model_params()
-    grads = gradient_series(params, 1)[0]
-    grads["kernel"] = grads["kernel"].at[::3].set(0)
-    tx = lowbit(optax.sgd(0.03), weights=weights, min_size=0, moments="float32")
-    got = jax.jit(lambda *a: step_report(tx, *a).lost)(params, tx.init(params), grads)
-    updates = jax.tree.map(lambda g: jnp.float32(-0.03) * g, grads)
-    for name in params:
-        want = _count_cancelled(params[name], updates[name])
-        np.testing.assert_allclose(got[name], want, rtol=1e-6, err_msg=name)
-    assert 0.2 < got["kernel"] < 0.8
-
-
 @pytest.mark.parametrize("bits", [4, 8, 12])
 def test_updates_of_quantised_weights_are_cancelled_below_half_a_step(bits):
     params, tx = _quantised(bits), lowbit_optax.lpmm_sgd(1.0, rounding="stochastic")
@@ -277,14 +219,3 @@ def test_float32_shapes_are_reported_in_the_dtypes_that_they_will_have():
         "['bias']": "float32",
         "['w']": "bfloat16",
     }
-
-
-def test_a_long_report_is_short_in_a_terminal_and_whole_when_it_is_printed():
-    params = {f"w{i}": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16) for i in range(40)}
-    report = memory_report(lowbit_optax.kahan_adamw(1e-3), params)
-    assert len(str(report).splitlines()) > 40 > len(repr(report).splitlines())
-    assert "28 more rows" in repr(report)
-    for shown in (repr(report), report._repr_html_()):
-        assert "total" in shown
-        assert f"{report.total.total:,}" in shown
-    assert report._repr_html_().count("<tr>") == 1 + 12 + 1

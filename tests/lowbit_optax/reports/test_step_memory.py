@@ -117,18 +117,6 @@ def test_the_bars_are_the_reports_bytes():
     np.testing.assert_allclose(heights["optax, float32 master"], usual / size)
 
 
-def test_a_picture_has_a_bar_of_each_and_a_legend():
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    report = memory_report(lowbit_optax.kahan_adamw(1e-3), _params())
-    ax = report.plot(figure.subplots())
-    assert [x.get_text() for x in ax.get_yticklabels()] == [*memory_bars.bars(report)]
-    legend = [x.get_text() for x in ax.get_legend().get_texts()]
-    assert legend == [
-        "parameters", "float32 master, moments", "residual", "moments", "other",
-        "gradients",
-    ]  # fmt: skip
-
-
 def test_without_matplotlib_it_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     report = memory_report(lowbit_optax.kahan_adamw(1e-3), _params())

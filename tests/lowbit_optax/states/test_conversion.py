@@ -204,17 +204,6 @@ def test_a_relative_moment_keeps_its_codes_where_the_other_gets_fewer_bits():
     assert_same_bits(got.inner_state, want.inner_state)
 
 
-def test_the_count_of_random_steps_goes_on_and_the_seed_is_the_new_one():
-    params, state = _converted()["bits_8"]
-    assert state.count == 0, "plain optax has none"
-    state = state._replace(count=jnp.uint32(7))
-    to_tx = _adamw(kahan(), seed=3)
-    params, state = jax.jit(lambda *run: convert(*run, FORMATS["bits_8"][0], to_tx))(
-        params, state
-    )
-    assert (state.count, state.seed) == (7, to_tx.init(params).seed)
-
-
 def _plain_maker(learning_rate):
     return optax.sgd(learning_rate, 0.9)
 

@@ -197,7 +197,7 @@ def _linen_attention():
 
 def _nnx_attention():
     options = dict(num_heads=2, in_features=16, decode=False)
-    return nnx.state(nnx.MultiHeadAttention(**options, rngs=nnx.Rngs(0)), nnx.Param)
+    return nnx.MultiHeadAttention(**options, rngs=nnx.Rngs(0))
 
 
 def _equinox_layers():
@@ -207,36 +207,37 @@ def _equinox_layers():
     return equinox.filter(layers, equinox.is_array)
 
 
-def _assert_biases_stay(dtypes):
+def _by_train_state(tx):
+    create = functools.partial(training.TrainState.create, param_dtype=jnp.bfloat16)
+    return create(apply_fn=None, tx=tx, params=_linen_attention()).params
+
+
+def _by_nnx_optimizer(tx):
+    model = _nnx_attention()
+    training.nnx_optimizer(model, tx)
+    return nnx.state(model, nnx.Param)
+
+
+STARTS = {
+    "linen": lambda tx: from_master(tx, _linen_attention())[0],
+    "nnx": lambda tx: from_master(tx, nnx.state(_nnx_attention(), nnx.Param))[0],
+    "equinox": lambda tx: from_master(tx, _equinox_layers())[0],
+    "TrainState": _by_train_state,
+    "nnx_optimizer": _by_nnx_optimizer,
+}
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_biases_of_several_axes_stay_float32(start):
     """Biases and vectors of each layer are float32, and kernels are narrow."""
     found = {}
-    for path, dtype in jax.tree_util.tree_leaves_with_path(dtypes):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        start(lowbit_optax.kahan_adamw(0.1))
+    ):
         names = jax.tree_util.keystr(path).removesuffix(".value").strip("']")
-        kind = {"kernel": "matrix", "weight": "matrix"}.get(
-            re.split(r"\W+", names)[-1], "small"
-        )
-        found.setdefault(kind, set()).add(jnp.dtype(dtype).name)
-    assert found == {"matrix": {"bfloat16"}, "small": {"float32"}}
-
-
-@pytest.mark.parametrize("make", [_linen_attention, _nnx_attention, _equinox_layers])
-def test_biases_of_several_axes_stay_float32(make):
-    params, _ = from_master(lowbit_optax.kahan_adamw(0.1), make())
-    _assert_biases_stay(jax.tree.map(lambda x: x.dtype, params))
-
-
-def test_biases_of_several_axes_stay_float32_in_flaxs_optimizers():
-    tx = lowbit_optax.kahan_adamw(0.1)
-    create = functools.partial(
-        training.TrainState.create, apply_fn=None, tx=tx, param_dtype=jnp.bfloat16
-    )
-    state = create(params=_linen_attention())
-    _assert_biases_stay(jax.tree.map(lambda x: x.dtype, state.params))
-    options = dict(num_heads=2, in_features=16, decode=False)
-    model = nnx.MultiHeadAttention(**options, rngs=nnx.Rngs(0))
-    training.nnx_optimizer(model, tx)
-    params = nnx.state(model, nnx.Param)
-    _assert_biases_stay(jax.tree.map(lambda x: x.dtype, params))
+        is_matrix = re.split(r"\W+", names)[-1] in ("kernel", "weight")
+        found.setdefault(is_matrix, set()).add(leaf.dtype.name)
+    assert found == {True: {"bfloat16"}, False: {"float32"}}
 
 
 def test_the_rule_gets_paths_and_leaves_and_shapes_are_enough():

@@ -1,6 +1,5 @@
 """Restoring a sharded run does not hold it twice: arrays, and what Orbax is reading."""
 
-import os
 import sys
 
 import jax
@@ -8,7 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import restore_and_measure as program
-from places import run_python
+from places import printed_by
 
 pytestmark = [
     pytest.mark.slow_to_compile,  # processes that each import JAX
@@ -39,10 +38,7 @@ def saved(tmp_path_factory):
 
 
 def _measure(*arguments) -> tuple[int, int]:
-    path = os.pathsep.join(filter(None, sys.path))
-    done = run_python(program.__file__, *arguments, timeout=300, PYTHONPATH=path)
-    assert done.returncode == 0, done.stderr[-4000:]
-    held, grown = map(int, done.stdout.split()[-2:])
+    held, grown = map(int, printed_by(program.__file__, *arguments).split()[-2:])
     return held, grown
 
 

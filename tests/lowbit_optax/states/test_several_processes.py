@@ -52,7 +52,8 @@ def _run(count: int, folder: Path, action: str) -> None:
 def _uninterrupted(name):
     """The run by this process, on one device: parameters and state, and views."""
     tx = program.MADE[name]
-    run = jax.jit(functools.partial(program.start, tx))(program.weights())
+    start = functools.partial(lowbit_optax.from_master, tx)
+    run = jax.jit(start)(program.weights())
     target = program.weights(1)
     for _ in range(2):
         run = program.train(tx, *run, target)

@@ -28,10 +28,6 @@ def _mesh(axis_type=AxisType.Auto):
     return jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
 
 
-def _rows():
-    return jax.NamedSharding(_mesh(), jax.P("x"))
-
-
 def _adamw(learning_rate=0.01):
     return lowbit_optax.lowbit_adamw(learning_rate, min_size=0)
 
@@ -63,12 +59,6 @@ def _params():
         "norm": jnp.asarray(random.standard_normal(512), jnp.float32),
         "unused": None,
     }
-
-
-def _placed(tx, params, **options):
-    """The state of parameters that are split by rows, by a jitted ``init``."""
-    shardings = state_shardings(tx, params, _rows(), **options)
-    return jax.jit(tx.init, out_shardings=shardings)(params)
 
 
 def _assert_beside_their_parameters(state):
@@ -139,7 +129,8 @@ def test_quantised_weights_may_have_one_sharding_or_one_per_array():
 def test_parameters_named_as_fields_of_the_state():
     names = ("mu", "residual", "count", "codes", "scales", "learning_rate")
     params = {name: jnp.ones((512, 8), jnp.bfloat16) for name in names}
-    state = _placed(_adamw(), params)
+    by_rows = state_shardings(_adamw(), params, jax.P("x"), mesh=_mesh())
+    state = jax.jit(_adamw().init, out_shardings=by_rows)(params)
     for leaf in jax.tree.leaves(state):
         assert leaf.sharding.is_fully_replicated == (leaf.ndim == 0)
 

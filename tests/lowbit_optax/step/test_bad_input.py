@@ -11,7 +11,7 @@ import pytest
 from optimizers import apply
 
 import lowbit_optax
-from lowbit_optax import block_quantized, cast, extra_bits, kahan, lowbit
+from lowbit_optax import block_quantized, cast, extra_bits, kahan, lowbit, master_copy
 from lowbit_optax.precision import FloatFormat
 
 pytestmark = pytest.mark.standard_promotion
@@ -158,7 +158,7 @@ OTHERS = [
         (BITS, _with(extra_bits(16)), "nearest_8_bits.*nearest_16_bits"),
         (BITS, _with(extra_bits(8, rounding="toward_zero")), "nearest_8_.*toward_zero"),
         (KAHAN, BITS, "compensation.*nearest_8_bits"),
-        (STOCHASTIC, _with(lowbit_optax.master_copy()), "None.*master"),
+        (STOCHASTIC, _with(master_copy()), "None.*master"),
         (_adamw(BFLOAT16), _adamw(cast("float16")), MOMENT),
         (_adamw("float32"), _adamw(BFLOAT16), MOMENT),
         (_adamw({"nu": BFLOAT16}), _adamw(BFLOAT16), MOMENT),
@@ -186,6 +186,19 @@ OTHERS += [
 def test_states_that_were_made_by_something_else(state, tx, match, advance):
     with pytest.raises((ValueError, TypeError), match=match):
         _fail(tx, advance, _grads(), state=state)
+
+
+SCALED = lowbit_optax.with_loss_scale(KAHAN, lowbit_optax.loss_scaling.static_scale(8))
+WITH_RESIDUALS = [KAHAN, BITS, _with(master_copy()), SCALED, optax.chain(KAHAN)]
+
+
+@ADVANCES
+@pytest.mark.parametrize("tx", WITH_RESIDUALS)
+def test_parameters_that_became_float32_are_an_error_with_the_remedy(tx, advance):
+    """As they do by ``apply_updates`` of equinox."""
+    message = rf"params{BIAS}.*float32.*lowbit_optax\.apply_updates"
+    with pytest.raises((ValueError, TypeError), match=message):
+        _fail(tx, advance, _grads(), params=WIDE)
 
 
 def test_errors_leave_arguments_alone():

@@ -18,8 +18,6 @@ from optimizers import (
     BFLOAT16_MOMENTS,
     apply,
     assert_same_bits,
-    gradient_series,
-    spec_of,
     weights_only,
 )
 
@@ -212,29 +210,6 @@ def test_gradients_of_any_float_dtype_have_the_same_bits(dtype):
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), series)
     for got in both(params, series, weights=kahan()):
         assert_same_bits(got, trained("xla", params, wide, weights=kahan()))
-
-
-# Transformations that round: the masters agree but for a few units.
-
-CLOSE = {
-    "schedule": optax.adamw(optax.cosine_decay_schedule(0.02, 9)),
-    "lamb": optax.lamb(0.01),
-    "accumulated": optax.MultiSteps(optax.adamw(0.01), 2),
-    "schedule_free": optax.contrib.schedule_free_adamw(0.01),
-}
-
-
-@pytest.mark.slow_to_compile
-@pytest.mark.parametrize("inner", CLOSE.values(), ids=CLOSE)
-def test_five_steps_of_transformations_that_round_agree_closely(inner):
-    params = {"kernel": model()["kernel"], "norm": normal((40,), jnp.float32)}
-    got, want = both(params, gradient_series(params, 5), inner=inner)
-    assert spec_of(got) == spec_of(want)
-    for own, others in zip(
-        *(jax.tree.leaves(lowbit_optax.master_weights(*each)) for each in (got, want)),
-        strict=True,
-    ):
-        np.testing.assert_allclose(own, others, rtol=2e-6, atol=2e-6)
 
 
 def test_without_a_kernel_the_error_names_the_leaf_and_the_reason():

@@ -110,13 +110,6 @@ def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch):
         lowbit_optax.kahan_adamw(1e-3, implementation="mosaic")
 
 
-def test_kernels_for_gpus_are_those_that_are_named_or_tritons():
-    assert platforms.launcher_name(None) == platforms.launcher_name("pallas")
-    assert platforms.launcher_name(None) == "triton"
-    assert platforms.launcher_name("mosaic") == "mosaic"
-    assert platforms.launcher_name("triton") == "triton"
-
-
 def test_amds_gpus_have_no_capability(monkeypatch):
     at_hand(monkeypatch, ("AMD Instinct MI300X", "gfx942"))
     assert platforms.target_gpu() is None

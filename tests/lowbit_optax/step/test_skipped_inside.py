@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import ALL_FORMATS, apply, assert_same_bits, initial, jitted, train
+from optimizers import (
+    ALL_FORMATS,
+    apply,
+    assert_same_bits,
+    initial,
+    jitted,
+    normal,
+    random_grads,
+    train,
+)
 
 import lowbit_optax
 from lowbit_optax import block_quantized, cast, convert, lowbit, master_weights
@@ -17,28 +26,14 @@ from lowbit_optax import block_quantized, cast, convert, lowbit, master_weights
 pytestmark = pytest.mark.standard_promotion
 
 
-def params_of(shape=(64, 80)):
-    x = np.random.default_rng(0).standard_normal(shape)
-    return {
-        "w": jnp.asarray(x, jnp.bfloat16),
-        "b": jnp.asarray(x[1], jnp.float32),
-    }
-
-
-def grads_of(params, seed, value=None):
-    random = np.random.default_rng(seed)
-    grads = {
-        name: jnp.asarray(random.standard_normal(x.shape), x.dtype)
-        for name, x in params.items()
-    }
-    if value is not None:
-        grads["w"] = grads["w"].at[3, 4].set(value)
-    return grads
+def grads_of(params, seed, value=0):
+    grads = random_grads(params, seed)
+    return grads | {"w": grads["w"].at[3, 4].set(value)}
 
 
 def trained(tx, advance=lowbit_optax.step):
     """The step, jitted, and parameters and state after some good steps."""
-    params = params_of()
+    params = {"w": normal(0, (64, 80), jnp.bfloat16), "b": normal(1, (80,))}
     series = [grads_of(params, seed) for seed in range(3)]
     params, state = train(tx, params, initial(tx, params), series, advance)
     return jitted(tx, advance), params, state

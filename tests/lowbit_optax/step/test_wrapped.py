@@ -4,10 +4,9 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from optimizers import assert_same_bits, initial, jitted, train
+from optimizers import assert_same_bits, initial, jitted, normal, train
 
 import lowbit_optax
 
@@ -15,17 +14,16 @@ CLIP = optax.clip_by_global_norm(0.5)
 pytestmark = pytest.mark.standard_promotion
 
 
-def normal(seed, *shape, dtype=jnp.bfloat16, scale=1.0):
-    numbers = np.random.default_rng(seed).normal(size=shape) * scale
-    return jnp.asarray(numbers.astype(np.float32)).astype(dtype)
-
-
 def params_of():
-    return {"w": normal(0, 96, 64), "b": normal(1, 64)}
+    return {
+        "w": normal(0, (96, 64), jnp.bfloat16),
+        "b": normal(1, (64,), jnp.bfloat16),
+    }
 
 
 def grads_of(seed, scale=0.1):
-    return {"w": normal(seed, 96, 64, scale=scale), "b": normal(seed + 1, 64)}
+    w = (scale * normal(seed, (96, 64))).astype(jnp.bfloat16)
+    return {"w": w, "b": normal(seed + 1, (64,), jnp.bfloat16)}
 
 
 def run(tx, grads):

@@ -10,7 +10,6 @@ from optimizers import (
     assert_same_bits,
     gradient_series,
     jitted,
-    model_params,
     train,
     weights_only,
 )
@@ -29,15 +28,6 @@ def parameters(dtype=jnp.bfloat16):
 
 
 # Presets.
-
-
-def test_plain_lowbit_is_the_recommended_preset():
-    shapes = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
-    for moments, size in ((None, 5.125), ("low", 4.375)):
-        plain = lowbit(optax.adamw(1e-3), moments=moments)
-        for tx in (plain, lowbit_optax.lowbit_adamw(1e-3, moments=moments)):
-            report = memory_report(tx, shapes)
-            assert report.bytes_per_param == pytest.approx(size, 1e-4)
 
 
 # The direct step.
@@ -70,7 +60,7 @@ def test_which_wrappers_keep_the_direct_step_and_the_report_says_it(name):
     tx = wrap(lowbit_optax.kahan_adamw(1e-3))
     report = memory_report(tx, params)
     assert report.steps_directly == (name in DIRECT)
-    assert ("forms differences" in str(report)) == (name not in DIRECT)
+
     series = gradient_series(params, 3)
     # Whichever way, the result is that of update and apply_updates.
     assert_same_bits(
@@ -121,27 +111,6 @@ def test_every_leaf_of_any_tree_may_be_a_quantized_tensor():
 
 
 # Around optax's transformations.
-
-
-def test_a_chain_inside_sees_float32_gradients_and_masters():
-    seen = []
-
-    def record(updates, params):
-        seen.append((updates, params))
-        return updates
-
-    tx = weights_only(
-        optax.chain(optax.stateless(record), optax.sgd(0.1, 0.9)),
-        lowbit_optax.extra_bits(16),
-    )
-    params = model_params() | {"norm": jnp.ones(8)}
-    grads = gradient_series(params, 1, jnp.bfloat16)[0]
-    params, state = lowbit_optax.step(tx, params, tx.init(params), grads)
-    lowbit_optax.step(tx, params, state, grads)
-    updates, masters = seen[-1]
-    assert_same_bits(updates, jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-    assert_same_bits(masters, lowbit_optax.master_weights(params, state))
-    assert not np.array_equal(masters["kernel"], params["kernel"].astype(jnp.float32))
 
 
 def test_extra_arguments_reach_the_inner_transformation():

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from flax.training import train_state
 from optimizers import (
     ALIASES,
     apply,
@@ -127,26 +125,6 @@ def test_a_loss_scale_skips_a_step(is_inside):
     series[1] = jax.tree.map(lambda x: x.at[..., 0].set(jnp.inf), series[1])
     want = _run(lowbit_optax.step, scaled(inner), params, series)
     assert_same_bits(_run(apply, tx, params, series), want)
-
-
-def test_flaxs_own_train_state_and_optimizer_take_them():
-    tx, params = kahan_sgd(0.1), model_params()
-    series = gradient_series(params, 3)
-    want, _ = _run(lowbit_optax.step, tx, params, series)
-    state = train_state.TrainState.create(
-        apply_fn=None, params=params, tx=direct_updates(tx)
-    )
-    for grads in series:
-        state = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))(
-            state, grads
-        )
-    assert_same_bits(state.params, want)
-
-    model = nnx.Dict({name: nnx.Param(x) for name, x in params.items()})
-    optimizer = nnx.Optimizer(model, direct_updates(tx), wrt=nnx.Param)
-    for grads in series:
-        optimizer.update(model, nnx.Dict({n: nnx.Param(g) for n, g in grads.items()}))
-    assert_same_bits({name: model[name][...] for name in params}, want)
 
 
 def test_the_sum_with_a_copy_is_new_where_no_difference_says_it():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tpu_refusals
 from blocks import Maxima
 from exact_steps import MOMENTUM, dyadic_series, normal, trained
 from kernels import (
@@ -59,16 +60,7 @@ LAYERED = {
 @pytest.fixture(autouse=True)
 def only_kernels(monkeypatch):
     """Fail where the reference would run in a kernel's place."""
-    taken = []
-    refusal = tpu.refusal
-
-    def noted(*args):
-        why_not = refusal(*args)
-        taken.append(why_not is None)
-        return why_not
-
-    monkeypatch.setattr(tpu, "refusal", noted)
-    return taken
+    return tpu_refusals.noted(monkeypatch)
 
 
 WIDTHS = [(8,), (4, 8), (12,), (16,)]

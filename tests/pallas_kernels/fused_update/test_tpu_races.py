@@ -11,6 +11,7 @@ import math
 
 import jax.numpy as jnp
 import pytest
+import tpu_refusals
 from exact_steps import dyadic_series, normal, trained
 from jax.experimental.pallas import tpu as pltpu
 from kernels import (
@@ -27,7 +28,6 @@ from quantised import quantised, shrinking
 from lowbit_optax import block_quantized, extra_bits, kahan, stochastic_rounding
 from lowbit_optax.formats import quantized_weights
 from pallas_kernels import Scalars
-from pallas_kernels.fused_update.tpu import kernel as tpu
 
 CAN_RAISE = "on_race" in {x.name for x in dataclasses.fields(pltpu.InterpretParams)}
 
@@ -70,15 +70,7 @@ FORMATS = {
 @pytest.fixture(autouse=True)
 def races_are_errors(monkeypatch):
     """In kernels, which every leaf must have."""
-    refusal = tpu.refusal
-
-    def noted(*args):
-        why_not = refusal(*args)
-        taken.append(why_not is None)
-        return why_not
-
-    taken = []
-    monkeypatch.setattr(tpu, "refusal", noted)
+    taken = tpu_refusals.noted(monkeypatch)
     params = pltpu.InterpretParams(
         detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan"
     )
