@@ -5,8 +5,6 @@ import functools
 from collections.abc import Callable
 
 import jax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from lowbit_optax import release
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD
@@ -84,7 +82,7 @@ def compile_step(make_step: Callable, model: Model, tx) -> HostStep:
       model: what to train.
       tx: the optimizer.
     """
-    on_device = NamedSharding(tpu_mesh("v5e:2x2"), P())
+    on_device = jax.NamedSharding(tpu_mesh("v5e:2x2"), jax.P())
     on_host = on_device.with_memory_kind("pinned_host")
     has_host = make_step in (moved_whole, streamed)
 
