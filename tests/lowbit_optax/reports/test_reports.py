@@ -219,3 +219,12 @@ def test_float32_shapes_are_reported_in_the_dtypes_that_they_will_have():
         "['bias']": "float32",
         "['w']": "bfloat16",
     }
+
+
+def test_a_long_report_is_short_in_a_terminal_and_whole_when_it_is_printed():
+    params = {f"w{i}": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16) for i in range(40)}
+    report = memory_report(lowbit_optax.kahan_adamw(1e-3), params)
+    assert len(str(report).splitlines()) > 40 > len(repr(report).splitlines())
+    for shown in (repr(report), report._repr_html_()):
+        assert f"{report.total.total:,}" in shown
+    assert report._repr_html_().count("<tr>") == 1 + 12 + 1
