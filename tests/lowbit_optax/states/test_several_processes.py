@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import one_of_several_processes as program
 import orbax.checkpoint as ocp
 import pytest
 from optimizers import assert_same_bits
+from places import ROOT
 
 import lowbit_optax
 
@@ -24,28 +26,40 @@ _SECONDS = 400
 
 def _run(count: int, folder: Path, action: str) -> None:
     """The program by ``count`` processes on this machine, with eight devices."""
+    port = _free_port()
+    runs = [(rank, count, port, folder, action) for rank in range(count)]
+    _run_together(program.__file__, runs)
+
+
+def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def _run_together(file, runs) -> str:
+    """Processes of one program, each with its own arguments; what they print."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     started = [
         subprocess.Popen(
-            [sys.executable, program.__file__]
-            + [str(x) for x in (rank, count, port, folder, action)],
+            [sys.executable, file, *map(str, arguments)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(count)
+        for arguments in runs
     ]
+    printed = ""
     try:
         for process in started:
             output, _ = process.communicate(timeout=_SECONDS)
             assert process.returncode == 0, output[-4000:]
+            printed += output
     finally:
         for process in started:
             process.kill()
+    return printed
 
 
 @functools.cache
@@ -79,3 +93,15 @@ def test_the_program_trains():
     (params, state), _ = _uninterrupted("lowbit")
     moved = lowbit_optax.master_weights(params, state)["kernel"]
     assert np.all(moved != program.weights()["kernel"])
+
+
+def test_the_program_of_the_documentation_runs(tmp_path):
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    (text,) = re.findall(r"<!-- two processes -->\n```python\n(.*?)```", page, re.S)
+    file, folder = tmp_path / "train.py", tmp_path / "run"
+    file.write_text(text)
+    folder.mkdir()
+    address = f"localhost:{_free_port()}"
+    printed = _run_together(file, [(address, rank, folder) for rank in range(2)])
+    assert "the loss is 0.96" in printed
+    assert (folder / "3.json").exists()
