@@ -41,7 +41,8 @@ _LIVE_GRADIENTS = 2
 
 _NOT_DIRECT = """\
 lowbit_optax.step forms differences of parameters, in temporary memory, because what
-stands around lowbit computes with updates; put it inside lowbit where that can be."""
+stands around lowbit computes with updates. Put it inside lowbit if you can. Replace
+optax.MultiSteps by accumulate_gradients, or leave it around lowbit."""
 
 
 _CHANGED = """\

@@ -134,6 +134,10 @@ class Part:
     stored: typing.Any
     format: MomentFormat | None = None
 
+    def copied(self) -> "Part":
+        """The same in an array of its own, which a step may donate beside this one."""
+        return Part(jnp.array(self.value), jnp.array(self.stored), self.format)
+
     @property
     def shape(self) -> tuple[int, ...]:
         return jnp.shape(self.value)

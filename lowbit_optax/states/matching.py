@@ -71,7 +71,10 @@ def matched(params, given, wanted, steps, initial: Callable[[list[int]], list]):
     found = []
     for place, _ in asked:
         same = next(rest.get(place, iter(())), None)
-        found.append(same.leaf if same else steps if place.field == ".count" else None)
+        if same is None and place.field == ".count" and steps is not None:
+            found.append(steps.copied())
+        else:
+            found.append(same and same.leaf)
     missing = [number for number, part in enumerate(found) if part is None]
     for number, part in zip(missing, missing and initial(missing), strict=True):
         found[number] = part

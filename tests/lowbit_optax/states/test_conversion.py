@@ -315,6 +315,11 @@ def test_a_schedule_continues_where_the_inner_state_has_no_count():
     held = train(from_tx, params, initial(from_tx, params), gradient_series(params, 3))
     _, state = convert(*held, from_tx, to_tx)
     assert optax.tree.get(state.inner_state, "count") == 3
+    # Each count is an array of its own, so that a step can donate them all.
+    adam, scheduled = (lowbit(optax.adamw(x), min_size=0) for x in (0.1, SCHEDULE))
+    held = convert(params, initial(adam, params), adam, scheduled)
+    step = functools.partial(lowbit_optax.step, scheduled)
+    jax.jit(step, donate_argnums=(0, 1))(*held, gradient_series(params, 1)[0])
 
 
 def test_a_mask_drops_the_moments_of_the_parameters_that_it_leaves_out():
