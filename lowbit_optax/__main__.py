@@ -54,7 +54,7 @@ def _steps_by() -> str:
 
 
 def _check(tx) -> str | None:
-    """Take one step and compare its mean with that of AdamW; None if they agree."""
+    """Take one step, and return None if its mean is right or else an error."""
     weights = jnp.asarray(np.linspace(0.5, 1.5, 64 * 128, dtype=np.float32))
     weights = weights.reshape(64, 128)
     params, state = lowbit_optax.from_master(tx, weights)

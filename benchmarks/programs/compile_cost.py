@@ -90,7 +90,7 @@ def cost(tx, leaf_set: LeafSet, mesh=None) -> Cost:
 
 
 def cost_of(step, params, state, other, mesh=None) -> Cost:
-    """What a function of parameters, state, which are donated, and others costs."""
+    """Measure the cost of a step that donates its parameters and state."""
     clock = [_processor_seconds()]
 
     def lap(result):
@@ -127,7 +127,7 @@ class Transformer(nn.Module):
 
 
 def training_cost(tx, *, narrow: bool) -> Cost:
-    """What a training step of :class:`Transformer` costs."""
+    """Measure the cost of a training step of :class:`Transformer`."""
     model, tokens = Transformer(), jax.ShapeDtypeStruct((4, 64), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
     if narrow:

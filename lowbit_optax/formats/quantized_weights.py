@@ -36,13 +36,13 @@ class QuantizedWeights(WeightFormat):
         return PARAM_STREAM if self.rounding == "stochastic" else None
 
     def for_leaf(self, shape, dtype, min_size):
-        # Rounded to nearest, a large array would lose its small updates without a word.
+        # Rounded to nearest, a large array would silently lose its small updates.
         if math.prod(shape) >= min_size:
             raise ValueError(
-                f"it is {dtype}{list(shape)}, and these weights must be quantised; "
-                "accepted are QuantizedTensors, which "
-                "lowbit_optax.lpmm.quantize_params(params, bits=12) makes of float32 "
-                f"weights, float32 arrays, and arrays of fewer than {min_size} elements"
+                f"it is {dtype}{list(shape)}, but arrays of {min_size} elements or "
+                "more must be quantised or float32; call "
+                "lowbit_optax.lpmm.quantize_params(params, bits=12) on the float32 "
+                "weights before tx.init"
             )
         return Nearest()
 

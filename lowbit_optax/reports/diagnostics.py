@@ -64,7 +64,7 @@ class LeafReport(typing.NamedTuple):
 )
 @dataclasses.dataclass(frozen=True, repr=False)
 class StepReport(Tabular):
-    """What :func:`step_report` finds, a pytree of float32 scalars; ``print`` it.
+    """The report of :func:`step_report`, a pytree of float32 scalars; ``print`` it.
 
     Args:
       leaves: a tree like the parameters (a QuantizedTensor is one leaf) of
@@ -80,11 +80,12 @@ class StepReport(Tabular):
 
             lost = #{u != 0 and round(p + u) == p} / #{u != 0}
 
-        with u the float32 update of the inner transformation and p the stored
-        parameter; 0 where no update is non-zero. For a QuantizedTensor ``round`` is to
-        the nearest code, with the steps of p + u. A share near 1 says that plain
-        training in this dtype has stopped learning there. Under ``jax.jit`` only this
-        share is computed if nothing else of the report is used.
+        Here u is the float32 update of the inner transformation, and p is the stored
+        parameter. The share is 0 if every update is zero. For a QuantizedTensor,
+        ``round`` chooses the nearest code, with the step sizes of p + u. If the share
+        is near 1, training in this dtype without a residual no longer changes the
+        parameter. If you use nothing else of the report, ``jax.jit`` computes only
+        this share.
 
         References:
           Zamirai et al. 2020, figure 9.
@@ -120,9 +121,9 @@ def step_report(
     program, call it inside ``jax.lax.cond``.
 
     Args:
-      tx: an optax transformation; those of :func:`lowbit_optax.lowbit` may be anywhere
-        inside it but within a conditional, as ``optax.MultiSteps`` has it. Without
-        any, the report is of ``tx``'s updates, added and rounded as optax does.
+      tx: an optax transformation. A :func:`lowbit_optax.lowbit` may be anywhere inside
+        it except within a conditional, which ``optax.MultiSteps`` uses. If there is
+        none, the report describes ``tx``'s own updates, added and rounded as in optax.
       params, state, grads: as for :func:`lowbit_optax.step`.
       **extra_args: for ``tx.update``.
 

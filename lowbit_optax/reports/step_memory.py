@@ -44,7 +44,7 @@ class StepBytes:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class StepMemory(Tabular):
-    """What :func:`step_memory` finds; ``print`` it.
+    """The report of :func:`step_memory`; ``print`` it.
 
     Args:
       predicted: from shapes alone.

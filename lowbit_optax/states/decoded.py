@@ -135,7 +135,7 @@ class Part:
     format: MomentFormat | None = None
 
     def copied(self) -> "Part":
-        """The same in an array of its own, which a step may donate beside this one."""
+        """Return a copy, so that a step can donate both arrays."""
         return Part(jnp.array(self.value), jnp.array(self.stored), self.format)
 
     @property

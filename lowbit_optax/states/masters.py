@@ -214,8 +214,9 @@ def _formats(tx, names, leaves, treedef) -> dict[str, WeightFormat]:
     nodes = [node for _, node in nodes if isinstance(node, Recorded)]
     if not nodes:
         raise ValueError(
-            "from_master: tx is not of this package; accepted are its transformations, "
-            "alone or in wrappers, such as lowbit_optax.lowbit(optax.adamw(1e-3))"
+            "from_master: tx must be a transformation of this package, alone or inside "
+            "optax's wrappers, such as lowbit_optax.lowbit(optax.adamw(1e-3)), but it "
+            "keeps no LowbitState"
         )
     by_name = dict(zip(names, leaves, strict=True))
     formats = {}
@@ -282,9 +283,9 @@ def _residuals(
                 continue
             if name not in params:
                 raise ValueError(
-                    f"the state has a residual of params{name}, which params do not "
-                    "have; accepted are the parameters that tx.init got, for an nnx "
-                    "model nnx.state(model, nnx.Param)"
+                    f"the state has a residual for params{name}, but params have no "
+                    "such leaf; pass the parameters that you passed to tx.init, for an "
+                    "nnx model nnx.state(model, nnx.Param)"
                 )
             param = params[name]
             is_held = isinstance(param, BlockScaledTensor) or is_narrow(

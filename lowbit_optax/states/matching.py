@@ -1,7 +1,7 @@
 """Find the arrays of one optimizer state in the state of a related transformation.
 
-Chains and wrappers nest the state of an optimizer in different places. An array is
-therefore known by the record that holds it, by its field there, and by its parameter:
+Chains and wrappers nest the state of an optimizer in different places. So an array is
+identified by the class of the record that contains it, its field and its parameter:
 
     adamw                [0].mu['kernel']
     chain(clip, adamw)   [1][0].mu['kernel']              ScaleByAdamState.mu['kernel']
@@ -30,7 +30,9 @@ _ACCEPTED = (
 
 
 class Place(typing.NamedTuple):
-    """Where an array is, whatever surrounds the record that holds it.
+    """The place of an array in the record that contains it.
+
+    Chains and wrappers around the record do not change it.
 
     Args:
       record: the class of the innermost record on the array's path.
@@ -88,7 +90,13 @@ def _places(params, state) -> Iterator[tuple[Place, StateLeaf]]:
         for start, key in enumerate(leaf.field):
             if isinstance(key, jax.tree_util.GetAttrKey):
                 record, field = type(node), leaf.field[start:]
-            node = _child(node, key)
+                node = getattr(node, key.name)
+            elif isinstance(key, jax.tree_util.SequenceKey):
+                node = node[key.idx]
+            elif isinstance(key, jax.tree_util.DictKey):
+                node = node[key.key]
+            else:  # a node of a class that registers no names for its children
+                break
         owner = leaf.owner
         # The path of parameters that are one array ends every path.
         if owner == "" and is_scalar_of_the_state(leaf, params.shape):
@@ -96,16 +104,11 @@ def _places(params, state) -> Iterator[tuple[Place, StateLeaf]]:
         yield Place(record, jax.tree_util.keystr(field), owner), leaf
 
 
-def _child(node, key):
-    if isinstance(key, jax.tree_util.GetAttrKey):
-        return getattr(node, key.name)
-    if isinstance(key, jax.tree_util.SequenceKey):
-        return node[key.idx]
-    return node[key.key] if isinstance(key, jax.tree_util.DictKey) else None
-
-
 def _check_moments(held: Mapping[Place, list], asked: Sequence) -> None:
-    """Raise unless both states have the same moments, but for parameters left out."""
+    """Raise unless both states have the same moments.
+
+    A parameter that a mask of the new state excludes needs no moments there.
+    """
     of_asked = collections.defaultdict(list)
     for place, leaf in asked:
         of_asked[place].append(leaf)

@@ -317,7 +317,8 @@ def test_a_schedule_continues_where_the_inner_state_has_no_count():
     assert optax.tree.get(state.inner_state, "count") == 3
     # Each count is an array of its own, so that a step can donate them all.
     adam, scheduled = (lowbit(optax.adamw(x), min_size=0) for x in (0.1, SCHEDULE))
-    held = convert(params, initial(adam, params), adam, scheduled)
+    own = jax.tree.map(jnp.copy, params)
+    held = convert(own, adam.init(own), adam, scheduled)
     step = functools.partial(lowbit_optax.step, scheduled)
     jax.jit(step, donate_argnums=(0, 1))(*held, gradient_series(params, 1)[0])
 
