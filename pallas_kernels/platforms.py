@@ -30,7 +30,7 @@ DEFAULT_LAUNCHER: LauncherName = "triton"
 """The launcher of kernels for GPUs where none is named.
 
 On an H200 its steps take 2 to 36% less time than those of Mosaic GPU
-(``docs/first_device.md``), and it also has kernels for Ampere. From 0.11 on, JAX
+(``docs/hardware.md``), and it also has kernels for Ampere. From 0.11 on, JAX
 deprecates it.
 """
 

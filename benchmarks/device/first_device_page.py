@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from benchmarks import ROOT, records
 
-PAGE = ROOT / "docs" / "first_device.md"
+PAGE = ROOT / "docs" / "hardware.md"
 RECORDS = ROOT / "docs" / "evidence"
 MARK = "<!-- From here on: python -m benchmarks first_device --draw -->\n"
 

@@ -20,7 +20,7 @@ from benchmarks import ROOT, records
 
 NEEDS = ("tunix", "numpyro", "haiku", "keras", "haliax", "optimistix", "jaxopt")
 
-PAGE = ROOT / "docs" / "trainers.md"
+PAGE = ROOT / "docs" / "integrations.md"
 RECORD = records.path_of("benchmarks.trainers.trainers")
 MARK = "<!-- From here on: python -m benchmarks trainers --draw -->\n"
 OWN_TESTS = "Tunix own tests"

@@ -106,7 +106,7 @@ def test_figures_of_seeds_are_spread_and_compared_seed_by_seed(capsys):
 
 
 def test_every_paper_has_a_record_and_a_picture_in_the_evidence():
-    page = (FOLDER.parent / "docs" / "evidence.md").read_text()
+    page = (FOLDER.parent / "docs" / "claims.md").read_text()
     for name, each in BENCHMARKS.items():
         if each.group == "papers":
             assert (FOLDER / "papers" / f"{name}.json").exists(), name

@@ -1,4 +1,4 @@
-"""``docs/trainers.md`` is what the tests of trainers found."""
+"""``docs/integrations.md`` is what the tests of trainers found."""
 
 import re
 

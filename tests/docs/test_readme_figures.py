@@ -27,7 +27,7 @@ def test_losses_are_those_of_the_trained_gpts():
 
 
 def test_times_and_errors_are_those_of_the_device_and_of_the_peers():
-    peers, device = _page("peers.md"), _page("first_device.md")
+    peers, device = _page("peers.md"), _page("hardware.md")
     rows = _table("library")
     assert len(rows) == 7
     for library, _, time, error in rows:
@@ -37,7 +37,7 @@ def test_times_and_errors_are_those_of_the_device_and_of_the_peers():
 
 
 def test_large_models_are_those_that_were_compiled():
-    rows = _page("evidence.md").partition("## Large models")[2]
+    rows = _page("claims.md").partition("## Large models")[2]
     for billions in re.findall(r"(\d+\.\d) billion", README):
         assert f"| {billions} |" in rows
     ((less, more),) = re.findall(

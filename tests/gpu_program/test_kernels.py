@@ -40,7 +40,7 @@ class Bounds(typing.NamedTuple):
     """A step, and what its kernel takes at most.
 
     Memory does not hide all instructions: with 11 more, a step of ``lowbit_adamw`` took
-    11% longer on an H200 (``docs/first_device.md``). Of 80 registers, a multiprocessor
+    11% longer on an H200 (``docs/hardware.md``). Of 80 registers, a multiprocessor
     holds 12 blocks of 64 threads, of 128 eight.
 
     Args:

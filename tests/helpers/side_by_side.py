@@ -1,6 +1,6 @@
 """The same training by optax's AdamW in float32 and by ours, through a trainer.
 
-What is found is a row of ``docs/trainers.md``: with ``TRAINERS_ROWS`` in the
+What is found is a row of ``docs/integrations.md``: with ``TRAINERS_ROWS`` in the
 environment, :func:`compare` leaves it in that folder.
 """
 

@@ -1,6 +1,6 @@
 """What optax promises of its optimizers and wrappers, by its own tests.
 
-`docs/coming_from.md` lists what is not meant to pass. Here these cases are expected to
+`docs/integrations.md` lists what is not meant to pass. Here these cases are expected to
 fail, each with its reason.
 """
 

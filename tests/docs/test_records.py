@@ -1,4 +1,4 @@
-"""The figures of ``docs/evidence.md`` and of other pages are those of the records.
+"""The figures of ``docs/claims.md`` and of other pages are those of the records.
 
 A function of a record gives the texts that its page must have.
 """
@@ -294,14 +294,14 @@ OF_PAPERS = (
     *(_microbatches, _lpmm_states, _lpmm_text, _loss_scales, _regularizers),
 )
 FIGURES = [
-    *((f"papers/{x.__name__[1:]}", "evidence", x) for x in OF_PAPERS),
-    ("training/pareto", "evidence", _pareto),
+    *((f"papers/{x.__name__[1:]}", "claims", x) for x in OF_PAPERS),
+    ("training/pareto", "claims", _pareto),
     ("training/gpt_formats", "accuracy", _gpt_formats),
     ("training/compute_optimal", "accuracy", _compute_optimal),
     ("training/compute_optimal_large", "accuracy", _compute_optimal),
     ("training/reinforcement", "reinforcement", _reinforcement),
-    ("programs/large_models", "evidence", _large_models),
-    ("programs/precision_memory", "evidence", _half_of_precision_memory),
+    ("programs/large_models", "claims", _large_models),
+    ("programs/precision_memory", "claims", _half_of_precision_memory),
     ("programs/precision_memory", "ideas/precision", _precision_memory),
 ]
 
