@@ -1,1 +1,1 @@
-"""Training runs to read from top to bottom and to copy."""
+"""Complete training programs that you can read from top to bottom and copy."""

@@ -1,4 +1,4 @@
-"""Images, checkpoints and the picture of resnet_cifar.py."""
+"""Data loading, checkpoints and plots for resnet_cifar.py."""
 
 import pathlib
 import pickle
@@ -19,9 +19,9 @@ COLOURS |= {"extra_bits": "C9", "lowbit": "C0"}
 
 
 def load_images(folder, pixels):
-    """A dataset's name, and its (images, labels) to train on and to test on.
+    """Returns the name of the dataset, the training set and the test set.
 
-    The images are uint8 [n, pixels, pixels, 3].
+    A set is (images, labels); images are uint8 [n, pixels, pixels, 3].
     """
     try:
         if folder == CACHE:
@@ -42,11 +42,11 @@ def load_images(folder, pixels):
 
 
 def download():
-    """Unpacks CIFAR-10 into CACHE, which exists only once it is complete."""
+    """Downloads CIFAR-10, and creates CACHE when it is complete."""
     if CACHE.exists():
         return
     print("downloading CIFAR-10, 170 MB", flush=True)
-    socket.setdefaulttimeout(10)  # for each answer, not for all of it
+    socket.setdefaulttimeout(10)  # seconds to wait for each response
     archive, _ = urllib.request.urlretrieve(URL)
     partial = CACHE.with_suffix(".partial")
     shutil.unpack_archive(archive, partial, "gztar", filter="data")
@@ -54,7 +54,7 @@ def download():
 
 
 def read_cifar10(folder):
-    """Images, uint8 [n, 32, 32, 3], labels, and how many of the last are for tests."""
+    """Returns images, uint8 [n, 32, 32, 3], labels, and the number of test images."""
     names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
     files = [folder / "cifar-10-batches-py" / name for name in names]
     parts = [pickle.loads(file.read_bytes(), encoding="bytes") for file in files]
@@ -64,13 +64,13 @@ def read_cifar10(folder):
 
 
 def checkpoint(args, name):
-    """The file of a run; each choice that decides the numbers has its own."""
+    """Returns a path whose name has every option that changes the results."""
     numbers = args.steps, args.width, args.pixels, args.batch_size, args.learning_rate
     return args.checkpoint_dir / "-".join(map(str, (name, *numbers, "kept.msgpack")))
 
 
 def save(args, name, state, losses):
-    """Replaces the file with a whole one; a run that is killed leaves the old file."""
+    """Saves the run; the old file stays if the program is killed while writing."""
     if not args.checkpoint_dir:
         return
     path = checkpoint(args, name)
@@ -78,12 +78,12 @@ def save(args, name, state, losses):
     try:
         partial.write_bytes(serialization.to_bytes((state, np.float32(losses))))
         partial.replace(path)
-    finally:  # where the disk is full
+    finally:  # for example if the disk is full
         partial.unlink(missing_ok=True)
 
 
 def restore(args, name, state) -> tuple[Any, list]:
-    """The state and the losses of an earlier run, or `state` and no losses."""
+    """Returns the saved state and losses, or `state` and no losses."""
     if not args.checkpoint_dir:
         return state, []
     args.checkpoint_dir.mkdir(parents=True, exist_ok=True)

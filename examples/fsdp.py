@@ -2,10 +2,10 @@
 
     python examples/fsdp.py
 
-Every device holds a share of each matrix, of its extra bits and of its moments, and has
-a share of the batch. Weights of a layer are gathered where they are used. The step of
-the optimizer needs nothing of another device. On a CPU the mesh has eight virtual
-devices; where there are GPUs or TPUs, it has all of them.
+Each device stores a shard of every matrix, of its extra bits and of its moments, and
+processes a shard of the batch. The weights of a layer are gathered when the layer needs
+them. The optimizer step does not communicate. The mesh contains all GPUs or TPUs, or
+eight virtual devices on a CPU.
 """
 
 import argparse
@@ -31,7 +31,7 @@ OPTIMIZERS = ("adamw", "lowbit_adamw")
 
 
 def init_params(key):
-    """float32 parameters; those of the layers have a leading axis of layers."""
+    """Returns float32 parameters; those of the layers are stacked along axis 0."""
     shapes = {
         "bytes": (256, WIDTH),
         "positions": (CONTEXT, WIDTH),
@@ -47,8 +47,8 @@ def init_params(key):
 
 
 def loss_fn(params, tokens):
-    """The mean loss, in nats a byte, of int32 tokens [batch, CONTEXT + 1]."""
-    # Whole on every device: else XLA spreads activations as the weights are spread.
+    """Returns the mean loss in nats per byte; tokens are int32 [batch, CONTEXT + 1]."""
+    # Gather the weights; otherwise XLA shards the activations like the weights.
     whole = lambda w: jax.lax.with_sharding_constraint(w.astype(jnp.float32), P())
     norm = lambda x, scale: jax.nn.standardize(x, epsilon=1e-5) * scale
 
@@ -70,23 +70,23 @@ def loss_fn(params, tokens):
 
 
 def spec_of(leaf, devices):
-    """Rows or columns over the devices, in whole blocks of 8 by 4; vectors on all."""
+    """Shards rows or columns in whole blocks of 8 x 4, and replicates vectors."""
     if leaf.ndim < 2:
         return P()
     rows, columns = leaf.shape[-2:]
-    leading = [None] * (leaf.ndim - 2)  # the layers, which the model scans over
+    leading = [None] * (leaf.ndim - 2)  # the axis of layers is not sharded
     if rows % (8 * devices) == 0:
         return P(*leading, "data", None)
     return P(*leading, None, "data") if columns % (4 * devices) == 0 else P()
 
 
 def shardings_of(params, mesh):
-    """Where each parameter lies."""
+    """Returns the sharding of each parameter."""
     return jax.tree.map(lambda x: NamedSharding(mesh, spec_of(x, mesh.size)), params)
 
 
 def init_sharded(tx, mesh, dtype):
-    """Parameters and optimizer state, made on the devices that keep them."""
+    """Creates parameters and optimizer state directly on their devices."""
 
     def init(key):
         master = init_params(key)
@@ -102,19 +102,19 @@ def init_sharded(tx, mesh, dtype):
 
 
 def train(optimizer, learning_rate, steps, mesh):
-    """Trains with one optimizer; returns the losses."""
+    """Trains with one optimizer and returns the losses."""
     rate = optax.cosine_decay_schedule(learning_rate, steps)
     if optimizer == "adamw":
         tx, dtype = optax.adamw(rate), jnp.float32
-    else:  # TPUs need to be told where the parameters lie
+    else:  # the kernels for TPUs need the shardings
         place = lambda params: shardings_of(params, mesh)
         tx = lowbit_optax.lowbit_adamw(rate, param_shardings=place)
         dtype = jnp.bfloat16
     params, state = init_sharded(tx, mesh, dtype)
     arrays = jax.tree.leaves((params, state))  # weights and optimizer state
-    held = sum(x.addressable_shards[0].data.nbytes for x in arrays) / 2**20
-    whole = sum(x.nbytes for x in arrays) / 2**20
-    print(f"each of {mesh.size} devices holds {held:.2f} of {whole:.2f} MiB")
+    local = sum(x.addressable_shards[0].data.nbytes for x in arrays) / 2**20
+    total = sum(x.nbytes for x in arrays) / 2**20
+    print(f"each of {mesh.size} devices stores {local:.2f} of {total:.2f} MiB")
 
     @jax.jit(donate_argnums=(0, 1))
     def train_step(params, state, tokens):
@@ -132,7 +132,7 @@ def train(optimizer, learning_rate, steps, mesh):
         tokens = jax.device_put(tokens, NamedSharding(mesh, P("data")))
         loss, params, state = train_step(params, state, tokens)
         losses.append(float(loss))
-    print(f"{optimizer}: loss {np.mean(losses[-20:]):.3f} nats a byte")
+    print(f"{optimizer}: loss {np.mean(losses[-20:]):.3f} nats per byte")
     return losses
 
 
@@ -143,17 +143,17 @@ def main(argv=None):
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args(argv)
     if not (0 < args.learning_rate < np.inf and args.steps > 0):
-        parser.error("--learning-rate and --steps take positive numbers")
+        parser.error("--learning-rate and --steps must be positive")
     devices = len(jax.devices())
     if BATCH_SIZE % devices:
-        parser.error(f"{BATCH_SIZE} examples do not divide into {devices} devices")
+        parser.error(f"batch size {BATCH_SIZE} is not a multiple of {devices} devices")
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((devices,), ("data",), axis_types=auto)
     try:
         with jax.set_mesh(mesh):
             return train(args.optimizer, args.learning_rate, args.steps, mesh)
     except KeyboardInterrupt:
-        sys.exit("\ninterrupted; nothing of this run is kept")
+        sys.exit("\ninterrupted; this run was not saved")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Trains a small GPT (flax nnx) whose optimizer steps inside the backward pass.
+"""Trains a small GPT (flax nnx) that is updated during the backward pass.
 
     python examples/gpt.py
     python examples/gpt.py --no-release --optimizer adamw
 
-The text is the sources of Python's standard library. With and without release the
-numbers are the same, but for how XLA rounds two programs. The memory of a step is not:
-both are compiled and shown.
+The text is the source code of Python's standard library. The program compiles the step
+with and without gradient release, and prints the memory that each needs. Both compute
+the same losses, except for differences in how XLA rounds two programs.
 """
 
 import argparse
@@ -31,7 +31,7 @@ OPTIMIZERS = {
     "kahan_adamw": lowbit_optax.kahan_adamw,
     "lowbit_adamw": lowbit_optax.lowbit_adamw,
 }
-# Products in bfloat16 are slow on CPUs.
+# CPUs multiply bfloat16 matrices slowly.
 COMPUTE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 HEAD_WIDTH = 32
 SIZES = {"layers": 6, "width": 192, "context": 64, "batch-size": 16, "steps": 200}
@@ -57,15 +57,15 @@ class GPT(nnx.Module):
     def __init__(self, layers, width, context, rngs):
         self.bytes = nnx.Embed(256, width, dtype=COMPUTE, rngs=rngs)
         self.positions = nnx.Embed(context, width, dtype=COMPUTE, rngs=rngs)
-        # One block whose arrays have a leading axis of layers.
+        # One block whose arrays are stacked along a leading axis of layers.
         self.blocks = nnx.vmap(Block, in_axes=(None, 0))(width, rngs.split(layers))
         self.norm = nnx.LayerNorm(width, dtype=COMPUTE, rngs=rngs)
 
     def __call__(self, tokens):
-        """Logits, float32 [batch, length, 256], of the bytes that come next."""
+        """Returns float32 logits [batch, length, 256] for the next bytes."""
         graph, layers = nnx.split(self.blocks)
 
-        @jax.checkpoint  # a layer's activations are computed again for its gradient
+        @jax.checkpoint  # recomputes a layer's activations for its gradient
         def body(x, layer):
             return nnx.merge(graph, layer)(x), None
 
@@ -75,7 +75,7 @@ class GPT(nnx.Module):
 
 
 def train(args):
-    """Compiles the step with and without release; returns the losses of one."""
+    """Compiles the step with and without release, and trains with one of them."""
     files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
     shape = args.batch_size, args.context + 1
@@ -121,7 +121,7 @@ def train(args):
         losses.append(loss)
         if (number + 1) % (args.steps // 10 or 1) == 0:
             mean = np.mean(losses[-20:])  # waits for the device
-            tqdm.write(f"step {number + 1} of {args.steps}: {mean:.4f} nats a byte")
+            tqdm.write(f"step {number + 1} of {args.steps}: {mean:.4f} nats per byte")
     return losses
 
 
@@ -136,13 +136,13 @@ def main(argv=None):
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         if name not in ("optimizer", "release") and not 0 < value < np.inf:
-            parser.error(f"--{name.replace('_', '-')} {value}: not a positive number")
+            parser.error(f"--{name.replace('_', '-')} {value} must be positive")
     if args.width % HEAD_WIDTH:
         parser.error(f"--width {args.width} is not a multiple of {HEAD_WIDTH}")
     try:
         return train(args)
     except KeyboardInterrupt:
-        sys.exit("\ninterrupted; nothing of this run is kept")
+        sys.exit("\ninterrupted; this run was not saved")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Trains a ResNet-18 on CIFAR-10: kahan_adamw on bfloat16 weights in flax's TrainState.
+"""Trains a ResNet-18 on CIFAR-10 with kahan_adamw, bfloat16 weights and flax.
 
     python examples/resnet_cifar.py --width 16 --release --checkpoint-dir kept
     python examples/resnet_cifar.py --compare --width 8 --pixels 16 --steps 300
 
-CIFAR-10 is read from --data-dir, or downloaded. If the download fails, the program uses
-scikit-learn's digits. The model, its state, the step and the loop come first.
+The program reads CIFAR-10 from --data-dir or downloads it, and uses scikit-learn's
+digits if the download fails. Model, state, step and training loop are at the top.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from lowbit_optax import release, training
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 for small images: a 3x3 stem, and no pooling after it."""
+    """ResNet-18 for small images, with a 3x3 stem and no pooling after it."""
 
     width: int  # channels of the first stage
     dtype: Any  # of the activations
@@ -56,7 +56,7 @@ class ResNet18(nn.Module):
 
 
 class TrainState(training.TrainState):
-    """flax's TrainState with the running statistics of BatchNorm."""
+    """A train state with the running statistics of BatchNorm."""
 
     batch_stats: Any
 
@@ -94,7 +94,7 @@ def train_step(state, images, labels):
 
 
 def train(args, name, state, step_fn, images, labels):
-    """Runs the training loop; returns the last state and the loss of every step."""
+    """Runs the training loop and returns the last state and the loss of every step."""
     state, losses = restore(args, name, state)
     tenth = max(args.steps // 10, 1)
     for step in tqdm(range(len(losses), args.steps), leave=False, disable=None):
@@ -125,7 +125,7 @@ def predict(apply_fn, variables, images):
 
 
 def evaluate(state, images, labels):
-    """The mean loss and the accuracy, with the weights that the model trains on."""
+    """Returns the mean loss and the accuracy."""
     variables = {"params": state.params, "batch_stats": state.batch_stats}
     parts = np.array_split(images, -(-len(images) // 1000))
     logits = np.concatenate([predict(state.apply_fn, variables, x) for x in parts])
@@ -135,10 +135,10 @@ def evaluate(state, images, labels):
 
 @jax.jit(donate_argnums=0)
 def release_step(state, images, labels):
-    """A train_step that updates each parameter as soon as its gradient is known.
+    """Like train_step, but updates each parameter as soon as its gradient is ready.
 
-    Clipping needs the norm of all gradients, which takes another backward pass, so it
-    is an argument here and not part of state.tx.
+    Clipping needs the norm of all gradients, and so a second backward pass. Therefore
+    it is an argument of value_and_update instead of a part of state.tx.
     """
     update = release.value_and_update(
         loss_fn, state.tx, has_aux=True, max_grad_norm=1.0
@@ -151,7 +151,7 @@ def release_step(state, images, labels):
 
 
 def run_release(args, model, rate, train_set, test_set):
-    """Trains by release_step, and prints the memory that either step needs."""
+    """Trains with gradient release, and prints the memory of both kinds of steps."""
     kahan = lowbit_optax.kahan_adamw(rate)
     clipped = optax.chain(optax.clip_by_global_norm(1.0), kahan)
     batch = [array[: args.batch_size] for array in train_set]
@@ -161,9 +161,9 @@ def run_release(args, model, rate, train_set, test_set):
     ):
         state = create_state(model, tx, batch[0][:1])
         step_fn = step_fn.lower(state, *batch).compile()
-        if memory := step_fn.memory_analysis():  # which some devices do not have
+        if memory := step_fn.memory_analysis():  # None on some devices
             size = memory.temp_size_in_bytes / 2**20
-            print(f"{name}: gradients and activations take {size:.1f} MiB")
+            print(f"{name}: gradients and activations need {size:.1f} MiB")
     state, _ = train(args, "release", state, step_fn, *train_set)
     print("test loss {:.4f}, accuracy {:.2%}".format(*evaluate(state, *test_set)))
 
@@ -185,10 +185,10 @@ OPTIMIZERS = {
 
 
 def run_comparison(args, model, rate, train_set, test_set):
-    """Trains with every optimizer; prints a table, and draws the losses."""
+    """Trains with six optimizers, prints a table, and plots the losses."""
     title = f"ResNet-18 of width {args.width} on {args.dataset}, AdamW"
     try:
-        draw(args.plot, title, {})  # an error comes now, and not after the training
+        draw(args.plot, title, {})  # raises errors before the training
     except (OSError, ValueError) as error:
         sys.exit(f"error: --plot {args.plot}: {error}")
     losses, table = {}, ["format      train loss  test loss  accuracy  bytes/weight"]
@@ -203,7 +203,7 @@ def run_comparison(args, model, rate, train_set, test_set):
         size = stored / sum(x.size for x in jax.tree.leaves(state.params))
         row = name, loss, *evaluate(state, *test_set), size
         table.append("{:12}{:10.4f}{:11.4f}{:10.2%}{:14.2f}".format(*row))
-    print(*table, f"the losses, drawn: {args.plot.resolve()}", sep="\n")
+    print(*table, f"plot of the losses: {args.plot.resolve()}", sep="\n")
 
 
 def main():
@@ -223,14 +223,14 @@ def main():
     args = parser.parse_args()
     for name in numbers:
         if not 0 < getattr(args, name.replace("-", "_")) < np.inf:
-            parser.error(f"argument --{name}: not a positive number")
+            parser.error(f"argument --{name} must be positive")
     if 32 % args.pixels:
         parser.error(f"argument --pixels: {args.pixels} does not divide 32")
     try:
         args.dataset, train_set, test_set = load_images(args.data_dir, args.pixels)
         if args.batch_size > len(train_set[1]):
             parser.error(f"argument --batch-size: more than {len(train_set[1])} images")
-        # Convolutions in bfloat16 are slow on CPUs.
+        # CPUs compute bfloat16 convolutions slowly.
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         rate = optax.cosine_decay_schedule(args.learning_rate, args.steps)
         args.run(args, ResNet18(args.width, dtype), rate, train_set, test_set)
