@@ -71,7 +71,7 @@ def test_each_is_a_short_file_that_imports_what_is_installed():
 
 def _rows(shown):
     """The lines of the last table, by format."""
-    table = shown[shown.index("format ") :].split("the losses")[0].splitlines()[1:]
+    table = shown[shown.index("format ") :].split("plot of")[0].splitlines()[1:]
     return {line.split()[0]: line.split()[1:] for line in table}
 
 
@@ -88,7 +88,7 @@ def test_formats_are_compared_on_the_digits_where_there_is_no_cifar(run, tmp_pat
     size = {name: float(row[-1]) for name, row in rows.items()}
     assert size["nearest"] < size["lowbit"] < size["float32"] == 12
     assert "\r" not in shown, "plain lines in a pipe"
-    picture = pathlib.Path(re.search("the losses, drawn: (.*)", shown).group(1))
+    picture = pathlib.Path(re.search(r"plot .*: (.*)", shown).group(1))
     assert picture == tmp_path / "resnet_cifar.png"
     assert imread(picture).shape[2] == 4
 
@@ -98,7 +98,7 @@ def test_released_steps_train_the_same_and_their_memory_is_shown(run):
     plain, released = (
         run("resnet_cifar.py", *flags, *more) for more in ([], ["--release"])
     )
-    memory = r"{}: gradients and activations take [\d.]+ MiB"
+    memory = r"{}: .* [\d.]+ MiB"
     for step in ("train_step", "release_step"):
         assert re.search(memory.format(step), released)
     loss = [float(re.search(r"test loss ([\d.]+)", x)[1]) for x in (plain, released)]
@@ -192,7 +192,7 @@ def interrupted(*args, **options):
 tqdm.tqdm = interrupted
 """
     said = run(name, before=interrupted, status=1)
-    hint = "--checkpoint-dir" if name == "resnet_cifar.py" else "nothing of this run"
+    hint = "--checkpoint-dir" if name == "resnet_cifar.py" else "not saved"
     assert hint in said
 
 
@@ -213,7 +213,7 @@ def test_the_gpt_shows_its_memory_and_trains_the_same_with_and_without_release(r
 
 def test_each_device_holds_an_eighth_of_the_weights_and_the_loss_falls(run):
     shown = run("fsdp.py")
-    found = re.search(r"each of 8 devices holds ([\d.]+) of ([\d.]+) MiB", shown)
+    found = re.search(r"8 devices .* ([\d.]+) of ([\d.]+) MiB", shown)
     held, whole = map(float, found.groups())
     assert whole / 8 <= held < whole / 8 + 0.05
     assert float(re.search(r"loss ([\d.]+) nats", shown).group(1)) < 5
