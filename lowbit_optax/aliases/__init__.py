@@ -1,8 +1,8 @@
-"""The optimizers people name: optax's aliases in a weight format.
+"""Aliases: well-known optimizers in each weight format.
 
-Each takes its optax alias's arguments in their order, then keyword-only options.
-``lowbit_adamw(rate)`` is ``lowbit(optax.adamw(rate))``, and so on: weights with 8 extra
-bits and moments of 8 bits. The aliases check their arguments, and are known to
+Each alias has the arguments of its optax alias in the same order, followed by
+keyword-only options. ``lowbit_adamw(rate)``, for example, is
+``lowbit(optax.adamw(rate))``. The aliases check their arguments, and work with
 ``optax.inject_hyperparams``.
 """
 

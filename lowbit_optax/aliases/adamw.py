@@ -1,4 +1,4 @@
-"""AdamW in each weight format, and Lion in the recommended one."""
+"""AdamW in each weight format, and Lion with 8 extra bits."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def kahan_adamw(
     moments: Moments = None,
     **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW, weights by Kahan summation and moments in bfloat16.
+    """AdamW with Kahan summation for weights, and with bfloat16 moments.
 
-    The float32 weight is w - c, a parameter w and its compensation c.
+    The master weight is w - c: the parameter w minus its compensation c.
 
         m_t = b1 m_{t-1} + (1 - b1) g_t
         v_t = b2 v_{t-1} + (1 - b2) g_t^2
@@ -47,23 +47,24 @@ def kahan_adamw(
         y   = -eta_t (a + d (w - c)) - c
         s   = round(w + y);  c = round_c((s - w) - y);  w = s
 
-    Parameters and state take 8 bytes per bfloat16 parameter.
+    A bfloat16 parameter and its state need 8 bytes.
 
     Args:
-      learning_rate: eta, a number or a schedule.
-      b1, b2, eps, eps_root, mu_dtype, mask, nesterov: as in ``optax.adamw``.
-      weight_decay: d, decoupled.
-      rounding, residual_rounding: of w and of c, see :func:`lowbit_optax.kahan`.
-      moments: formats of m (``mu``) and v (``nu``); ``cast(jnp.bfloat16)``, rounded
-        stochastically, if None.
+      learning_rate: the learning rate eta, a number or a schedule.
+      b1, b2, eps, eps_root, mu_dtype, mask, nesterov: see ``optax.adamw``.
+      weight_decay: the decoupled weight decay d.
+      rounding, residual_rounding: how w and c are rounded; see
+        :func:`lowbit_optax.kahan`.
+      moments: formats for m (``mu``) and v (``nu``). If None, both are stored in
+        bfloat16 and rounded stochastically.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
-        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above.
+      TypeError, ValueError: if an argument has a wrong type or value.
 
     References:
       Zamirai et al. 2020, Algorithm 5; Loshchilov and Hutter 2019.
@@ -105,36 +106,36 @@ def sr_adamw(
     moments: Moments = None,
     **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW, weights rounded stochastically and moments in bfloat16.
+    """AdamW with stochastically rounded weights and bfloat16 moments.
 
         m_t = b1 m_{t-1} + (1 - b1) g_t
         v_t = b2 v_{t-1} + (1 - b2) g_t^2
         a   = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t) + eps_root) + eps)
         w   = SR(w - eta_t (a + d w))
 
-    SR rounds to one of the two nearest numbers, so that the mean is right. Parameters
-    and state take 6 bytes per bfloat16 parameter. With ``error_feedback="mu"``, m takes
-    what SR has lost, and gives it back, in no byte more.
+    SR rounds up or down at random, such that the expected value is exact. A bfloat16
+    parameter and its state need 6 bytes. With ``error_feedback="mu"``, the rounding
+    error of SR is added to m, which needs no more memory.
 
     Args:
-      learning_rate: eta, a number or a schedule.
-      b1, b2, eps, eps_root, mu_dtype, mask, nesterov: as in ``optax.adamw``.
-      weight_decay: d, decoupled.
-      error_feedback: None, or ``"mu"``; see :func:`lowbit_optax.stochastic_rounding`.
-      moments: formats of m (``mu``) and v (``nu``); ``cast(jnp.bfloat16)``, rounded
-        stochastically, if None.
+      learning_rate: the learning rate eta, a number or a schedule.
+      b1, b2, eps, eps_root, mu_dtype, mask, nesterov: see ``optax.adamw``.
+      weight_decay: the decoupled weight decay d.
+      error_feedback: ``"mu"`` or None; see :func:`lowbit_optax.stochastic_rounding`.
+      moments: formats for m (``mu``) and v (``nu``). If None, both are stored in
+        bfloat16 and rounded stochastically.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
-        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above.
+      TypeError, ValueError: if an argument has a wrong type or value.
 
     References:
-      Zamirai et al. 2020, Algorithm 4; Loshchilov and Hutter 2019. ECO, 2026 (arXiv
-      2601.22101), for errors in the momentum.
+      Zamirai et al. 2020, Algorithm 4; Loshchilov and Hutter 2019. Error feedback:
+      ECO, 2026 (arXiv 2601.22101).
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> tx = sr_adamw(1e-3)
@@ -174,35 +175,36 @@ def extra_bits_adamw(
     moments: Moments = None,
     **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW, weights with k extra bits and moments in float32.
+    """AdamW with k extra bits per weight, and with float32 moments.
 
-    The weight W is a parameter and the next k bits, so 16 + k bits for bfloat16.
+    The master weight W consists of the parameter and k extra bits: 16 + k bits for
+    bfloat16.
 
         m_t = b1 m_{t-1} + (1 - b1) g_t
         v_t = b2 v_{t-1} + (1 - b2) g_t^2
         a   = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t) + eps_root) + eps)
         W   = round(W - eta_t (a + d W))
 
-    Parameters and state take 10 + k/8 bytes per bfloat16 parameter.
+    A bfloat16 parameter and its state need 10 + k/8 bytes.
 
     Args:
-      learning_rate: eta, a number or a schedule.
-      b1, b2, eps, eps_root, mu_dtype, mask, nesterov: as in ``optax.adamw``.
-      weight_decay: d, decoupled.
-      bits: k; if None the most that the parameter's dtype holds: 16 for bfloat16, which
-        then stores every bit of W. Two compiled programs may still differ in their last
-        bits, as two of optax do.
-      rounding, residual_rounding: of the parameter and of W, see
+      learning_rate: the learning rate eta, a number or a schedule.
+      b1, b2, eps, eps_root, mu_dtype, mask, nesterov: see ``optax.adamw``.
+      weight_decay: the decoupled weight decay d.
+      bits: the number k of extra bits. If None, it is the largest for the dtype, which
+        is 16 for bfloat16. Then every bit of W is stored, and results are as close to
+        optax's as two compilations of optax are to each other.
+      rounding, residual_rounding: how the parameter and W are rounded; see
         :func:`lowbit_optax.extra_bits`.
-      moments: formats of m (``mu``) and v (``nu``); ``"float32"`` if None.
+      moments: formats for m (``mu``) and v (``nu``); ``"float32"`` if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
-        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above.
+      TypeError, ValueError: if an argument has a wrong type or value.
 
     References:
       Lewandowski and Kosson 2023, section 3.1; Loshchilov and Hutter 2019.
@@ -217,7 +219,7 @@ def extra_bits_adamw(
     >>> state = tx.init(w)
     >>> for _ in range(3):
     ...     w, state = train_step(w, state)
-    >>> state.residual.tree.shape  # 8 bits of 128 rows, in words of 32
+    >>> state.residual.tree.shape  # 128 rows of 8 bits, in 32-bit words
     (32, 64)
     """
     moments = "float32" if moments is None else moments
@@ -248,7 +250,8 @@ def lowbit_adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW in 5.125 bytes per parameter, instead of the usual 14.
 
-    The weight W is a bfloat16 parameter and the next 8 bits; Q is 8-bit codes.
+    The master weight W consists of a bfloat16 parameter and 8 extra bits. Q rounds to
+    8-bit codes with a scale per block.
 
         m_t = b1 Q(m_{t-1}) + (1 - b1) g_t
         v_t = b2 Q(v_{t-1}) + (1 - b2) g_t^2
@@ -256,19 +259,19 @@ def lowbit_adamw(
         W   = round(W - eta_t (a + d W))
 
     Args:
-      learning_rate: eta, a number or a schedule.
-      b1, b2, eps, eps_root, mu_dtype, mask, nesterov: as in ``optax.adamw``.
-      weight_decay: d, decoupled.
-      bits: extra bits of the weights; 8 if None.
-      moments: formats of m (``mu``) and v (``nu``); ``block_quantized(8)`` if None.
+      learning_rate: the learning rate eta, a number or a schedule.
+      b1, b2, eps, eps_root, mu_dtype, mask, nesterov: see ``optax.adamw``.
+      weight_decay: the decoupled weight decay d.
+      bits: the number of extra bits per weight; 8 if None.
+      moments: formats for m (``mu``) and v (``nu``); ``block_quantized(8)`` if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
-        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above.
+      TypeError, ValueError: if an argument has a wrong type or value.
 
     References:
       Lewandowski and Kosson 2023, section 3.1; Dettmers et al. 2022, section 2;
@@ -308,26 +311,27 @@ def lowbit_lion(
 ) -> optax.GradientTransformationExtraArgs:
     """Lion in 4.06 bytes per parameter, instead of the usual 10.
 
-    The weight W is a bfloat16 parameter and the next 8 bits; Q is 8-bit codes.
+    The master weight W consists of a bfloat16 parameter and 8 extra bits. Q rounds to
+    8-bit codes with a scale per block.
 
         a   = sign(b1 Q(m_{t-1}) + (1 - b1) g_t)
         m_t = b2 Q(m_{t-1}) + (1 - b2) g_t
         W   = round(W - eta_t (a + d W))
 
     Args:
-      learning_rate: eta, a number or a schedule.
-      b1, b2, mu_dtype, mask: as in ``optax.lion``.
-      weight_decay: d, decoupled.
-      bits: extra bits of the weights; 8 if None.
-      moments: format of m (``mu``); ``block_quantized(8)`` if None.
+      learning_rate: the learning rate eta, a number or a schedule.
+      b1, b2, mu_dtype, mask: see ``optax.lion``.
+      weight_decay: the decoupled weight decay d.
+      bits: the number of extra bits per weight; 8 if None.
+      moments: format for m (``mu``); ``block_quantized(8)`` if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
-        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above.
+      TypeError, ValueError: if an argument has a wrong type or value.
 
     References:
       Lewandowski and Kosson 2023, section 3.1; Chen et al. 2023, Algorithm 2.

@@ -1,4 +1,4 @@
-"""What the aliases share: the optax optimizers inside them, and checks of arguments."""
+"""Shared code of the aliases: the inner optimizers, and checks of arguments."""
 
 import inspect
 import math
@@ -19,11 +19,11 @@ TwoRoundings = typing.Literal["nearest", "stochastic"] | None
 ThreeRoundings = typing.Literal["nearest", "toward_zero", "stochastic"] | None
 
 BFLOAT16_MOMENTS = formats.cast(jnp.bfloat16)
-"""Those of Zamirai et al., rounded stochastically so that they keep moving."""
+"""The moments of Zamirai et al. 2020; stochastic rounding keeps them moving."""
 
 
 def without_none(**arguments) -> dict[str, typing.Any]:
-    """The arguments that are not None: for the others the callee's defaults hold.
+    """Returns the arguments that are not None, so that defaults replace the others.
 
     >>> without_none(rounding=None, bits=8)
     {'bits': 8}
@@ -37,13 +37,13 @@ _NUMBERS = ("b1", "b2", "eps", "eps_root", "weight_decay")
 def checked(
     alias: str, moments: Moments, make: Callable[..., typing.Any], *args, **kwargs
 ) -> optax.GradientTransformationExtraArgs:
-    """``make(*args, **kwargs)``, an optimizer of optax, if it gets what it accepts.
+    """Checks the arguments and returns ``make(*args, **kwargs)``.
 
     Args:
-      alias: the name of the calling function, for errors.
-      moments: the formats of the optimizer's moments.
+      alias: the name of the calling function, for error messages.
+      moments: the formats for the optimizer's moments.
       make: ``optax.adamw`` or ``optax.lion``.
-      *args, **kwargs: for ``make``.
+      *args, **kwargs: the arguments of ``make``.
     """
     given = inspect.signature(make).bind(*args, **kwargs).arguments
     check_learning_rate(alias, given["learning_rate"])
@@ -62,10 +62,7 @@ def sgd(
     *,
     weight_decay: float | jax.Array | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.sgd``, and weight decay that is added to the gradient.
-
-    The state is a state of ``optax.sgd``, whatever the weight decay is.
-    """
+    """Returns ``optax.sgd`` with an L2 penalty, and with the state of ``optax.sgd``."""
     decay = 0.0 if weight_decay is None else weight_decay
     check_learning_rate(alias, learning_rate)
     check_numbers(alias, weight_decay=decay)
@@ -83,7 +80,7 @@ def sgd(
     def update_fn(updates, state, params=None, **extra_args):
         grads, _ = decayed.update(updates, optax.EmptyState(), params)
         if is_array:
-            # A decay that may be zero: zero times an infinite weight would be NaN.
+            # If the decay is zero and a weight is infinite, their product is NaN.
             keep = lambda g, new: jnp.where(decay == 0, g, new)
             grads = jax.tree.map(keep, updates, grads)
         return plain.update(grads, state, params, **extra_args)
@@ -92,38 +89,38 @@ def sgd(
 
 
 def check_learning_rate(alias: str, learning_rate) -> None:
-    """Refuse what is neither a schedule nor a finite number.
+    """Raises an error unless the learning rate is a schedule or a finite number.
 
     >>> check_learning_rate("kahan_sgd", None)
     Traceback (most recent call last):
         ...
-    TypeError: kahan_sgd: learning_rate is None; accepted are numbers, float32 scalars
-    and schedules
+    TypeError: kahan_sgd: learning_rate must be a number, a float32 scalar or a
+    schedule, got None
     """
     if not callable(learning_rate):
-        accepted = "numbers, float32 scalars and schedules"
+        accepted = "a number, a float32 scalar or a schedule"
         _check_number(alias, "learning_rate", learning_rate, accepted)
 
 
 def check_numbers(alias: str, **hyperparameters) -> None:
-    """Refuse hyperparameters that are not finite numbers."""
+    """Raises an error if a hyperparameter is not a finite number."""
     for name, value in hyperparameters.items():
-        _check_number(alias, name, value, "numbers and float32 scalars")
+        _check_number(alias, name, value, "a number or a float32 scalar")
 
 
 def check_moment_dtype(
     alias: str, argument: str, dtype, field: str, moments: Moments
 ) -> None:
-    """Refuse optax's dtype of a moment, such as ``mu_dtype``, beside a format of it.
+    """Raises an error if both optax and ``moments`` set the dtype of a moment.
 
     Raises:
-      ValueError: if ``moments`` too says how the moment ``field`` is stored.
-      TypeError: if ``optax.inject_hyperparams`` made an array of the dtype.
+      ValueError: if ``moments`` also has a format for ``field``.
+      TypeError: if ``optax.inject_hyperparams`` turned the dtype into an array.
     """
     if isinstance(dtype, jax.Array):
         raise TypeError(
-            f"{alias}: {argument} is an array, not a dtype; with "
-            "optax.inject_hyperparams name it in static_args"
+            f"{alias}: {argument} must be a dtype, got an array; with "
+            "optax.inject_hyperparams, add it to static_args"
         )
     if dtype is None or np.dtype(dtype) == np.float32:
         return
@@ -132,9 +129,9 @@ def check_moment_dtype(
         return
     stored = "8-bit codes" if format_ is None else repr(format_)
     raise ValueError(
-        f"{alias}: {argument} is {np.dtype(dtype)}, but by moments {field} is stored "
-        f"as {stored}; leave {argument} out, or keep {field} out of moments, as in "
-        'moments="float32"'
+        f"{alias}: {argument} is {np.dtype(dtype)}, but moments stores {field} as "
+        f"{stored}; remove {argument}, or remove {field} from moments, for example "
+        'with moments="float32"'
     )
 
 
@@ -143,27 +140,24 @@ def _check_number(alias: str, name: str, value, accepted: str) -> None:
     if is_array and not isinstance(value, float):
         _check_array(alias, name, value, accepted)
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{alias}: {name} is {value!r}; accepted are {accepted}")
-    # The value of an array on a device would have to be waited for.
+        raise TypeError(f"{alias}: {name} must be {accepted}, got {value!r}")
+    # Reading the value of a device array would wait for the device.
     if not isinstance(value, jax.Array) and not math.isfinite(value):
-        raise ValueError(
-            f"{alias}: {name} is {value}, which is not finite; accepted are {accepted}"
-        )
+        raise ValueError(f"{alias}: {name} must be finite, got {value}")
 
 
 def _check_array(alias: str, name: str, value, accepted: str) -> None:
     if value.shape:
         raise ValueError(
-            f"{alias}: {name} is an array of shape {value.shape}; accepted are "
-            f"{accepted}"
+            f"{alias}: {name} must be {accepted}, got an array of shape {value.shape}"
         )
-    # optax.inject_hyperparams stores hyperparameters in the parameters' dtype unless it
-    # is told another. A b2 of 0.999 is 1 in bfloat16, and 0 among unsigned integers.
+    # optax.inject_hyperparams stores hyperparameters in the dtype of the parameters by
+    # default. A b2 of 0.999 becomes 1 in bfloat16, and 0 in unsigned integers.
     wide_float = jnp.issubdtype(value.dtype, jnp.floating) and not is_narrow(
         value.dtype
     )
     if not wide_float and not jnp.issubdtype(value.dtype, jnp.signedinteger):
         raise TypeError(
-            f"{alias}: {name} is a {value.dtype} array; accepted are {accepted}. With "
-            "optax.inject_hyperparams pass hyperparam_dtype=jnp.float32"
+            f"{alias}: {name} must be {accepted}, got a {value.dtype} array. With "
+            "optax.inject_hyperparams, pass hyperparam_dtype=jnp.float32"
         )

@@ -1,4 +1,4 @@
-"""Muon for matrices and AdamW for the rest, in the recommended formats."""
+"""Muon for matrices and AdamW for all other parameters, in the default formats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-8
 
 IsMatrix = Callable[[str, typing.Any], bool]
-"""Of a leaf's path and the leaf, like ``keep_float32`` of ``from_master``."""
+"""A function of a path and a leaf, like ``keep_float32`` of ``from_master``."""
 
 
 class MomentumState(typing.NamedTuple):
@@ -60,46 +60,49 @@ def lowbit_muon(
     moments: Moments = None,
     **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
-    """Muon in 4.06 bytes per weight of a matrix, and AdamW in 5.13 for the rest.
+    """Muon for matrices in 4.06 bytes per parameter, and AdamW in 5.13 for the rest.
 
-    The weight W is a bfloat16 parameter and the next 8 bits; Q is 8-bit codes.
+    The master weight W consists of a bfloat16 parameter and 8 extra bits. Q rounds to
+    8-bit codes with a scale per block.
 
         m_t = beta Q(m_{t-1}) + (1 - beta) g_t
         n_t = beta m_t / (1 - beta^(t+1)) + (1 - beta) g_t / (1 - beta^t)
         W   = round(W - eta_t (sqrt(max(1, columns / rows)) NS(n_t) + d W))
 
-    NS brings all singular values near 1: ``X = n / ||n||``, and ``ns_steps`` times
+    NS moves all singular values close to 1. It starts from ``X = n / ||n||``, and
+    repeats ``ns_steps`` times
 
         A = X X^T;    X = 3.4445 X + (-4.7750 A + 2.0315 A A) X
 
-    A leaf of more than two axes is a stack of matrices, in its last two. They are
-    orthogonalised one after the other, so that what is temporary is that of one matrix.
-    Under :mod:`lowbit_optax.release` each is updated in the backward loop.
+    A leaf with more than two axes is a stack of matrices in its last two axes. NS runs
+    on one matrix after the other, so that temporary memory does not grow with the
+    stack. With :mod:`lowbit_optax.release`, the backward loop updates each matrix.
 
     Args:
-      learning_rate: eta, a number or a schedule.
-      ns_steps: how often NS iterates.
-      ns_dtype: of the products in NS: ``jnp.float32``, or ``jnp.bfloat16`` for matrix
-        units. The momentum and the norm are float32 in either case.
-      beta, nesterov: as in ``optax.contrib.muon``, for AdamW as well. Without nesterov
-        n_t is ``m_t / (1 - beta^t)``.
-      weight_decay: d, decoupled.
-      is_matrix: whether Muon updates the leaf, of ``(path, leaf)``; all of two or more
-        axes if None. Embeddings and the head are better left to AdamW.
-      adam_learning_rate: of AdamW; ``learning_rate`` if None.
-      adam_b1, adam_b2, adam_weight_decay: of AdamW.
-      bits: extra bits of the weights; 8 if None.
-      moments: formats of Muon's m (``mu``) and of AdamW's (``mu``, ``nu``);
-        ``block_quantized(8)`` if None, whose codes of Muon's m are linear.
+      learning_rate: the learning rate eta, a number or a schedule.
+      ns_steps: the number of iterations of NS.
+      ns_dtype: the dtype of the matrix products in NS, ``jnp.float32`` or
+        ``jnp.bfloat16``. Momentum and norm are computed in float32 in both cases.
+      beta, nesterov: see ``optax.contrib.muon``; ``nesterov`` also applies to AdamW.
+        Without it, n_t is ``m_t / (1 - beta^t)``.
+      weight_decay: the decoupled weight decay d.
+      is_matrix: a function of ``(path, leaf)`` that returns True if Muon updates the
+        leaf. If None, Muon updates all leaves with two or more axes. AdamW usually
+        trains embeddings and output layers better.
+      adam_learning_rate: the learning rate of AdamW; ``learning_rate`` if None.
+      adam_b1, adam_b2, adam_weight_decay: the other hyperparameters of AdamW.
+      bits: the number of extra bits per weight; 8 if None.
+      moments: formats for Muon's m (``mu``) and AdamW's moments (``mu``, ``nu``);
+        ``block_quantized(8)`` if None. Codes for Muon's m are linear.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
-        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above; in ``init``, for a
-        matrix of fewer than two axes.
+      TypeError, ValueError: if an argument has a wrong type or value. ``init`` raises a
+        ValueError if ``is_matrix`` selects a leaf with fewer than two axes.
 
     References:
       Jordan 2024, "Muon: An optimizer for hidden layers in neural networks".
@@ -127,7 +130,7 @@ def lowbit_muon(
     dtype = jnp.dtype(ns_dtype)
     if dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(
-            f"lowbit_muon: ns_dtype is {dtype}; accepted are float32 and bfloat16"
+            f"lowbit_muon: ns_dtype must be float32 or bfloat16, got {dtype}"
         )
     orthogonal = functools.partial(orthogonalized, steps=ns_steps, dtype=dtype)
     muon = optax.chain(
@@ -145,11 +148,11 @@ def lowbit_muon(
 def orthogonalized(
     x: jax.Array, steps: int = 5, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> jax.Array:
-    """Matrices with all singular values near 1, times Muon's factor for their shape.
+    """Moves all singular values close to 1, and multiplies by Muon's shape factor.
 
     Args:
       x: float32 [..., rows, columns].
-      steps, dtype: as of :func:`lowbit_muon`.
+      steps, dtype: ``ns_steps`` and ``ns_dtype`` of :func:`lowbit_muon`.
 
     >>> import jax.numpy as jnp
     >>> x = orthogonalized(jnp.diag(jnp.float32([4.0, 2.0])))
@@ -172,7 +175,7 @@ def orthogonalized(
 
 
 def _momentum(beta: float, nesterov: bool) -> optax.GradientTransformation:
-    """The running average of the gradients that Muon orthogonalises."""
+    """Returns a transformation that averages gradients, with bias correction."""
 
     def init(params):
         mu = optax.tree.zeros_like(params, dtype=jnp.float32)
@@ -201,7 +204,7 @@ def _labels(is_matrix: IsMatrix | None, params):
         labels.append("muon" if is_matrix(name, leaf) else "adam")
         if labels[-1] == "muon" and leaf.ndim < 2:
             raise ValueError(
-                f"lowbit_muon: is_matrix is true of params{name}, whose shape is "
-                f"{list(leaf.shape)}; a matrix has two axes, and a stack of them more"
+                f"lowbit_muon: is_matrix selects params{name} of shape "
+                f"{list(leaf.shape)}, but Muon needs at least two axes"
             )
     return structure.unflatten(labels)

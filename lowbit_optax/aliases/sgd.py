@@ -1,4 +1,4 @@
-"""SGD with momentum and weight decay, in each weight format."""
+"""SGD with momentum and an L2 penalty in each weight format."""
 
 from __future__ import annotations
 
@@ -32,39 +32,40 @@ def kahan_sgd(
     moments: Moments = None,
     **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
-    """SGD with momentum, weights by Kahan summation and momentum in bfloat16.
+    """SGD with Kahan summation for weights, and with bfloat16 momentum.
 
-    The float32 weight is w - c, a parameter w and its compensation c.
+    The master weight is w - c: the parameter w minus its compensation c.
 
         g_t = grad(w) + d (w - c)
         m_t = beta m_{t-1} + g_t
         y   = -eta_t m_t - c
         s   = round(w + y);  c = round_c((s - w) - y);  w = s
 
-    Without momentum m_t is g_t. Parameters and state take 6 bytes per bfloat16
-    parameter, 4 without momentum.
+    Without momentum, m_t is g_t. A bfloat16 parameter and its state need 6 bytes, or 4
+    without momentum.
 
     Args:
-      learning_rate: eta, a number or a schedule.
-      momentum: beta, or None for no momentum.
-      nesterov, accumulator_dtype: as in ``optax.sgd``.
-      weight_decay: d, added to the gradient (not decoupled); 0 if None.
-      rounding, residual_rounding: of w and of c, see :func:`lowbit_optax.kahan`.
-      moments: format of the momentum; ``cast(jnp.bfloat16)``, rounded stochastically,
-        if None.
+      learning_rate: the learning rate eta, a number or a schedule.
+      momentum: the decay rate beta, or None for SGD without momentum.
+      nesterov, accumulator_dtype: see ``optax.sgd``.
+      weight_decay: the factor d of an L2 penalty, which is not decoupled; 0 if None.
+      rounding, residual_rounding: how w and c are rounded; see
+        :func:`lowbit_optax.kahan`.
+      moments: format for the momentum. If None, it is stored in bfloat16 and rounded
+        stochastically.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
-        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above.
+      TypeError, ValueError: if an argument has a wrong type or value.
 
     References:
       Zamirai et al. 2020, Algorithm 3.
 
-    Updates of 1e-5 would be lost in bfloat16 weights near 1:
+    Plain bfloat16 weights near 1 would lose updates of 1e-5:
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> tx = kahan_sgd(1e-5)
@@ -99,38 +100,38 @@ def sr_sgd(
     moments: Moments = None,
     **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
-    """SGD with momentum, weights rounded stochastically and momentum in bfloat16.
+    """SGD with stochastically rounded weights and bfloat16 momentum.
 
         g_t = grad(w) + d w
         m_t = beta m_{t-1} + g_t
         w   = SR(w - eta_t m_t)
 
-    SR rounds to one of the two nearest numbers, so that the mean is right. Without
-    momentum m_t is g_t. Parameters and state take 4 bytes per bfloat16 parameter, 2
-    without momentum. With ``error_feedback="trace"``, m takes what SR has lost, and
-    gives it back, in no byte more.
+    SR rounds up or down at random, such that the expected value is exact. Without
+    momentum, m_t is g_t. A bfloat16 parameter and its state need 4 bytes, or 2 without
+    momentum. With ``error_feedback="trace"``, the rounding error of SR is added to m,
+    which needs no more memory.
 
     Args:
-      learning_rate: eta, a number or a schedule.
-      momentum: beta, or None for no momentum.
-      nesterov, accumulator_dtype: as in ``optax.sgd``.
-      weight_decay: d, added to the gradient (not decoupled); 0 if None.
-      error_feedback: None, or ``"trace"``, which needs a momentum; see
+      learning_rate: the learning rate eta, a number or a schedule.
+      momentum: the decay rate beta, or None for SGD without momentum.
+      nesterov, accumulator_dtype: see ``optax.sgd``.
+      weight_decay: the factor d of an L2 penalty, which is not decoupled; 0 if None.
+      error_feedback: ``"trace"`` or None. ``"trace"`` needs momentum; see
         :func:`lowbit_optax.stochastic_rounding`.
-      moments: format of the momentum; ``cast(jnp.bfloat16)``, rounded stochastically,
-        if None.
+      moments: format for the momentum. If None, it is stored in bfloat16 and rounded
+        stochastically.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
-        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above.
+      TypeError, ValueError: if an argument has a wrong type or value.
 
     References:
-      Zamirai et al. 2020, Algorithm 2. ECO, 2026 (arXiv 2601.22101), for errors in the
-      momentum.
+      Zamirai et al. 2020, Algorithm 2. Error feedback: ECO, 2026 (arXiv
+      2601.22101).
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> tx = sr_sgd(1e-3, 0.9, seed=1)
@@ -142,7 +143,7 @@ def sr_sgd(
     >>> state = tx.init(w)
     >>> for _ in range(3):
     ...     w, state = train_step(w, state)
-    >>> round(float(jnp.mean(w.astype(jnp.float32))), 2)  # in exact arithmetic 0.9944
+    >>> round(float(jnp.mean(w.astype(jnp.float32))), 2)  # exact: 0.9944
     0.99
     """
     moments = BFLOAT16_MOMENTS if moments is None else moments
@@ -166,36 +167,37 @@ def extra_bits_sgd(
     moments: Moments = None,
     **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
-    """SGD with momentum, weights with k extra bits and momentum in float32.
+    """SGD with k extra bits per weight, and with float32 momentum.
 
-    The weight W is a parameter and the next k bits, so 16 + k bits for bfloat16.
+    The master weight W consists of the parameter and k extra bits: 16 + k bits for
+    bfloat16.
 
         g_t = grad(param) + d W
         m_t = beta m_{t-1} + g_t
         W   = round(W - eta_t m_t)
 
-    Without momentum m_t is g_t. Parameters and state take 6 + k/8 bytes per bfloat16
-    parameter, 2 + k/8 without momentum.
+    Without momentum, m_t is g_t. A bfloat16 parameter and its state need 6 + k/8 bytes,
+    or 2 + k/8 without momentum.
 
     Args:
-      learning_rate: eta, a number or a schedule.
-      momentum: beta, or None for no momentum.
-      nesterov, accumulator_dtype: as in ``optax.sgd``.
-      weight_decay: d, added to the gradient (not decoupled); 0 if None.
-      bits: k; if None the most that the parameter's dtype holds: 16 for bfloat16, which
-        then stores every bit of W. Two compiled programs may still differ in their last
-        bits, as two of optax do.
-      rounding, residual_rounding: of the parameter and of W, see
+      learning_rate: the learning rate eta, a number or a schedule.
+      momentum: the decay rate beta, or None for SGD without momentum.
+      nesterov, accumulator_dtype: see ``optax.sgd``.
+      weight_decay: the factor d of an L2 penalty, which is not decoupled; 0 if None.
+      bits: the number k of extra bits. If None, it is the largest for the dtype, which
+        is 16 for bfloat16. Then every bit of W is stored, and results are as close to
+        optax's as two compilations of optax are to each other.
+      rounding, residual_rounding: how the parameter and W are rounded; see
         :func:`lowbit_optax.extra_bits`.
-      moments: format of the momentum; ``"float32"`` if None.
+      moments: format for the momentum; ``"float32"`` if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
-        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above.
+      TypeError, ValueError: if an argument has a wrong type or value.
 
     References:
       Lewandowski and Kosson 2023, section 3.1.
@@ -210,7 +212,7 @@ def extra_bits_sgd(
     >>> state = tx.init(w)
     >>> for _ in range(3):
     ...     w, state = train_step(w, state)
-    >>> state.residual.tree.shape  # 8 bits of 128 rows, in words of 32
+    >>> state.residual.tree.shape  # 128 rows of 8 bits, in 32-bit words
     (32, 64)
     """
     moments = "float32" if moments is None else moments
@@ -235,29 +237,30 @@ def lowbit_sgd(
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum in 4.06 bytes per parameter, instead of the usual 10.
 
-    The weight W is a bfloat16 parameter and the next 8 bits; Q is 8-bit codes.
+    The master weight W consists of a bfloat16 parameter and 8 extra bits. Q rounds to
+    8-bit codes with a scale per block.
 
         g_t = grad(param) + d W
         m_t = beta Q(m_{t-1}) + g_t
         W   = round(W - eta_t m_t)
 
-    Without momentum m_t is g_t, and parameters and state take 3 bytes per parameter.
+    Without momentum, m_t is g_t, and a parameter and its state need 3 bytes.
 
     Args:
-      learning_rate: eta, a number or a schedule.
-      momentum: beta, or None for no momentum.
-      nesterov, accumulator_dtype: as in ``optax.sgd``.
-      weight_decay: d, added to the gradient (not decoupled); 0 if None.
-      bits: extra bits of the weights; 8 if None.
-      moments: format of the momentum; ``block_quantized(8)`` if None.
+      learning_rate: the learning rate eta, a number or a schedule.
+      momentum: the decay rate beta, or None for SGD without momentum.
+      nesterov, accumulator_dtype: see ``optax.sgd``.
+      weight_decay: the factor d of an L2 penalty, which is not decoupled; 0 if None.
+      bits: the number of extra bits per weight; 8 if None.
+      moments: format for the momentum; ``block_quantized(8)`` if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
-        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation, for :func:`lowbit_optax.step` or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above.
+      TypeError, ValueError: if an argument has a wrong type or value.
 
     References:
       Lewandowski and Kosson 2023, section 3.1; Dettmers et al. 2022, section 2.
@@ -272,7 +275,7 @@ def lowbit_sgd(
     >>> state = tx.init(w)
     >>> for _ in range(3):
     ...     w, state = train_step(w, state)
-    >>> state.residual.tree.shape  # 8 bits of 128 rows, in words of 32
+    >>> state.residual.tree.shape  # 128 rows of 8 bits, in 32-bit words
     (32, 64)
     """
     arguments = learning_rate, momentum, nesterov, accumulator_dtype

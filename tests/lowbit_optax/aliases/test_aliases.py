@@ -165,14 +165,14 @@ NOT_FINITE = [float("nan"), float("inf"), -float("inf"), np.float32("nan")]
 
 @each_alias
 def test_a_learning_rate_that_is_no_rate_is_refused_in_a_sentence(alias):
-    accepted = "accepted are numbers, float32 scalars and schedules"
+    name = f"{alias.__name__}: learning_rate"
     for rate in NOT_A_RATE:
-        with pytest.raises(TypeError, match=rf"{alias.__name__}: .*; {accepted}"):
+        with pytest.raises(TypeError, match=f"{name} .*number.*schedule"):
             alias(rate)
     for rate in NOT_FINITE:
-        with pytest.raises(ValueError, match=rf"rate is {rate}, which .*; {accepted}"):
+        with pytest.raises(ValueError, match=f"{name} .*{rate}"):
             alias(rate)
-    with pytest.raises(ValueError, match=rf"of shape \(3,\); {accepted}"):
+    with pytest.raises(ValueError, match=rf"{name} .*\(3,\)"):
         alias(jnp.ones(3))
     for rate in (1, -0.5, 0, np.float32(0.1), jnp.float32(0.1), lambda count: 0.1):
         assert alias(rate)
@@ -187,9 +187,9 @@ def test_other_hyperparameters_that_are_no_numbers_are_refused_too():
         (lowbit_optax.lowbit_adamw, "eps", jnp.float16(1e-4)),
         (lowbit_optax.lowbit_lion, "weight_decay", None),
     ):
-        with pytest.raises(TypeError, match=f"{alias.__name__}: {name} is .*accepted"):
+        with pytest.raises(TypeError, match=f"{alias.__name__}: {name} .*number"):
             alias(0.1, **{name: value})
-        with pytest.raises(ValueError, match=f"{name} is nan, which is not finite"):
+        with pytest.raises(ValueError, match=f"{name} .*nan"):
             alias(0.1, **{name: float("nan")})
 
 
@@ -206,7 +206,7 @@ def test_other_hyperparameters_that_are_no_numbers_are_refused_too():
 )
 def test_two_storages_of_one_moment_are_refused(alias, argument, field, stored):
     make = alias if field == "mu" else functools.partial(alias, momentum=0.9)
-    message = f"{argument} is bfloat16, but by moments {field} is stored as {stored}"
+    message = f"{argument} is bfloat16.*{field}.*{stored}"
     with pytest.raises(ValueError, match=message):
         make(0.1, **{argument: jnp.bfloat16})
     with pytest.raises(ValueError, match=f"{argument} is float16.*{field}.*Cast"):

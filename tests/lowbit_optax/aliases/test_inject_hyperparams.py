@@ -151,7 +151,7 @@ def test_in_the_parameters_dtype_it_is_refused_because_b2_would_be_1(name):
     alias, arguments = ALIASES[name]
     tx = optax.inject_hyperparams(alias)(0.1, **arguments)
     dtype = "uint32" if name.startswith("lpmm") else "bfloat16"
-    match = rf"{name}: learning_rate is a {dtype} array.*hyperparam_dtype=jnp\.float32"
+    match = rf"{name}: learning_rate .*{dtype}.*hyperparam_dtype=jnp\.float32"
     with pytest.raises(TypeError, match=match):
         tx.init(params_for(name))
 
