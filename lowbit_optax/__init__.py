@@ -1,9 +1,9 @@
 """Memory-efficient training for JAX, as optax gradient transformations.
 
-What most programs need is here. The modules have the rest, and are imported when they
-are first used: ``formats``, ``loss_scaling``, ``lpmm``, ``block_scaling``, ``reports``,
-``release``, ``precision``, ``emulation``, and ``training``, which needs the ``flax``
-extra.
+This namespace has the names that most programs need. The modules ``formats``,
+``loss_scaling``, ``lpmm``, ``block_scaling``, ``reports``, ``release``, ``precision``,
+``emulation`` and ``training`` have the other names, and are imported on first use.
+``training`` needs the ``flax`` extra.
 """
 
 import importlib as _importlib
@@ -53,7 +53,7 @@ else:
         try:
             return _importlib.import_module(f"{__name__}.{name}")
         except ImportError as error:
-            # So that hasattr and inspect.getmembers work without the flax extra.
+            # hasattr and inspect.getmembers must work without the flax extra.
             raise AttributeError(str(error)) from error
 
 
@@ -71,7 +71,7 @@ _MODULES = (
 
 try:
     __version__ = _metadata.version("lowbit-optax")
-except _metadata.PackageNotFoundError:  # a checkout on the path, not installed
+except _metadata.PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Check an installation: print the versions and the device, and step in each format.
+"""Check an installation: print versions and the device, and step in each format.
 
 python -m lowbit_optax
 """
@@ -24,7 +24,7 @@ _PACKAGES = ("lowbit-optax", "jax", "jaxlib", "optax", "flax", "numpy")
 
 
 def main() -> int:
-    """Print the report; return 0 if each format makes the step that float32 makes."""
+    """Print the report, and return 0 if each format matches a float32 step."""
     for package in _PACKAGES:
         print(f"{package:12} {_version(package)}")
     device = jax.devices()[0]
@@ -46,15 +46,19 @@ def _version(package: str) -> str:
 def _steps_by() -> str:
     backend = jax.default_backend()
     if backend == "tpu":
-        return "kernels for TPUs"
+        return "TPU kernels"
     if backend != "gpu":
-        return "XLA; the kernels are for GPUs and TPUs"
+        return "XLA; only GPUs and TPUs have kernels"
     refusal = refused_gpu()
-    return f"XLA: {refusal}" if refusal else f"kernels by {launcher_name(None)}"
+    return (
+        f"XLA: {refusal}"
+        if refusal
+        else f"kernels, launched with {launcher_name(None)}"
+    )
 
 
 def _check(tx) -> str | None:
-    """Take one step, and return None if its mean is right or else an error."""
+    """Run one step, and return None if its mean is right, or a message if not."""
     weights = jnp.asarray(np.linspace(0.5, 1.5, 64 * 128, dtype=np.float32))
     weights = weights.reshape(64, 128)
     params, state = lowbit_optax.from_master(tx, weights)

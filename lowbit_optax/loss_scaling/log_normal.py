@@ -218,9 +218,9 @@ def log_normal_scale(
     """
     check = functools.partial(check_number, "log_normal_scale")
     is_share = lambda x: 0 < x < 1
-    check("overflow_probability", overflow_probability, is_share, "are those in (0, 1)")
-    check("decay", decay, lambda x: 0 <= x < 1, "are numbers in [0, 1)")
-    check("least_deviation", least_deviation, lambda x: x >= 0, "are 0 and more")
+    check("overflow_probability", overflow_probability, is_share, "a number in (0, 1)")
+    check("decay", decay, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    check("least_deviation", least_deviation, lambda x: x >= 0, "at least 0")
     check_bounds(initial, smallest, largest)
     chosen = overflow_probability, decay, least_deviation
     bounds = smallest, largest, positive("limit", limit)

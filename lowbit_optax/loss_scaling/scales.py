@@ -162,5 +162,5 @@ def check_bounds(initial, smallest, largest) -> None:
 def positive(name: str, value) -> float:
     """The value as a float, or a ValueError that names it, unless it is a scale."""
     is_scale = lambda x: 1 / LARGEST_SCALE <= x <= LARGEST_SCALE
-    check_number("loss scale", name, value, is_scale, "are 2^-126 to 2^126")
+    check_number("loss scale", name, value, is_scale, "from 2^-126 to 2^126")
     return float(value)

@@ -306,11 +306,11 @@ def _check_numbers(device_bytes, other_bytes, devices) -> None:
         ("device_bytes", device_bytes, 2**20),
         ("other_bytes", other_bytes, 0),
     ):
-        accepted = f"is a number of bytes from {least} on, such as 80e9"
+        accepted = f"a number of bytes from {least}, such as 80e9"
         is_accepted = lambda x, least=least: least <= x < float("inf")
         check_number("plan", name, value, is_accepted, accepted)
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise ValueError(f"plan: devices is {devices!r}; accepted is an int from 1 on")
+        raise ValueError(f"plan: devices must be a positive int, got {devices!r}")
 
 
 def _check_optimizer(optimizer) -> None:

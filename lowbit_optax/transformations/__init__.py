@@ -1,4 +1,4 @@
-"""The transformation that is around an optax one, and two that go beside it."""
+"""``lowbit`` and other optax transformations."""
 
 from lowbit_optax.transformations.direct import DirectUpdate
 from lowbit_optax.transformations.regularization import regularize

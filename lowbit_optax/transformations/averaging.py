@@ -81,7 +81,7 @@ def ema_of_params(
     >>> round(float(moved), 5)  # 1e-4 of 0.5; bfloat16 stays at 1
     5e-05
     """
-    accepted = "are numbers from 0 to below 1"
+    accepted = "a number from 0 to below 1"
     check_number("ema_of_params", "decay", decay, lambda x: 0 <= x < 1, accepted)
     if weights is None:
         weights = extra_bits(8, sum_rounding="stochastic")

@@ -1,6 +1,6 @@
 """``lowbit``: any optax transformation on low-precision parameters.
 
-How a step works is in :mod:`lowbit_optax._step.engine`.
+:mod:`lowbit_optax._step.engine` implements the step.
 """
 
 from __future__ import annotations
@@ -39,90 +39,88 @@ def lowbit(
     warn: bool | None = None,
     match_grad_dtype: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Run an optax transformation in float32 on parameters kept in fewer bits.
+    """Run an optax transformation in float32 on parameters in fewer bits.
 
-    The inner transformation sees float32 masters and float32 gradients, so weight
-    decay and schedules work as in float32 training. Leaves in bfloat16, float16 and
-    float8, and :func:`block_scale`'s, are held by ``weights``; float32 and other leaves
-    pass through. Plain ``lowbit(inner)`` is the recommended preset: 8 extra bits, 8-bit
-    moments.
+    The inner transformation receives float32 master weights and float32 gradients, so
+    weight decay and schedules work as in float32 training. ``weights`` stores leaves in
+    bfloat16, float16 and float8, and leaves of :func:`block_scale`. Leaves with other
+    dtypes, such as float32, are passed to the inner transformation unchanged.
 
-    Put other transformations inside (``lowbit(optax.chain(adamw, scale))``): after or
-    around ``lowbit``, ``scale``, ``reduce_on_plateau``, ``scale_by_schedule``,
-    ``add_decayed_weights``, ``schedule_free`` and the like would change updates that
-    were rounded to land exactly, and :func:`step` raises an error. Wrappers that
-    compare the dtypes of updates and gradients, such as ``optax.apply_if_finite``, go
-    inside as well, or around it with :func:`step` or ``match_grad_dtype``. Non-finite
-    gradients do what they do in the inner transformation.
+    Put transformations that change updates inside, as in
+    ``lowbit(optax.chain(adamw, scale))``. After or around ``lowbit``, transformations
+    such as ``scale``, ``add_decayed_weights`` or ``schedule_free`` would change updates
+    that are already rounded, so :func:`step` raises an error. Wrappers that compare the
+    dtypes of updates and gradients, such as ``optax.apply_if_finite``, work inside;
+    around ``lowbit`` they need :func:`step` or ``match_grad_dtype``. The inner
+    transformation decides what a non-finite gradient does.
 
-    What is in ``params`` is the truth: where a stored master does not round to the
-    parameter, because the parameter was set by hand, the parameter wins.
+    If you change a parameter outside of the optimizer, so that it no longer matches its
+    residual, the parameter is used and the residual is ignored.
 
     Args:
-      inner: any optax transformation.
-      weights: format of the parameters; ``extra_bits(8)`` if None.
-      moments: format of the moments.
+      inner: an optax transformation.
+      weights: format for the parameters; ``extra_bits(8)`` if None.
+      moments: format for the moments, one of:
 
-        - A moment format, for the fields of the inner state that are known to be
-          running averages (Adam's ``mu`` and ``nu``, momentum's ``trace``, Lion's
-          ``mu``, ...). Others stay float32: weights that schedule-free and Prodigy
-          keep, sums, maxima, moments of a custom transformation.
-        - A mapping from state field (``mu``, ``nu``, ``trace``) to format, for these
-          fields, whatever they are; fields left out stay float32.
-        - ``"low"``, the fewest bits that follow float32's updates: 6 for second
-          moments, 4 for first moments that a second one bounds (Adam's and its like), 8
-          for others. Also in a mapping.
-        - ``"float32"``, also in a mapping.
+        - A moment format. It applies to fields of the inner state that are known to be
+          running averages, such as Adam's ``mu`` and ``nu`` and momentum's ``trace``.
+          All other fields, such as the weights that schedule-free stores, sums, maxima,
+          and moments of a custom transformation, stay float32.
+        - A mapping from field names (``mu``, ``nu``, ``trace``) to formats. Fields that
+          are not in the mapping stay float32.
+        - ``"low"``: 6 bits for second moments, 4 bits for first moments with a second
+          moment (as in Adam), and 8 bits for other moments. Also allowed in a mapping.
+        - ``"float32"``. Also allowed in a mapping.
         - None: ``block_quantized(8)``.
 
-        :func:`lowbit_optax.memory_report` shows what each takes.
-      seed: of stochastic rounding, 0 if None. ``init`` mixes a checksum of the
-        parameters into it, so states of different parameters draw different noise.
-      min_size: leaves with fewer elements keep a float32 master instead of packed bits,
-        and float32 moments instead of quantised ones; 4096 if None.
-      implementation: ``"xla"``; ``"pallas"``, one fused kernel per leaf, an error where
-        that cannot be, interpreted (slowly) on other platforms than CUDA and TPUs
-        (scalars, and packed or quantised leaves of fewer than 4096 elements, are left
-        to XLA without an error);
-        ``"triton"`` or ``"mosaic"``, the same by this backend of Pallas', in programs
-        that are for CUDA only (else Mosaic GPU on Hopper and Blackwell with JAX 0.11 or
-        newer, Triton elsewhere); ``"tpu"``, kernels for TPUs (elsewhere Pallas' model
-        of one runs them, slowly) and XLA for leaves that these do not take; or None,
-        the kernels on CUDA and TPUs for the leaves that can have one, and XLA
-        elsewhere.
-      param_shardings: where the parameters lie on a mesh of automatic axes: a tree of
-        NamedShardings like the parameters, or a prefix of it, or a function from the
-        parameters to one; PartitionSpecs are of the mesh in force. Kernels for TPUs
-        need it there, as XLA cannot partition them. It changes nothing on GPUs, nor on
-        explicit axes, whose arrays know where they lie.
-      warn: whether ``init``, outside ``jax.jit``, warns once if most parameters are
-        float32, and a step if XLA updates large leaves on a GPU or a TPU; True if None.
-        Pass False to keep float32 parameters and store only the moments in fewer bits.
-        See also :func:`lowbit_optax.explain`.
-      match_grad_dtype: whether ``update`` returns updates in the gradients' dtype, as
-        optax does, if parameter and gradient have the same dtype; False if None. Set it
-        for code around ``update`` that compares these dtypes, and for
-        ``equinox.apply_updates``, which adds updates without a cast. A bfloat16 update
-        can change a weight by up to 256 units in the last place exactly. It rounds
-        larger changes, by up to one unit of the new weight, and the residual belongs to
-        the rounded weight. :func:`step` and float32 leaves are not affected. In float16
-        and float8, with ``extra_bits(rounding="toward_zero")``, a negative master below
-        the dtype's smallest number becomes 0, because no sum changes +0 to -0.
+        :func:`lowbit_optax.memory_report` prints the bytes of each.
+      seed: seed for stochastic rounding, 0 if None. ``init`` combines it with a
+        checksum of the parameters, so that different models draw different bits.
+      min_size: leaves with fewer elements get a float32 master instead of packed bits,
+        and float32 moments instead of quantized ones; 4096 if None.
+      implementation: how the step runs, one of:
+
+        - None: kernels on CUDA devices and TPUs for each leaf that supports one, and
+          XLA for all other leaves and devices.
+        - ``"xla"``: XLA without kernels.
+        - ``"pallas"``: one kernel per leaf, or an error if a leaf supports none. XLA
+          updates scalars, and packed or quantized leaves with fewer than 4096 elements.
+          On other devices, Pallas interprets the kernels, which is slow.
+        - ``"triton"`` or ``"mosaic"``: like ``"pallas"``, with this Pallas backend on
+          CUDA devices.
+        - ``"tpu"``: the TPU kernels, and XLA for leaves that do not support one. On
+          other devices, Pallas simulates them, which is slow.
+      param_shardings: the shardings of the parameters on a mesh with automatic axes. A
+        tree of NamedShardings or PartitionSpecs with the structure of the parameters or
+        a prefix of it, or a function of the parameters that returns one. TPU kernels
+        need it on automatic axes, because XLA cannot partition them. It has no effect
+        on GPUs and on explicit axes.
+      warn: if True or None, ``init`` warns once outside of ``jax.jit`` if most
+        parameters are float32, and a step warns if XLA updates large leaves on a GPU or
+        TPU. Pass False to keep float32 parameters and quantize only the moments. See
+        also :func:`lowbit_optax.explain`.
+      match_grad_dtype: if True, ``update`` returns updates in the gradients' dtype, as
+        optax does, for each parameter that has the same dtype. Set it for code that
+        compares these dtypes, and for ``equinox.apply_updates``, which adds updates
+        without a cast. A bfloat16 update is exact if it changes a weight by at most 256
+        units in the last place, and is off by at most one unit of the new weight
+        otherwise; the residual matches the rounded weight. :func:`step` and float32
+        leaves do not change. In float16 and float8 with
+        ``extra_bits(rounding="toward_zero")``, negative masters below the smallest
+        number of the dtype become 0.
 
     Returns:
-      A transformation whose ``update`` needs ``params`` and returns float32 updates for
-      the held leaves unless ``match_grad_dtype`` is set, and differences of integers
-      for quantised weights.
+      A transformation whose ``update`` needs ``params``. It returns float32 updates
+      unless ``match_grad_dtype`` is set, and integer differences for quantized weights.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above. From ``init``,
-        ValueError for optax's DoG, DoWG, Prodigy and Mechanize with weights that are
-        not stored exactly: they take rounding for distance from the start; for
-        ``optax.lookahead``; and for ``optax.MultiSteps`` around or inside, with
-        something in it that skips non-finite gradients, which would never recover. From
-        a step, TypeError if a hyperparameter inside is a scalar of fewer bits than
-        float32, as ``optax.inject_hyperparams`` makes them without
-        ``hyperparam_dtype``.
+      TypeError, ValueError: if an argument has a wrong type or value. ``init`` raises a
+        ValueError for optax's DoG, DoWG, Prodigy and Mechanize unless weights are
+        stored exactly, because they measure the distance from the start; for
+        ``optax.lookahead``; and for ``optax.MultiSteps`` with a transformation that
+        skips non-finite gradients, because it would never recover. A step raises a
+        TypeError if a hyperparameter has fewer than 32 bits, which happens with
+        ``optax.inject_hyperparams`` without ``hyperparam_dtype``.
 
     >>> import jax.numpy as jnp, optax, lowbit_optax
     >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
@@ -137,8 +135,8 @@ def lowbit(
     weights = extra_bits(8) if weights is None else weights
     if not isinstance(weights, WeightFormat):
         raise TypeError(
-            f"lowbit: weights is {weights!r}, not a weight format such as "
-            "lowbit_optax.kahan() or lowbit_optax.extra_bits(8)"
+            "lowbit: weights must be a weight format, such as lowbit_optax.kahan() or "
+            f"lowbit_optax.extra_bits(8), got {weights!r}"
         )
     check_implementation("lowbit", implementation)
     seed = 0 if seed is None else seed
@@ -162,42 +160,40 @@ def lowbit(
 def step(
     tx: Transformation, params: Params, opt_state: OptState, grads: PyTree, **extra_args
 ) -> tuple[Params, OptState]:
-    """One optimizer step, params to params: the fast path past ``apply_updates``.
+    """Run one optimizer step and return the new parameters and optimizer state.
 
-    For a transformation made by :func:`lowbit` (the aliases included) no difference of
-    parameters is formed, also inside of ``with_loss_scale``, ``accumulate_gradients``
-    and optax's wrappers that hand on updates as they are (``chain`` with ``lowbit``
-    last, ``masked``, ``partition``, ``inject_hyperparams``) or not at all
-    (``apply_if_finite``, ``conditionally_mask``). With any other transformation or
-    wrapper (``MultiSteps``) it is ``update`` and ``apply_updates``.
+    This is the fast path for transformations made with :func:`lowbit`, which includes
+    the aliases: it computes the new parameters directly, without updates. It also works
+    inside ``with_loss_scale``, ``accumulate_gradients``, and optax's wrappers that do
+    not change updates (``chain`` with ``lowbit`` last, ``masked``, ``partition``,
+    ``inject_hyperparams``) or that skip steps (``apply_if_finite``,
+    ``conditionally_mask``). For all other transformations, such as ``MultiSteps``, it
+    calls ``update`` and :func:`apply_updates`.
 
-    What these wrappers make of a gradient element by element, with scalars such as a
-    global norm, is part of the kernels and in float32, as inside ``lowbit``. So
-    ``chain(clip, lowbit(adamw))`` steps as ``lowbit(chain(clip, adamw))`` does. By
-    ``update`` it is rounded to the gradients' dtype. All else is computed in their
-    dtype either way.
+    Elementwise operations of such wrappers on gradients, including scalars such as a
+    global norm, run in float32 inside the kernels. Therefore
+    ``chain(clip, lowbit(adamw))`` steps like ``lowbit(chain(clip, adamw))``. ``update``
+    would round their results to the dtype of the gradients.
 
-    Under ``jax.jit`` donate what it takes and returns, in this order::
+    With ``jax.jit``, donate parameters and state, and return them in the same order,
+    because XLA pairs donated buffers with results in order::
 
         jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
-
-    XLA pairs donated buffers with results of the same shape and dtype in order, so a
-    training step should return what it donates in the order in which it takes it.
 
     Args:
       tx: an optax transformation.
       params: tree of parameters.
-      opt_state: ``tx``'s state.
-      grads: tree of gradients, any float dtype.
-      **extra_args: for ``tx.update``.
+      opt_state: the state of ``tx``.
+      grads: tree of gradients in any float dtype.
+      **extra_args: passed to ``tx.update``.
 
     Returns:
       ``(params, opt_state)``.
 
     Raises:
       TypeError: if ``tx`` is not a transformation.
-      ValueError: if a transformation after or around ``lowbit`` changes its updates;
-        put it inside. ``tx.update`` alone cannot detect this.
+      ValueError: if a transformation after or around ``lowbit`` changes its updates.
+        Put it inside ``lowbit``. ``tx.update`` cannot detect this.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> params = jnp.ones(4, jnp.bfloat16)
@@ -211,7 +207,7 @@ def step(
         if stepper is not None:
             return stepper.run(params, opt_state, grads, REPLACE, extra_args)
         check_transformation("step", "tx", tx)
-        # optax's own types know neither MultiSteps here nor the type of these params.
+        # optax annotates neither MultiSteps nor the parameters' type here.
         other = typing.cast(typing.Any, optax.with_extra_args_support)(tx)
         arguments = other, params, opt_state, grads, extra_args, apply_updates
         direct = step_wrapped(*arguments)
@@ -222,14 +218,14 @@ def step(
 
 
 def apply_updates(params: Params, updates: PyTree) -> Params:
-    """``optax.apply_updates`` that also takes float8 and strict dtype promotion.
+    """Like ``optax.apply_updates``, with support for float8 and strict dtype promotion.
 
     Args:
       params: tree of parameters; None leaves stay None.
-      updates: tree of the same structure.
+      updates: tree with the same structure.
 
     Returns:
-      ``params + updates``, rounded to nearest in each parameter's dtype.
+      ``params + updates``, rounded to nearest in the dtype of each parameter.
 
     >>> import jax.numpy as jnp
     >>> apply_updates(jnp.float8_e4m3fn(1.0), jnp.float32(0.3))
@@ -249,11 +245,11 @@ def apply_updates(params: Params, updates: PyTree) -> Params:
 
 
 def _check_inner(inner) -> None:
-    """Raise unless ``inner`` is a transformation that this package has not wrapped."""
+    """Raise an error unless ``inner`` is a transformation outside of this package."""
     check_transformation("lowbit", "inner", inner)
     if isinstance(stepper_of(inner), Lowbit):
         raise TypeError(
-            "lowbit: inner is a transformation of this package already, such as "
-            "kahan_adamw; give lowbit the optax transformation, such as optax.adamw, "
-            "or use it alone"
+            "lowbit: inner is already a transformation of this package, such as "
+            "kahan_adamw; use it alone, or pass an optax transformation such as "
+            "optax.adamw(1e-3)"
         )

@@ -1,4 +1,4 @@
-"""The options of ``lowbit`` that every optimizer of this package takes as well."""
+"""Options that every optimizer of this package passes to ``lowbit``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ _Function = typing.TypeVar("_Function", bound=Callable)
 
 
 class Options(typing.TypedDict, total=False):
-    """Options that are passed to :func:`lowbit_optax.lowbit`, which documents them.
-
-    None stands for the default of ``lowbit``.
-    """
+    """Options of :func:`lowbit_optax.lowbit`; None selects the default."""
 
     seed: int | None
     min_size: int | None
@@ -27,9 +24,9 @@ class Options(typing.TypedDict, total=False):
 
 
 def takes_options(function: _Function) -> _Function:
-    """A function with ``**options``, once its signature names each of them.
+    """Name each option in the signature of a function with ``**options``.
 
-    ``optax.inject_hyperparams`` reads the signature, and so does ``help``.
+    ``optax.inject_hyperparams`` and ``help`` read the signature.
 
     >>> @takes_options
     ... def sgd(learning_rate, **options: typing.Unpack[Options]):

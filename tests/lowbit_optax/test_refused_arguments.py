@@ -324,7 +324,7 @@ split_array(W[0] * 1j, BF16, kahan())  # complex64  [64]
 split_array(W, BF16, kahan()) + jnp.complex64(1j)  # SplitArray  complex64
 plan(MASTER, 1e9, optimizer=SGD)  # optimizer  function
 plan(MASTER, 1e9, optimizer=lambda rate: rate)  # optimizer  function
-plan(MASTER, 1e9, devices=0)  # devices  0  1
+plan(MASTER, 1e9, devices=0)  # devices  0
 plan(MASTER, 1e9, other_bytes=-1)  # other_bytes  -1
 plan(MASTER, '80GB')  # device_bytes  '80GB'
 plan(MASTER, 80)  # device_bytes  80
