@@ -1,4 +1,4 @@
-"""How reports look: one table, printed as text and shown as HTML in notebooks."""
+"""Tables for reports, as text for terminals and as HTML for notebooks."""
 
 import dataclasses
 import html
@@ -13,10 +13,10 @@ class Table:
     """A table with a title above it and notes below it.
 
     Args:
-      title: one line.
-      rows: the cells, row by row; the first row is the head.
+      title: one line of text.
+      rows: rows of cells; the first row is the header.
       notes: lines of text.
-      totals: how many of the last rows are sums, which a short table keeps.
+      totals: the number of rows at the end that a short table keeps, such as sums.
     """
 
     title: str
@@ -28,7 +28,7 @@ class Table:
         return "\n".join([self.title, *aligned(self.rows), *self.notes])
 
     def short(self) -> "Table":
-        """The same table with at most 12 rows, and a note that counts the others."""
+        """Return a table with at most 12 rows, and a note that counts the others."""
         head, *rows = self.rows
         body = rows[: len(rows) - self.totals]
         more = len(body) - _ROWS_SHOWN
@@ -39,7 +39,7 @@ class Table:
         return dataclasses.replace(self, rows=kept, notes=[hidden, *self.notes])
 
     def html(self) -> str:
-        """The table as HTML."""
+        """Return the table as HTML."""
         tags = ["th", *["td"] * (len(self.rows) - 1)]
         rows = "".join(
             f"<tr>{''.join(f'<{tag}>{html.escape(x)}</{tag}>' for x in row)}</tr>"
@@ -51,13 +51,13 @@ class Table:
 
 
 class Tabular:
-    """A report that a terminal and a notebook show as a table.
+    """A report that terminals and notebooks show as a table.
 
-    ``print`` shows every row, and ``repr`` the first ones.
+    ``print`` shows all rows, and ``repr`` only the first ones.
     """
 
     def table(self) -> Table:
-        """The report as a :class:`Table`."""
+        """Return the report as a :class:`Table`."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Tabular:
 
 
 class Explanation(dict[str, str]):
-    """A text for each parameter, by its path; ``repr`` groups equal texts.
+    """A mapping from the path of each parameter to a text; ``repr`` groups equal texts.
 
     >>> Explanation({"['w']": "a kernel", "['v']": "a kernel", "['b']": "XLA"})
     2 leaves  a kernel  ['w'], ['v']
@@ -87,14 +87,14 @@ class Explanation(dict[str, str]):
     def _rows(self) -> list[tuple[str, str, str]]:
         groups: dict[str, list[str]] = {}
         for name, text in self.items():
-            # Each update in a backward pass has a number, which tells groups apart.
+            # Texts of updates in a backward pass differ only in their numbers.
             groups.setdefault(text.partition(", update ")[0], []).append(name)
         count = lambda names: f"{len(names)} {'leaf' if len(names) == 1 else 'leaves'}"
         return [(count(names), text, some(names)) for text, names in groups.items()]
 
 
 def aligned(rows: Sequence[Sequence[str]], to_left: int = 1) -> list[str]:
-    """The lines of a table; the first columns are aligned left, the others right."""
+    """Return the lines of a table whose first columns are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -106,6 +106,6 @@ def aligned(rows: Sequence[Sequence[str]], to_left: int = 1) -> list[str]:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names, and the number of remaining names."""
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

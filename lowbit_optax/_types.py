@@ -1,12 +1,12 @@
-"""Names of types in signatures, where optax's would know less than the caller does.
+"""Types in signatures that tell a type checker more than optax's types.
 
-optax's trees are arrays, numbers, iterables and mappings, so a type checker refuses
-``params["kernel"].dtype``, and trees of shapes.
+With optax's types, a type checker reports ``params["kernel"].dtype`` and trees of
+shapes as errors.
 
-Params ---------> a tree of parameters; what is returned has the type of what was given
-PyTree ---------> a tree of arrays, or of their shapes and dtypes
+Params ---------> a tree of parameters; functions return the type that they receive
+PyTree ---------> a tree of arrays, or of shapes and dtypes
 OptState -------> the state of a transformation
-Transformation -> optax's, or ``optax.MultiSteps``, which has the same two methods
+Transformation -> an optax transformation, or ``optax.MultiSteps``
 """
 
 import typing

@@ -1,4 +1,4 @@
-"""Weights of a model as block-scaled float8."""
+"""Weights as block-scaled float8."""
 
 import typing
 from collections.abc import Callable
@@ -20,48 +20,46 @@ def block_scale(
     axis: int | Callable[[str], int | None] = -2,
     min_size: int = 4096,
 ) -> typing.Any:
-    """Store arrays as float8 codes and a power of two per 32 values: MXFP8.
+    """Store arrays as MXFP8: float8 codes with one power of two per 32 values.
 
         x ~ code 2^e,    e the smallest integer with max |x| <= 448 2^e over the block
 
-    Codes are float8_e4m3fn and scales float8_e8m0fnu. These are what products of
-    block-scaled arrays take, whose blocks lie along the axis that is summed over. For
-    ``x @ w`` that is the last one of x and the last but one of w::
+    The dtype of codes is float8_e4m3fn, and the dtype of scales is float8_e8m0fnu.
+    Products of block-scaled arrays need blocks along the axis that they sum over: the
+    last axis of x and the second to last axis of w in ``x @ w``::
 
         jax.lax.scaled_dot(x.codes, w.codes, lhs_scale=x.scales, rhs_scale=w.scales)
 
-    ``lowbit`` and the aliases take the tree as parameters. What they keep beside
-    float8 weights, such as 8 extra bits, they keep beside the codes, in units of the
-    scales. To begin from float32 weights with all of these bits, give ``from_master``
-    shapes::
+    ``lowbit`` and the aliases accept the result as parameters, and store the same
+    residuals as for float8 weights, in units of the scales. To keep the low bits of
+    float32 weights, pass shapes to ``from_master``::
 
         like = jax.eval_shape(lowbit_optax.block_scaling.block_scale, params)
         params, state = lowbit_optax.from_master(tx, params, like)
 
-    Values are rounded to nearest. None saturates. NaNs and infinities become NaN, and
-    do not affect their neighbours.
+    Values are rounded to nearest and never saturate. NaNs and infinities become NaN,
+    and do not change other values of their block.
 
     Args:
       tree: tree of arrays, or one array, such as activations.
-      axis: of the blocks, -1 or -2 as a rule; or a function from a leaf's path, such as
-        ``"['dense']['kernel']"``, to it, or to None for a leaf that is to stay as it
-        is.
-      min_size: leaves with fewer elements, and those of rank 0 and 1, stay as they are,
-        and so do those that are not real floating-point arrays.
+      axis: the axis that is divided into blocks, usually -1 or -2, or a function that
+        returns it for a leaf's path, such as ``"['dense']['kernel']"``. If the function
+        returns None, the leaf does not change.
+      min_size: leaves with fewer elements do not change, and neither do scalars,
+        vectors, and leaves that are not real floating-point arrays.
 
     Returns:
-      The tree with a :class:`BlockScaledTensor` in place of the other leaves, which
-      takes 8.25 bits per value.
+      The tree with a :class:`BlockScaledTensor` for each of the other leaves, which
+      needs 8.25 bits per value.
 
     Raises:
-      TypeError: if a leaf is not an array, or is one already; if ``axis`` is not an
-        integer.
-      ValueError: if ``axis`` does not divide into blocks of 32. Errors about a leaf
-        name its path.
+      TypeError: if a leaf is not an array, or is already block-scaled; if ``axis`` is
+        not an integer.
+      ValueError: if the length of the axis is not a multiple of 32.
 
     References:
-      OCP Microscaling Formats (MX) Specification 1.0, sections 5.2, 5.3 and 6.3, but
-      for the exponent, which there is ``floor(log2 max |x|) - 8``.
+      OCP Microscaling Formats (MX) Specification 1.0, sections 5.2, 5.3 and 6.3. The
+      specification uses the exponent ``floor(log2 max |x|) - 8`` instead.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> params = {"kernel": jnp.ones((64, 128)), "bias": jnp.zeros(128)}
@@ -87,8 +85,8 @@ def block_scale(
 def _scaled(name: str, leaf, axis: int):
     if isinstance(axis, bool) or not isinstance(axis, int):
         raise TypeError(
-            f"block_scale: axis is {axis!r} for params{name}; accepted are an integer, "
-            "and a function from a leaf's path to an integer or None"
+            "block_scale: axis must be an integer, or a function from a leaf's path to "
+            f"an integer or None, got {axis!r} for params{name}"
         )
     if not -leaf.ndim <= axis < leaf.ndim:
         raise ValueError(
@@ -99,6 +97,6 @@ def _scaled(name: str, leaf, axis: int):
         return traced_once(quantize, axis)(to_float32(jnp.asarray(leaf)))
     except ValueError as error:
         raise ValueError(
-            f"block_scale: params{name}: {error}; choose another axis, or None to "
-            "leave it as it is: axis may be a function of the path"
+            f"block_scale: params{name}: {error}; choose another axis, or pass a "
+            "function of the path that returns None for this leaf"
         ) from error

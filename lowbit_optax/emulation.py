@@ -1,13 +1,13 @@
-"""SGD and AdamW as a 16-bit unit computes them: every operation rounds to nearest.
+"""SGD and AdamW in pure 16-bit arithmetic, where every operation rounds to nearest.
 
-The unit of Zamirai et al. 2020 knows one format of 16 bits. Each product, sum,
-quotient and root is rounded to it, hyperparameters are numbers of it, and so are the
-weights, their compensations and the moments. This is for studying such a unit. The
-aliases, such as :func:`lowbit_optax.kahan_sgd`, store as little, but compute in
-float32: that is faster and loses less.
+The 16-bit unit of Zamirai et al. 2020 has a single 16-bit format. Every product, sum,
+quotient and root is rounded to this format, and hyperparameters, weights, compensations
+and moments are stored in it. Use this module to study such a unit. To train, use the
+aliases, such as :func:`lowbit_optax.kahan_sgd`: they store the same number of bits, but
+compute in float32, which is faster and more accurate.
 
-The values are float32 arrays that hold only numbers of the format, since XLA may drop a
-cast to 16 bits and back, and keeps these roundings.
+The values are float32 arrays that contain only numbers of the format, because XLA may
+remove a cast to 16 bits and back.
 """
 
 import typing
@@ -37,8 +37,8 @@ class SixteenBitSgdState(typing.NamedTuple):
     """State of :func:`sixteen_bit_sgd`, in ``LowbitState.inner_state``.
 
     Args:
-      count: int32 scalar, steps taken.
-      trace: tree of momentum arrays, in the unit's dtype and the parameters' shapes.
+      count: int32 scalar, the number of steps.
+      trace: tree of momentum arrays in the 16-bit dtype, with the parameters' shapes.
     """
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]: tuple's
@@ -49,9 +49,9 @@ class SixteenBitAdamState(typing.NamedTuple):
     """State of :func:`sixteen_bit_adamw`, in ``LowbitState.inner_state``.
 
     Args:
-      count: int32 scalar, steps taken.
-      c1, c2: float32 scalars, the products of all b1 and of all b2 so far.
-      mu, nu: trees of moments, in the unit's dtype and the parameters' shapes.
+      count: int32 scalar, the number of steps.
+      c1, c2: float32 scalars, b1 and b2 to the power of the number of steps.
+      mu, nu: trees of moments in the 16-bit dtype, with the parameters' shapes.
     """
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]: tuple's
@@ -73,35 +73,37 @@ def sixteen_bit_sgd(
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum in 16-bit arithmetic.
 
-    With q for the rounding to the nearest number of the unit's format:
+    The function q rounds to the nearest number of the 16-bit format:
 
         g_t = q(grad + q(d w))
         m_t = q(q(mu m_{t-1}) + g_t)
         u_t = -q(eta_t m_t)
 
-    and, for the three roundings of the weights,
+    The update depends on ``rounding``:
 
         "kahan"        y = q(u_t - c);  s = q(w + y);  c = q(q(s - w) - y);  w = s
         "stochastic"   w = SR(w + u_t)
         "nearest"      w = q(w + u_t)
 
     Args:
-      learning_rate: eta, a number or a schedule, rounded to the format at each step.
-      momentum: mu.
-      weight_decay: d, added to the gradient (not decoupled).
-      rounding: of the weights, one of the three above, or a weight format such as
+      learning_rate: the learning rate eta, a number or a schedule. Each step rounds it
+        to the format.
+      momentum: the decay rate mu.
+      weight_decay: the factor d of an L2 penalty, which is not decoupled.
+      rounding: how weights are rounded: ``"kahan"``, ``"stochastic"``, ``"nearest"``,
+        or a weight format such as
         ``lowbit_optax.kahan(rounding="stochastic", arithmetic="param")``.
-      dtype: the unit's format, bfloat16 or float16, and the parameters' dtype.
-      seed: of stochastic rounding, 0 if None.
+      dtype: the 16-bit format, bfloat16 or float16; parameters must have this dtype.
+      seed: seed for stochastic rounding, 0 if None.
       implementation: see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation for parameters in ``dtype``, for
-      :func:`lowbit_optax.step` or as usual. Parameters and state take 6 bytes per
-      parameter with ``"kahan"``, and 4 otherwise.
+      An optax transformation for parameters in ``dtype``. Apply it with
+      :func:`lowbit_optax.step`, or as usual. A parameter and its state need 6 bytes
+      with ``"kahan"``, and 4 otherwise.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above.
+      TypeError, ValueError: if an argument has a wrong type or value.
 
     References:
       Zamirai et al. 2020, Algorithm 2 (``"stochastic"``) and Algorithm 3 (``"kahan"``).
@@ -114,7 +116,7 @@ def sixteen_bit_sgd(
     ...     grads = jax.grad(lambda w: jnp.sum(w))(w)
     ...     return lowbit_optax.step(tx, w, state, grads)
     >>> state = tx.init(w)
-    >>> for _ in range(17):  # 16 steps of 2^-11, after the momentum has risen
+    >>> for _ in range(17):  # the momentum reaches 2^-11 after a few steps
     ...     w, state = train_step(w, state)
     >>> w
     Array([0.992188, 0.992188], dtype=bfloat16)
@@ -124,7 +126,7 @@ def sixteen_bit_sgd(
     dtype = _checked_dtype(alias, dtype, learning_rate, numbers)
     q = lambda x: round_to_precision(jnp.asarray(x, jnp.float32), dtype)
     mu, d = q(momentum), q(weight_decay)
-    # Zero times an infinite weight would be NaN.
+    # The product of a zero decay and an infinite weight would be NaN.
     decay = lambda w: q(d * w) if weight_decay else jnp.zeros_like(w)
 
     def init_fn(params):
@@ -132,7 +134,7 @@ def sixteen_bit_sgd(
         return SixteenBitSgdState(count, trace)
 
     def update_fn(updates, state, params=None):
-        """Lines 3 to 5 of Algorithm 2, and 4 to 6 of Algorithm 3: u_t."""
+        """Computes u_t: lines 3 to 5 of Algorithm 2, and 4 to 6 of Algorithm 3."""
         eta = q(_at(learning_rate, state.count))
         g = jax.tree.map(lambda g, w: q(q(g) + decay(w)), updates, params)
         m = jax.tree.map(lambda m, g: q(q(mu * m) + g), state.trace, g)
@@ -158,8 +160,8 @@ def sixteen_bit_adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW in 16-bit arithmetic.
 
-    With q for the rounding to the nearest number of the unit's format, and c1 and c2
-    starting from 1:
+    The function q rounds to the nearest number of the 16-bit format, and c1 and c2
+    start at 1:
 
         m_t = q(q(b1 m_{t-1}) + q(q(1 - b1) g_t))
         v_t = q(q(b2 v_{t-1}) + q(q(1 - b2) q(g_t^2)))
@@ -170,23 +172,24 @@ def sixteen_bit_adamw(
 
     u_t is added to the weight as in :func:`sixteen_bit_sgd`.
 
-    0.999 is 1 in bfloat16, and then the second moment would never decay and its bias
-    correction divide by zero. The paper takes a b2 of 0.997.
+    The usual b2 of 0.999 rounds to 1 in bfloat16, so that the second moment would never
+    decay and its bias correction would divide by zero. The paper uses 0.997.
 
     Args:
-      learning_rate: eta, a number or a schedule, rounded to the format at each step.
-      b1, b2: below 1 in the format.
-      eps: above 0 in the format.
-      weight_decay: d, decoupled.
-      rounding, dtype, seed, implementation: as in :func:`sixteen_bit_sgd`.
+      learning_rate: the learning rate eta, a number or a schedule. Each step rounds it
+        to the format.
+      b1, b2: decay rates, which must be below 1 in the format.
+      eps: a number that is above 0 in the format.
+      weight_decay: the decoupled weight decay d.
+      rounding, dtype, seed, implementation: see :func:`sixteen_bit_sgd`.
 
     Returns:
-      An optax transformation for parameters in ``dtype``, for
-      :func:`lowbit_optax.step` or as usual. Parameters and state take 8 bytes per
-      parameter with ``"kahan"``, and 6 otherwise.
+      An optax transformation for parameters in ``dtype``. Apply it with
+      :func:`lowbit_optax.step`, or as usual. A parameter and its state need 8 bytes
+      with ``"kahan"``, and 6 otherwise.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above.
+      TypeError, ValueError: if an argument has a wrong type or value.
 
     References:
       Zamirai et al. 2020, Algorithm 4 (``"stochastic"``) and Algorithm 5 (``"kahan"``).
@@ -206,8 +209,8 @@ def sixteen_bit_adamw(
     >>> sixteen_bit_adamw(1e-3, b2=0.999)
     Traceback (most recent call last):
         ...
-    ValueError: sixteen_bit_adamw: b2 is 0.999, which is 1 in bfloat16; take 0.997 or
-    smaller
+    ValueError: sixteen_bit_adamw: b2 is 0.999, which is 1 in bfloat16; use at most
+    0.997
     """
     alias = "sixteen_bit_adamw"
     numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
@@ -215,18 +218,17 @@ def sixteen_bit_adamw(
     for name, beta in (("b1", b1), ("b2", b2)):
         if float(np.asarray(beta, dtype)) >= 1:
             raise ValueError(
-                f"{alias}: {name} is {beta}, which is 1 in {dtype}; take 0.997 or "
-                "smaller"
+                f"{alias}: {name} is {beta}, which is 1 in {dtype}; use at most 0.997"
             )
     if float(np.asarray(eps, dtype)) <= 0:
         raise ValueError(
-            f"{alias}: eps is {eps}, which is not above 0 in {dtype}; take "
-            f"{float(jnp.finfo(dtype).smallest_subnormal):.1e} or larger"
+            f"{alias}: eps is {eps}, which is 0 in {dtype}; use at least "
+            f"{float(jnp.finfo(dtype).smallest_subnormal):.1e}"
         )
     q = lambda x: round_to_precision(jnp.asarray(x, jnp.float32), dtype)
     beta1, beta2, epsilon, d = q(b1), q(b2), q(eps), q(weight_decay)
     rest1, rest2 = q(1 - beta1), q(1 - beta2)
-    # Zero times an infinite weight would be NaN.
+    # The product of a zero decay and an infinite weight would be NaN.
     decay = lambda d, w: q(d * w) if weight_decay else jnp.zeros_like(w)
 
     def init_fn(params):
@@ -235,7 +237,7 @@ def sixteen_bit_adamw(
         return SixteenBitAdamState(count, one, one, mu, nu)
 
     def update_fn(updates, state, params=None):
-        """Lines 5 to 11 of Algorithm 4, and 6 to 12 of Algorithm 5: u_t."""
+        """Computes u_t: lines 5 to 11 of Algorithm 4, and 6 to 12 of Algorithm 5."""
         eta = q(_at(learning_rate, state.count))
         g = jax.tree.map(q, updates)
         m = jax.tree.map(lambda m, g: q(q(beta1 * m) + q(rest1 * g)), state.mu, g)
@@ -267,17 +269,17 @@ def _in_unit(
     seed: int | None,
     implementation: Implementation,
 ) -> optax.GradientTransformationExtraArgs:
-    """The weights and the moments of these names, stored as the unit has them."""
+    """Returns ``inner`` with weights and moments stored in the 16-bit format."""
     weights = _WEIGHTS.get(rounding) if isinstance(rounding, str) else rounding
     if not isinstance(weights, WeightFormat):
         raise ValueError(
-            f"{alias}: rounding is {rounding!r}, not 'kahan', 'stochastic', 'nearest' "
-            "or a weight format"
+            f"{alias}: rounding must be 'kahan', 'stochastic', 'nearest' or a weight "
+            f"format, got {rounding!r}"
         )
     return lowbit(
         inner,
         weights=weights,
-        # The moments are numbers of the format already: rounding them is exact.
+        # Moments are already numbers of the format, so rounding them is exact.
         moments=dict.fromkeys(moments, formats.cast(dtype, rounding="nearest")),
         seed=seed,
         implementation=implementation,
@@ -290,16 +292,16 @@ def _checked_dtype(
     learning_rate: optax.ScalarOrSchedule,
     hyperparameters: dict[str, float],
 ) -> np.dtype:
-    """The unit's dtype; raises if it or a number is not as the aliases accept it."""
+    """Checks the hyperparameters and returns the 16-bit dtype."""
     dtype = dtype_of(f"{alias}: dtype", dtype)
     if dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"{alias}: dtype is {dtype}, not bfloat16 or float16")
+        raise ValueError(f"{alias}: dtype must be bfloat16 or float16, got {dtype}")
     common.check_learning_rate(alias, learning_rate)
     for name, value in hyperparameters.items():
         if isinstance(value, jax.Array):
             raise TypeError(
-                f"{alias}: {name} is a {value.dtype} array, and only learning_rate may "
-                "be one; with optax.inject_hyperparams name the others in static_args"
+                f"{alias}: {name} is a {value.dtype} array, but only learning_rate may "
+                "be one; with optax.inject_hyperparams, add the others to static_args"
             )
     common.check_numbers(alias, **hyperparameters)
     return dtype

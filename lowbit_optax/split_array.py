@@ -1,10 +1,10 @@
-"""Arithmetic on split numbers: computed in float32, stored as (param, residual).
+"""Arithmetic on split arrays, computed in float32 and stored as (param, residual).
 
     z = split(op(join(x), join(y)))
 
 References:
-  Lewandowski and Kosson 2023, section 3.1, overload the operators of an update in this
-  way: addition, multiplication, division and their combinations.
+  Lewandowski and Kosson 2023, section 3.1, overload addition, multiplication, division
+  and their combinations in this way.
 """
 
 import dataclasses
@@ -32,15 +32,15 @@ Operand = typing.Union["SplitArray", jax.typing.ArrayLike]
 class SplitArray:
     """An array stored as a narrow parameter and the residual of a weight format.
 
-    :func:`split_array` makes it. The operators ``+ - * /`` with SplitArrays, arrays and
-    numbers, and the methods below, compute in float32 and return the result in this
-    array's format.
+    Create it with :func:`split_array`. The operators ``+ - * /`` with SplitArrays,
+    arrays and numbers, and the methods below, compute in float32 and return the result
+    in the format of this array.
 
     Args:
-      param: the narrow array, which may also be used on its own.
-      residual: as the weight format stores it, or None.
-      random_state: uint32 ``[seed, number of operations so far]``.
-      weight_format: the format; static.
+      param: the narrow array, which you can also use without the residual.
+      residual: the residual in the layout of the weight format, or None.
+      random_state: uint32 array ``[seed, number of previous operations]``.
+      weight_format: the format, which is static.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> x = split_array(jnp.ones(2), jnp.bfloat16, lowbit_optax.extra_bits(16))
@@ -56,8 +56,7 @@ class SplitArray:
     random_state: jax.Array
     weight_format: WeightFormat = dataclasses.field(metadata={"static": True})
 
-    # With this NumPy leaves operators to the right operand instead of looping over its
-    # elements.
+    # NumPy then calls the operators of this class instead of looping over elements.
     __array_ufunc__ = None
 
     @property
@@ -71,7 +70,7 @@ class SplitArray:
         return self.param.dtype
 
     def __add__(self, other: Operand) -> "SplitArray":
-        # The format's own summation does more than join and split for Kahan.
+        # Kahan's summation differs from joining, adding and splitting.
         return self._plus(_float32(other))
 
     def __sub__(self, other: Operand) -> "SplitArray":
@@ -111,8 +110,7 @@ class SplitArray:
         """The square root."""
         return self._split(jnp.sqrt(join_array(self)))
 
-    # Outside of jit, one program per operation on split numbers, not one per operation
-    # on their bits.
+    # jit compiles one program for the operation, also in eager code.
     @jax.jit
     def _plus(self, update: jax.Array) -> "SplitArray":
         if jnp.broadcast_shapes(self.shape, update.shape) != self.shape:
@@ -125,7 +123,7 @@ class SplitArray:
 
     @jax.jit
     def _split(self, value: jax.Array) -> "SplitArray":
-        # A result of another shape may be too small to be packed, or large enough.
+        # The size of the result decides whether its residual is packed.
         format_ = self.weight_format.for_leaf(value.shape, self.dtype, min_size=0)
         random = _random(self.random_state)
         param, residual = split_leaf(format_, value, self.dtype, random)
@@ -144,18 +142,19 @@ def split_array(
         x ~ join(param, residual),  param = round(x)
 
     Args:
-      x: array of any shape and float dtype; it is converted to float32 first.
-      dtype: of the parameter: bfloat16, float16, float8_e4m3fn or float8_e5m2.
-      weight_format: such as ``lowbit_optax.extra_bits(8)``, which keeps a float32
-        master for scalars.
-      seed: of stochastic rounding.
+      x: array of any shape and float dtype, which is converted to float32 first.
+      dtype: the dtype of the parameter: bfloat16, float16, float8_e4m3fn or
+        float8_e5m2.
+      weight_format: a weight format, such as ``lowbit_optax.extra_bits(8)``. Scalars
+        get a float32 master.
+      seed: seed for stochastic rounding.
 
     Returns:
-      A :class:`SplitArray` of x's shape.
+      A :class:`SplitArray` with the shape of x.
 
     Raises:
-      ValueError: if ``dtype`` is not one of these, or the format cannot hold it.
-      TypeError: if ``dtype`` is no dtype, or ``x`` is complex.
+      ValueError: if ``dtype`` is not one of these, or the format does not support it.
+      TypeError: if ``dtype`` is not a dtype, or ``x`` is complex.
 
     References:
       Lewandowski and Kosson 2023, section 3.1.
@@ -168,8 +167,8 @@ def split_array(
     dtype = dtype_of("split_array: dtype", dtype)
     if not is_narrow(dtype):
         raise ValueError(
-            f"split_array: dtype is {dtype}; accepted are "
-            f"{', '.join(map(str, NARROW_DTYPES))}"
+            f"split_array: dtype must be one of {', '.join(map(str, NARROW_DTYPES))}, "
+            f"got {dtype}"
         )
     why = weight_format.check(dtype)
     if why:
@@ -186,13 +185,13 @@ def _first_split(dtype, weight_format: WeightFormat, x, seed) -> SplitArray:
 
 
 def join_array(split: SplitArray) -> jax.Array:
-    """The float32 array that a :class:`SplitArray` stores.
+    """Return the float32 array that a :class:`SplitArray` stores.
 
     Args:
-      split: from :func:`split_array`.
+      split: a result of :func:`split_array`.
 
     Returns:
-      float32 array of the same shape.
+      float32 array with the same shape.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> join_array(split_array(0.1, jnp.float16, lowbit_optax.extra_bits(13)))
@@ -206,7 +205,7 @@ def _random(state: jax.Array) -> RandomBits:
 
 
 def _next(state: jax.Array) -> jax.Array:
-    """The random state after one more operation."""
+    """Return the random state after one more operation."""
     return state + jnp.array([0, 1], jnp.uint32)
 
 
@@ -216,6 +215,6 @@ def _float32(x: Operand) -> jax.Array:
     x = jnp.asarray(x)
     if jnp.iscomplexobj(x):
         raise TypeError(
-            f"SplitArray: given {x.dtype}{list(x.shape)}; accepted are real numbers"
+            f"SplitArray: operands must be real, got {x.dtype}{list(x.shape)}"
         )
     return widened(x)

@@ -1,4 +1,4 @@
-"""flax's TrainState and nnx.Optimizer on the fast path. Needs the ``flax`` extra."""
+"""flax's TrainState and nnx.Optimizer with direct steps; needs the ``flax`` extra."""
 
 import typing
 
@@ -25,10 +25,9 @@ from lowbit_optax.transformations.lowbit import step
 
 
 class TrainState(train_state.TrainState):
-    """flax's TrainState, stepping parameters directly instead of adding differences.
+    """A flax TrainState whose ``apply_gradients`` calls :func:`lowbit_optax.step`.
 
-    The same fields, checkpoints and results as flax's with a lowbit transformation;
-    ``apply_gradients`` calls :func:`lowbit_optax.step`.
+    Fields, checkpoints and results are the same as for flax's class.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> state = TrainState.create(
@@ -51,23 +50,23 @@ class TrainState(train_state.TrainState):
         keep_float32: KeepFloat32 = is_bias_or_norm,
         **kwargs,
     ) -> typing.Self:
-        """A state at step 0; with ``param_dtype``, of narrowed parameters.
+        """Create a state at step 0, and cast the parameters to ``param_dtype``.
 
         Args:
-          apply_fn: as in flax, usually ``model.apply``. If the model is to compute in
-            ``param_dtype``, give its layers that ``dtype``: flax promotes to the widest
-            of its inputs.
-          params: tree of parameters; with ``param_dtype``, of float32 weights.
-          tx: an optax transformation; with ``param_dtype``, of this package, alone or
-            inside optax's wrappers.
+          apply_fn: usually ``model.apply``. To compute in ``param_dtype``, also pass it
+            as ``dtype`` to the layers of the model, because flax promotes to the widest
+            dtype of the inputs.
+          params: tree of parameters, which must be float32 if ``param_dtype`` is set.
+          tx: an optax transformation. If ``param_dtype`` is set, it must be one of this
+            package, possibly inside optax's wrappers.
           param_dtype, keep_float32: ``dtype`` and ``keep_float32`` of
-            :func:`lowbit_optax.from_master`. Without ``param_dtype`` this is flax's
-            ``create``.
+            :func:`lowbit_optax.from_master`. If ``param_dtype`` is None, this method is
+            the same as flax's.
           **kwargs: other fields.
 
         Raises:
-          ValueError: with ``param_dtype``, if ``tx`` keeps no lowbit state, or cannot
-            hold a leaf's dtype.
+          ValueError: if ``param_dtype`` is set, and ``tx`` is not a transformation of
+            this package or does not support the dtype.
 
         >>> import jax.numpy as jnp, lowbit_optax
         >>> state = TrainState.create(
@@ -95,20 +94,20 @@ class TrainState(train_state.TrainState):
         )
 
     def apply_gradients(self, *, grads, **kwargs) -> typing.Self:
-        """One optimizer step.
+        """Run one optimizer step.
 
         Args:
-          grads: tree like ``params``.
+          grads: tree with the structure of ``params``.
           **kwargs: other fields to replace.
 
         Returns:
-          The state with ``step``, ``params`` and ``opt_state`` advanced.
+          The state with new ``step``, ``params`` and ``opt_state``.
         """
         overwrite = OVERWRITE_WITH_GRADIENT in grads
         of = lambda tree: tree["params"] if overwrite else tree
         params, opt_state = step(self.tx, of(self.params), self.opt_state, of(grads))
         if overwrite:
-            # flax's float8 layers hand over new values of these as their gradients.
+            # flax's float8 layers return new values of these variables as gradients.
             new = grads[OVERWRITE_WITH_GRADIENT]
             params = {"params": params, OVERWRITE_WITH_GRADIENT: new}
         return self.replace(
@@ -124,22 +123,22 @@ def cast_model(
     param_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     keep_float32: KeepFloat32 = is_bias_or_norm,
 ) -> optax.GradientTransformation:
-    """Narrow the parameters of an nnx model; the low bits are for the optimizer.
+    """Cast an nnx model to a narrow dtype, and keep the low bits for the optimizer.
 
-    For trainers that make an ``nnx.Optimizer`` themselves, such as Tunix'::
+    Use it for trainers that create an ``nnx.Optimizer`` themselves, such as Tunix::
 
         trainer = PeftTrainer(model, cast_model(model, tx), config)
 
     Args:
-      model: an nnx module with float32 parameters, which are replaced.
-      tx: a transformation of this package, alone or inside optax's wrappers.
-      wrt: which variables are parameters, as of ``nnx.Optimizer``.
-      param_dtype: of the parameters that are narrowed.
-      keep_float32: which stay float32; see :func:`lowbit_optax.from_master`. Paths end
-        with ``.value``.
+      model: an nnx module with float32 parameters, which are replaced in place.
+      tx: a transformation of this package, possibly inside optax's wrappers.
+      wrt: a filter that selects the parameters, as in ``nnx.Optimizer``.
+      param_dtype: the narrow dtype.
+      keep_float32: selects the parameters that stay float32; see
+        :func:`lowbit_optax.from_master`. Paths end with ``.value``.
 
     Returns:
-      ``tx``, whose first ``init`` starts from the float32 weights; see
+      ``tx`` with an ``init`` that starts from the float32 weights; see
       :func:`lowbit_optax.with_master`.
 
     >>> from flax import nnx
@@ -152,7 +151,7 @@ def cast_model(
     master = nnx.state(model, wrt)
     params, _ = from_master(tx, master, param_dtype, keep_float32)
     start = with_master(tx, master)
-    nnx.update(model, params)  # and with it what master refers to
+    nnx.update(model, params)  # also changes the arrays in master
     return start
 
 
@@ -164,14 +163,13 @@ def nnx_optimizer(
     param_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     keep_float32: KeepFloat32 = is_bias_or_norm,
 ) -> nnx.Optimizer:
-    """An ``nnx.Optimizer`` from a float32 model, on the fast path.
+    """Cast an nnx model to a narrow dtype, and create an ``nnx.Optimizer``.
 
     Args:
-      model, tx, wrt, param_dtype, keep_float32: as of :func:`cast_model`, which narrows
-        the model's parameters.
+      model, tx, wrt, param_dtype, keep_float32: see :func:`cast_model`.
 
     Returns:
-      flax's own optimizer, of :func:`lowbit_optax.direct_updates`.
+      An ``nnx.Optimizer`` with :func:`lowbit_optax.direct_updates`.
 
     >>> from flax import nnx
     >>> import jax.numpy as jnp, lowbit_optax

@@ -1,4 +1,4 @@
-"""``ema_of_params``: an exponential moving average of the weights, in few bits."""
+"""``ema_of_params``: an exponential moving average of the weights in few bits."""
 
 import math
 import typing
@@ -19,10 +19,10 @@ class EmaOfParamsState(typing.NamedTuple):
     """State of :func:`ema_of_params`, in ``LowbitState.inner_state``.
 
     Args:
-      count: int32 scalar, how many weights have been averaged.
+      count: int32 scalar, the number of averaged steps.
     """
 
-    # optax's name for it, which is also a tuple's method.
+    # optax uses this name, which is also a method of tuples.
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
@@ -34,42 +34,40 @@ def ema_of_params(
     weights: WeightFormat | None = None,
     **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
-    """An exponential moving average of the weights, stored in a weight format.
+    """Keep an exponential moving average of the weights in a weight format.
 
         e_t = e_{t-1} + r_t (w_t - e_{t-1}),  r_t = (1 - decay) / (1 - decay^t)
 
-    and ``r_t = 1 - decay`` with ``debias=False``. It is a transformation of its own,
-    whose parameters are the averages e and whose gradients are the weights w:
+    With ``debias=False``, ``r_t = 1 - decay``. The average is a separate
+    transformation: its parameters are the averages e, and you pass the weights w
+    instead of gradients::
 
         average, ema_state = lowbit_optax.step(ema, average, ema_state, weights)
 
-    So everything that takes parameters and a state takes an average: ``from_master``,
-    ``master_weights``, ``convert``, ``state_shardings``, ``memory_report``,
-    donation and fused kernels. ``average`` has the parameters'
-    dtypes: a model can be evaluated with it as it is. Plain bfloat16 would not move: at
-    a decay of 0.9999 a step is 1e-4 of ``w - e``, and less than half a unit of the last
-    bit of e is lost.
+    Therefore, ``from_master``, ``master_weights``, ``convert``, ``state_shardings``,
+    ``memory_report``, donation and kernels also support averages. ``average`` has the
+    dtypes of the parameters, so you can evaluate the model with it. A plain bfloat16
+    average would not move: with a decay of 0.9999, a step is 1e-4 of ``w - e``, and
+    bfloat16 loses steps below half a unit in the last place of e.
 
     Args:
-      decay: at least 0 and below 1.
-      debias: whether the average is that of the weights seen so far alone, as
-        optax's ``ema(debias=True)`` returns it; the first average is then not in it.
-        False keeps the first average in, with weight ``decay^t``.
-      weights: format of the average; ``extra_bits(8, sum_rounding="stochastic")`` if
-        None: 1 byte per parameter beside the average itself.
+      decay: the decay rate, at least 0 and below 1.
+      debias: if True, the first average passed to ``init`` has no weight, as in
+        optax's ``ema(debias=True)``. If False, it keeps the weight ``decay^t``.
+      weights: format for the average. If None,
+        ``extra_bits(8, sum_rounding="stochastic")``, which adds 1 byte per parameter.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
-        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`. Without a
-        seed, the average draws other noise than an optimizer of the same parameters.
+        ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`. The default
+        seed differs from the default seed of optimizers.
 
     Returns:
-      An optax transformation. ``init`` takes the first average, such as a copy of the
-      parameters; ``step`` and ``update`` take weights of any float dtype in place of
-      gradients: ``master_weights(params, state)``, or the parameters themselves, whose
-      rounding errors are then averaged as well. Leaves that are not floating-point stay
-      as they are.
+      An optax transformation. Pass the first average to ``init``, such as a copy of the
+      parameters. Instead of gradients, pass weights in any float dtype to ``step`` or
+      ``update``: ``master_weights(params, state)``, or the parameters, which adds their
+      rounding errors to the average. Leaves that are not floating-point do not change.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above.
+      TypeError, ValueError: if an argument has a wrong type or value.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> ema = ema_of_params(0.9999, debias=False)
@@ -93,8 +91,8 @@ def ema_of_params(
 
 
 def _towards_gradients(decay: float, debias: bool) -> optax.GradientTransformation:
-    """Updates that take the parameters a part of the way to the gradients."""
-    # In Python: 1 - 0.9999 in float32 is off by 2e-4 of itself.
+    """Returns updates that move parameters towards the gradients."""
+    # Python computes in float64. In float32, 1 - 0.9999 has a relative error of 2e-4.
     rate, log_decay = 1 - decay, math.log(decay) if decay else -math.inf
 
     def init(params):
@@ -103,7 +101,7 @@ def _towards_gradients(decay: float, debias: bool) -> optax.GradientTransformati
 
     def update(updates, state, params=None):
         if params is None:
-            raise ValueError("ema_of_params: update needs params, the averages so far")
+            raise ValueError("ema_of_params: update needs params, the averages")
         count = jnp.asarray(optax.safe_increment(state.count))
         r = jnp.float32(rate)
         if debias:

@@ -1,7 +1,7 @@
-"""``direct_updates``: optax's own contract, at the cost of ``lowbit_optax.step``.
+"""``direct_updates`` makes ``optax.apply_updates`` return the new parameters.
 
-Trainers call ``tx.update`` and then ``optax.apply_updates``, which adds differences.
-The updates here answer the sum with the new parameters; see
+Trainers call ``tx.update`` and then ``optax.apply_updates``, which adds updates to
+parameters. Here, the sum returns new parameters that are already computed; see
 :mod:`lowbit_optax._step.direct_update`.
 """
 
@@ -21,7 +21,7 @@ from lowbit_optax.transformations.guarded_step import guarded
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Direct(Stepper):
-    """The steps of a transformation, with new parameters in place of updates.
+    """A transformation whose updates are new parameters.
 
     Args:
       inner: the transformation.
@@ -33,9 +33,10 @@ class _Direct(Stepper):
         return self.inner.init(params)
 
     def update(self, updates, state, params=None, **extra):
-        """As in optax; while a step traces its wrappers, the inner ``update``.
+        """Return updates as in optax.
 
-        The step writes new parameters, so these updates are not needed.
+        While a step traces its wrappers, it ignores updates, so the inner ones are
+        enough.
         """
         if not context.current().wants_params:
             return super().update(updates, state, params, **extra)
@@ -56,36 +57,36 @@ class _Direct(Stepper):
 def direct_updates(
     tx: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation whose updates are the new parameters, for ``apply_updates``.
+    """Make updates with which ``optax.apply_updates`` returns the new parameters.
 
-    The results are those of :func:`lowbit_optax.step`, bit for bit, and so is the cost,
-    in trainers that know nothing of it: ``optax.apply_updates``, flax's ``TrainState``,
-    ``nnx.Optimizer``. An update is a :class:`DirectUpdate`, a pytree node.
+    Results and cost are the same as with :func:`lowbit_optax.step`, bit for bit, in
+    trainers that call ``optax.apply_updates``, such as flax's ``TrainState`` and
+    ``nnx.Optimizer``. An update is a :class:`DirectUpdate`, which is a pytree node.
 
     Put other transformations inside: ``direct_updates(optax.chain(clip, tx))``. Around
-    it may be what hands on updates as they are, or selects between them and zeros:
-    ``optax.masked``, ``partition``, ``inject_hyperparams``, ``MultiSteps``,
-    :func:`with_loss_scale`; ``jax.jit`` and ``jax.lax.cond`` between update and sum.
-    Updates from outside the function that adds them are compared with the parameters
-    there, element by element. Put ``MultiSteps`` inside if float16 or float8 weights
-    are stored by ``extra_bits(rounding="toward_zero")``: it multiplies updates by 0,
-    which can change the sign of a zero weight, and so the sign of its master.
+    it, use only wrappers that do not change updates or that replace them by zeros:
+    ``optax.masked``, ``partition``, ``inject_hyperparams``, ``MultiSteps`` and
+    :func:`with_loss_scale`. You can put ``jax.jit`` and ``jax.lax.cond`` between
+    ``update`` and ``apply_updates``; updates from another function are compared with
+    the parameters element by element. If ``extra_bits(rounding="toward_zero")`` stores
+    float16 or float8 weights, put ``MultiSteps`` inside: it multiplies updates by 0,
+    which can change the sign of a zero weight and of its master.
 
     Do not compute with such updates. ``update * 2``, ``jnp.square(update)``, a
-    transformation that adds weight decay and ``equinox.apply_updates`` raise errors.
-    Functions that map over the leaves of updates do not: ``optax.scale`` after it
-    trains wrongly, and a norm of the tree of updates is one of new and old parameters
-    together. Take the norm of the new parameters minus the old ones in its place.
+    transformation that adds weight decay, and ``equinox.apply_updates`` raise errors.
+    Functions that map over the leaves of updates raise no error: ``optax.scale`` after
+    it trains wrongly, and a norm of the updates contains new and old parameters. For a
+    norm, subtract the old parameters from the new ones.
 
     Args:
-      tx: an optax transformation, as a rule one of this package, alone or in wrappers.
+      tx: an optax transformation, usually one of this package, possibly in wrappers.
 
     Returns:
-      A transformation with ``tx``'s state.
+      A transformation with the state of ``tx``.
 
     Raises:
-      TypeError: if ``tx`` is no transformation; and from ``params + update``, if
-        updates were changed on the way.
+      TypeError: if ``tx`` is not a transformation. ``params + update`` raises a
+        TypeError if the updates were changed.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> tx = direct_updates(lowbit_optax.kahan_sgd(0.5))

@@ -1,4 +1,4 @@
-"""Step any transformation under a guard, which may skip the step."""
+"""Run a step of any transformation with a guard that may skip it."""
 
 import optax
 
@@ -18,21 +18,21 @@ def guarded(
     landing: Landing,
     extra_args: dict,
 ):
-    """A step, of any transformation, that happens only if the guard allows it.
+    """Run a step unless the guard skips it.
 
     Args:
       tx: the transformation.
-      params, state: as in optax.
-      grads: scaled.
-      guard: unscales the gradients, and decides on the device.
+      params, state: the parameters, and the state of ``tx``.
+      grads: the scaled gradients.
+      guard: unscales the gradients, and decides on the device whether to step.
       landing: ``REPLACE`` for new parameters, ``ADD`` for updates.
-      extra_args: for the transformation.
+      extra_args: passed to the transformation.
 
     Returns:
       ``(new params or updates, new state)``.
 
     Raises:
-      ChangedUpdateError: if a wrapper changes updates that land exactly.
+      ChangedUpdateError: if a wrapper changes rounded updates.
     """
     stepper = stepper_of(tx)
     if stepper is not None:
@@ -45,7 +45,7 @@ def guarded(
             return direct
     else:
         check_wrapper(tx, params, state, grads, extra_args)
-    # Any other transformation runs in a skipped step too, and its results are dropped.
+    # Other transformations also run in skipped steps, which drop the results.
     grads = guard.unscaled(grads)
     new, new_state = tx.update(grads, state, params, **extra_args)
     if landing.is_direct:

@@ -1,4 +1,4 @@
-"""``regularize``: a penalty on the weights that is differentiated in float32."""
+"""``regularize`` differentiates a penalty on the weights in float32."""
 
 import typing
 from collections.abc import Callable
@@ -17,28 +17,27 @@ def regularize(
 
         g_t = grads + d penalty(W_{t-1}) / dW
 
-    Inside ``lowbit``, W are the float32 masters, not the parameters that the model
-    sees, and gradients are float32: a penalty that float16 or bfloat16 would lose, in
-    the loss or between two updates, is kept. With QuantizedTensors W are their values.
-    Outside of ``lowbit``, W are the parameters as they are.
+    Inside ``lowbit``, W are the float32 masters and gradients are float32, so the
+    penalty keeps small values that float16 or bfloat16 would lose. For
+    QuantizedTensors, W are the dequantized values. Outside of ``lowbit``, W are the
+    parameters.
 
-    Put it first in the chain for a penalty of the loss, whose gradient goes through
-    clipping and moments; a loss scale goes around ``lowbit``, which unscales the
-    gradients before. Decoupled weight decay is ``optax.add_decayed_weights``. A penalty
-    that is a sum over elements costs no kernel: it is computed within the fused update.
+    Put it first in the chain if clipping and moments should see the penalty. Put a loss
+    scale around ``lowbit``, which unscales gradients before the penalty is added. For
+    decoupled weight decay, use ``optax.add_decayed_weights``. A penalty that is a sum
+    over elements is computed inside the kernels.
 
     Args:
-      penalty: ``params -> scalar``, of any tree of float32 masters; with a mask or a
-        choice of leaves of your own inside of it. Leaves that are not real
-        floating-point arrays are constants.
+      penalty: a function from a tree of float32 masters to a scalar, which may select
+        leaves. Leaves that are not real floating-point arrays are constants.
 
     Returns:
       An optax transformation without state, for ``optax.chain``.
 
     Raises:
-      TypeError: if ``penalty`` is not callable or, in ``update``, returns no float
-        scalar.
-      ValueError: if ``update`` gets no params.
+      TypeError: if ``penalty`` is not callable, or, in ``update``, if it does not
+        return a float scalar.
+      ValueError: if ``update`` is called without params.
 
     References:
       OpenSeq2Seq, "Mixed Precision Training", mp_regularizer_wrapper.
@@ -54,8 +53,7 @@ def regularize(
     """
     if not callable(penalty):
         raise TypeError(
-            f"regularize: penalty is {penalty!r}; accepted is a function of the "
-            "parameters"
+            f"regularize: penalty must be a function of the parameters, got {penalty!r}"
         )
 
     def update(updates, state, params=None, **extra_args):
@@ -71,7 +69,7 @@ def regularize(
 
 
 def _gradients(penalty: Callable, params):
-    """The penalty's gradients; None at the leaves that are constants."""
+    """Return the gradients of the penalty, and None for constant leaves."""
     leaves, treedef = jax.tree.flatten(params)
     variables = {i: x for i, x in enumerate(leaves) if trees.is_float(x)}
 
@@ -81,8 +79,8 @@ def _gradients(penalty: Callable, params):
         is_float = jnp.issubdtype(jnp.result_type(value), jnp.floating)
         if jnp.shape(value) or not is_float:
             raise TypeError(
-                f"regularize: the penalty is {jax.typeof(value)}; accepted is a float "
-                "scalar"
+                "regularize: the penalty must return a float scalar, got "
+                f"{jax.typeof(value)}"
             )
         return value
 
@@ -91,6 +89,6 @@ def _gradients(penalty: Callable, params):
 
 
 def _added(updates, gradients):
-    """Updates plus gradients, in the updates' dtypes."""
+    """Return updates plus gradients in the dtypes of the updates."""
     add = lambda x, g: x if g is None else x + g.astype(x.dtype)
     return jax.tree.map(add, updates, gradients, is_leaf=lambda x: x is None)
