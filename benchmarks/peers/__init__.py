@@ -1,1 +1,1 @@
-"""Other libraries beside this one."""
+"""Compare this package with other libraries."""

@@ -1,4 +1,4 @@
-"""JAX's side of ``peers``: optax, flashoptim-jax and this library, measured alike."""
+"""The JAX side of ``peers``: optax, flashoptim-jax and this package."""
 
 import dataclasses
 import functools
@@ -26,10 +26,12 @@ class Peer:
     """An optimizer as a pair of functions.
 
     Attributes:
-      dtype: of the parameters.
-      init: a learning rate and parameters to a state.
-      step: a learning rate, parameters, state and gradients to parameters and state.
-      masters: parameters and state to the weights that it goes on from.
+      dtype: the dtype of the parameters.
+      init: a function of a learning rate and parameters, which returns a state.
+      step: a function of a learning rate, parameters, state and gradients, which
+        returns parameters and state.
+      masters: a function of parameters and state, which returns the weights that the
+        next step starts from.
     """
 
     dtype: Any
@@ -38,7 +40,7 @@ class Peer:
     masters: Callable = lambda params, state: params
 
     def run(self, rates, params, state, grads):
-        """Steps over leading axes of rates and gradients."""
+        """Run one step for each element of the first axes of rates and gradients."""
 
         def one(carry, now):
             return self.step(now[0], *carry, now[1]), None
@@ -59,7 +61,7 @@ def _plain(make, dtype) -> Peer:
 
 
 def _master() -> Peer:
-    """The usual mixed precision: float32 weights and moments, and a bfloat16 copy."""
+    """Usual mixed precision: float32 weights and moments, and a bfloat16 copy."""
     return Peer(
         jnp.bfloat16,
         lambda rate, params: with_master(_optax(rate)).init(params),
@@ -93,7 +95,7 @@ def _ours(alias, **options) -> Peer:
 def _flash(fused: bool) -> Peer:
     def make(rate):
         flash = importlib.import_module("flashoptim_jax")
-        # It takes a schedule where the rate is an array.
+        # If the rate is an array, flash_adamw needs a schedule.
         rate = rate if isinstance(rate, float) else (lambda _, rate=rate: rate)
         return flash.flash_adamw(rate, master_weight_bits=24, fused=fused, **ADAMW)
 
@@ -113,10 +115,10 @@ FLASH = "flashoptim-jax flash_adamw"
 
 
 def peers(fused_flash: bool = False) -> dict[str, Peer]:
-    """All that can be had here.
+    """The optimizers to compare; flashoptim-jax is included if it is installed.
 
     Args:
-      fused_flash: flashoptim-jax by its kernels, which are for GPUs; else by XLA.
+      fused_flash: whether flashoptim-jax uses its GPU kernels; otherwise it uses XLA.
     """
     into_mu = lowbit_optax.stochastic_rounding(error_feedback="mu")
     found = {
@@ -136,11 +138,11 @@ def peers(fused_flash: bool = False) -> dict[str, Peer]:
     return found
 
 
-# Numbers.
+# Measurements.
 
 
 def stored(peer: Peer) -> float:
-    """Bytes per parameter of live parameters and state."""
+    """Bytes of parameters and optimizer state, per parameter."""
     params = {"w": jnp.zeros(tasks.STORED, peer.dtype)}
     state = peer.init(1e-3, params)
     size = params["w"].size
@@ -157,7 +159,7 @@ def _same_bits(a, b) -> bool:
 
 
 def failures(peer: Peer) -> tuple[dict[str, float | None], str]:
-    """Errors of each case, and whether a saved run goes on in the same bits."""
+    """The error of each case, and whether a restored run ends with the same bits."""
     run = jax.jit(peer.run)
     found, resume = {}, ""
     for name, case in tasks.cases().items():
@@ -181,7 +183,7 @@ def failures(peer: Peer) -> tuple[dict[str, float | None], str]:
 
 
 def losses(peer: Peer, seeds: int) -> list[float]:
-    """The test loss at the end, of each seed."""
+    """The final test loss for each seed."""
     rates = jnp.asarray([tasks.rate_at(i) for i in range(tasks.STEPS)], jnp.float32)
 
     def loss_of(params, inputs, classes):
@@ -221,9 +223,10 @@ def losses(peer: Peer, seeds: int) -> list[float]:
 
 
 def time_ratios(some: dict[str, Peer]) -> dict[str, float]:
-    """Times of donated steps to the baseline's: medians over rounds.
+    """The time of a donated step, divided by the time of the baseline's step.
 
-    In a round all take turns. Gradients are bfloat16 for all.
+    Each round times one step of every optimizer. The result is the median over the
+    rounds. Gradients are bfloat16 for every optimizer.
     """
     grads = jnp.full(tasks.TIMED, 0.01, jnp.bfloat16)
     carries, steps, times = {}, {}, {name: [] for name in some}
@@ -244,7 +247,7 @@ def time_ratios(some: dict[str, Peer]) -> dict[str, float]:
 
 
 def seconds_to_trace(peer: Peer, model) -> float:
-    """Of a donated step on all of a model's leaves, to StableHLO for a CPU."""
+    """Seconds to trace a step on all leaves of a model to StableHLO, for a CPU."""
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, peer.dtype), model)
     state = jax.eval_shape(functools.partial(peer.init, 1e-3), params)
     step = jax.jit(functools.partial(peer.step, 1e-3), donate_argnums=(0, 1))

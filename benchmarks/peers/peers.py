@@ -1,12 +1,12 @@
-"""AdamW of other libraries beside this one's: bytes, programs, time, loss, failures.
+"""Compare AdamW with other libraries: bytes, programs, time, loss and errors.
 
     .venv/bin/python -m benchmarks peers --torch .venv-torch/bin/python
 
-flashoptim-jax takes part if it is installed. PyTorch's side runs in a process of its
-own, by a Python that has torch and what it finds of torch-optimi, torchao, bitsandbytes
-and flashoptim. Compiled facts are those of a donated step with bfloat16 gradients for
-an H200, and need the ``gpu-program`` extra; all else runs on this host. What does not
-run here is a row that says why.
+flashoptim-jax is included if it is installed. The PyTorch libraries run in a separate
+process, with the Python that ``--torch`` names. It needs torch, and includes the
+installed ones of torch-optimi, torchao, bitsandbytes and flashoptim. Donated steps with
+bfloat16 gradients are compiled for an H200, which needs the ``gpu-program`` extra.
+Everything else runs on this machine. If an optimizer cannot run, its row states why.
 """
 
 import functools
@@ -29,7 +29,7 @@ TORCH_BASELINE = "torch AdamW, float32"
 
 
 def compiled_facts(peer: jax_peers.Peer) -> dict:
-    """What the step on a leaf of 4096 x 4096 compiles to."""
+    """Bytes and instructions of the compiled step on a leaf of 4096 x 4096."""
     from tools.gpu_program import steps
     from tools.gpu_program.machine_code import instructions_per_parameter
     from tools.gpu_program.targets import gpu_mesh, lower_for
@@ -73,7 +73,7 @@ def jax_rows(seeds: int) -> dict[str, dict]:
 
 
 def torch_rows(python: str | None, seeds: int) -> dict:
-    """The rows of PyTorch's side, and its versions."""
+    """The rows of the PyTorch libraries, and their versions."""
     if python is None:
         return {"versions": {}, "rows": {"PyTorch": {"not_run": "no --torch given"}}}
     script = ROOT / "benchmarks" / "peers" / "torch_peers.py"
@@ -90,7 +90,7 @@ def number(row: dict, key: str, form: str = ".1f") -> str:
 
 
 def add_differences(rows: dict[str, dict]) -> None:
-    """To each row its losses minus float32's of the same framework, in thousandths."""
+    """Add the losses minus float32's in the same framework, in thousandths."""
     baseline = np.zeros(0)
     for name, row in rows.items():
         if name in (jax_peers.BASELINE, TORCH_BASELINE):
@@ -100,7 +100,7 @@ def add_differences(rows: dict[str, dict]) -> None:
 
 
 def sizes(rows: dict[str, dict]) -> str:
-    """Bytes, programs and times."""
+    """A table of bytes, programs and times."""
     heads = [
         *("AdamW", "stored, B", "moved, B", "temporary, B", "launches"),
         *("instructions", "s to trace", "CPU step"),
@@ -120,7 +120,7 @@ def sizes(rows: dict[str, dict]) -> str:
 
 
 def accuracies(rows: dict[str, dict]) -> str:
-    """Loss and failures."""
+    """A table of losses and errors."""
     names = list(tasks.cases())
     lines = []
     for name, row in rows.items():
@@ -150,7 +150,7 @@ def measure(args) -> dict:
 
 def main(argv: list[str] | None = None) -> None:
     options = records.Options(__doc__, seeds=5)
-    options.add_argument("--torch", metavar="PYTHON", help="a Python that has torch")
+    options.add_argument("--torch", metavar="PYTHON", help="a Python with torch")
     args = options.parse_args(argv)
     ran = f"{records.ran_here()}; programs are compiled for an H200"
     records.run(__name__, args, measure, text, ran=ran)

@@ -1,4 +1,4 @@
-"""What every optimizer of the comparison is given, in numpy alone."""
+"""The inputs that every optimizer of the comparison gets. Needs only numpy."""
 
 import dataclasses
 import itertools
@@ -9,11 +9,11 @@ B1, B2, EPS = 0.9, 0.999, 1e-8
 DECAY = 0.01
 SHAPE = (64, 64)
 HALF = 150
-"""Steps of a half of each case."""
+"""The number of steps in each half of a case."""
 
 
 def bfloat16(x) -> np.ndarray:
-    """Float32 values that bfloat16 holds, rounded to nearest even."""
+    """Round to the nearest bfloat16, ties to even, and return float32 values."""
     bits = np.asarray(x, np.float32).view(np.uint32)
     rounded = bits + 0x7FFF + ((bits >> 16) & 1)
     return (rounded & np.uint32(0xFFFF0000)).view(np.float32)
@@ -21,13 +21,14 @@ def bfloat16(x) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Gradients that optimizers of few bits are known to fail on.
+    """Gradients that are known to make optimizers of few bits fail.
 
     Attributes:
-      gradients: float32 that bfloat16 holds, of shape ``(2 * HALF, *SHAPE)``.
+      gradients: float32 values that bfloat16 can represent, of shape
+        ``(2 * HALF, *SHAPE)``.
       rate: the learning rate.
-      counted: which elements of the weights are compared; all if None.
-      since: the step from which the movement is.
+      counted: a mask of the weights that are compared; all weights if None.
+      since: the step at which the compared movement starts.
     """
 
     gradients: np.ndarray
@@ -37,12 +38,12 @@ class Case:
 
 
 def start(seed: int = 0) -> np.ndarray:
-    """The weights of every case, in bfloat16's values."""
+    """The initial weights of every case, which bfloat16 can represent."""
     return bfloat16(np.random.default_rng(seed).standard_normal(SHAPE))
 
 
 def cases() -> dict[str, Case]:
-    """By name, as the table has them."""
+    """The cases by the names that the table shows."""
     draws = np.random.default_rng(1).standard_normal((2 * HALF, *SHAPE))
     one = bfloat16(draws)
     outlier = np.zeros(SHAPE, bool)
@@ -62,7 +63,7 @@ def cases() -> dict[str, Case]:
 
 
 def adamw(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Weights of AdamW in float64, after half of the steps and after all."""
+    """The weights after half of the steps, and after all steps, of AdamW in float64."""
     w = start().astype(np.float64)
     m, v, half = np.zeros_like(w), np.zeros_like(w), w
     for t, g in enumerate(case.gradients.astype(np.float64), 1):
@@ -75,13 +76,16 @@ def adamw(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def error(case: Case, half: np.ndarray, end: np.ndarray) -> float | None:
-    """Error of the way gone, to the length of float64's: 0 is exact, 1 if none is gone.
+    """The error of a movement, divided by the length of the movement in float64.
 
-    None if a weight is not finite.
+    0 is exact, and 1 means that the weights did not move.
 
     Args:
-      case: which one.
-      half, end: the weights that the optimizer has after half of the steps and all.
+      case: the case that ran.
+      half, end: the weights after half of the steps, and after all steps.
+
+    Returns:
+      The error, or None if a weight is not finite.
     """
     want_half, want = adamw(case)
     before = (half, want_half) if case.since else (start(), start())
@@ -92,7 +96,7 @@ def error(case: Case, half: np.ndarray, end: np.ndarray) -> float | None:
     return found if np.isfinite(found) else None
 
 
-# One small task: a student of three matrices learns the classes of a teacher.
+# A small task: a network of three matrices learns the classes of another network.
 
 WIDTHS = (64, 128, 128, 32)
 BATCH = 128
@@ -102,7 +106,7 @@ TEST_SIZE = 4096
 
 
 def rate_at(step: int) -> float:
-    """A cosine to zero: in its tail updates are far below a weight's last bit."""
+    """A cosine to zero. Its last updates are far below the last bit of a weight."""
     return RATE * 0.5 * (1 + np.cos(np.pi * step / STEPS))
 
 
@@ -115,7 +119,7 @@ def _matrices(random) -> list[np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """Inputs and classes of each step, and those of the test."""
+    """Initial weights, inputs and classes of each step, and of the test."""
 
     weights: list[np.ndarray]
     inputs: np.ndarray
@@ -125,7 +129,7 @@ class Training:
 
 
 def training(seed: int) -> Training:
-    """Start, batches and test of one seed."""
+    """The initial weights, batches and test of one seed."""
     random = np.random.default_rng(100 + seed)
     teacher = _matrices(random)
 

@@ -1,7 +1,7 @@
-"""PyTorch's side of ``peers``, in a process of its own: one line of JSON.
+"""The PyTorch side of ``peers``. It runs in a separate process and prints JSON.
 
-It needs torch and whatever it finds of optimi, torchao, bitsandbytes and flashoptim.
-What does not run here is a row that says why.
+It needs torch, and includes the installed ones of optimi, torchao, bitsandbytes and
+flashoptim. If an optimizer cannot run, its row states why.
 """
 
 import importlib.metadata
@@ -14,7 +14,7 @@ import time
 import warnings
 
 warnings.simplefilter("ignore")
-# torchao compiles each shape, for minutes on a CPU. Its numbers do not depend on it.
+# torchao compiles each shape, which takes minutes on a CPU and does not change results.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
@@ -23,7 +23,7 @@ import torch  # noqa: E402
 
 from benchmarks.peers import tasks  # noqa: E402
 
-# Several threads make steps of so few parameters slower.
+# Steps on this small number of parameters are slower with several threads.
 torch.set_num_threads(1)
 
 BETAS = (tasks.B1, tasks.B2)
@@ -90,7 +90,7 @@ def set_rate(optimizer, rate):
 
 
 def arrays(x):
-    """The plain tensors of one of a state's values."""
+    """The plain tensors inside one value of a state."""
     if not isinstance(x, torch.Tensor):
         return []
     if hasattr(x, "__tensor_flatten__") and type(x) is not torch.Tensor:
@@ -100,7 +100,7 @@ def arrays(x):
 
 
 def stored(make, dtype) -> float:
-    """Bytes per parameter of parameters and state."""
+    """Bytes of parameters and optimizer state, per parameter."""
     param = parameter(np.zeros(tasks.STORED, np.float32), dtype)
     param.grad = torch.ones_like(param)
     optimizer = make([param], 1e-3)
@@ -112,7 +112,7 @@ def stored(make, dtype) -> float:
 
 
 def masters(optimizer, param) -> np.ndarray:
-    """The weights that the optimizer goes on from."""
+    """The weights that the next step starts from."""
     kept = optimizer.state.get(param, {}).get("kahan_comp")
     whole = param.detach().float()
     return (whole if kept is None else whole + kept.float()).numpy().copy()
@@ -138,7 +138,7 @@ def failures(make, dtype) -> dict:
 
 
 def resumes(make, dtype) -> str:
-    """Whether a run that was saved and loaded ends in the same bits."""
+    """Whether a restored run ends with the same bits as an uninterrupted run."""
     gradients = tasks.cases()["rate 1e-6"].gradients[:20]
 
     def run(interrupted: bool):
@@ -162,7 +162,7 @@ def resumes(make, dtype) -> str:
 
 
 def trained(make, dtype, seed: int) -> float:
-    """The test loss at the end."""
+    """The final test loss."""
     torch.manual_seed(seed)
     task = tasks.training(seed)
     params = [parameter(w, dtype) for w in task.weights]
@@ -185,7 +185,7 @@ def trained(make, dtype, seed: int) -> float:
 
 
 def step_times(names) -> dict[str, list[float]]:
-    """Seconds of a step of each, which take turns."""
+    """Seconds per step; each round times one step of every optimizer."""
     ready = {}
     for name in names:
         make, dtype = ROWS[name]
@@ -222,7 +222,7 @@ def main():
         start = time.perf_counter()
         rows[name] = measured(name, seeds)
         print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    # Of what is made to be compiled, a time without that would say nothing.
+    # torchao is designed to be compiled, so its time without compilation is misleading.
     timed = [x for x in rows if "not_run" not in rows[x] and "torchao" not in x]
     times = step_times(timed)
     for name in timed:

@@ -1,1 +1,1 @@
-"""Trainers of other libraries, with this one's optimizers."""
+"""Other libraries' trainers with the optimizers of this package."""

@@ -1,7 +1,7 @@
-"""What optax promises of its optimizers and wrappers, by its own tests.
+"""Optax's own tests of its optimizers and wrappers, run with this package's aliases.
 
-`docs/integrations.md` lists what is not meant to pass. Here these cases are expected to
-fail, each with its reason.
+`docs/integrations.md` lists the intended differences from optax. The tests of these
+differences are expected to fail here, and state the reason.
 """
 
 import jax
@@ -76,8 +76,8 @@ STABILITY = "test_state_shape_dtype_shard_stability"
 EVERY_SCHEDULE = (
     "test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such"
 )
-# What optax tests of each of its own: extra arguments, schedules, wrappers; and that a
-# conditional takes the old state or the new one.
+# Optax runs these tests on each of its optimizers. They pass extra arguments, schedules
+# and wrappers, and check that a conditional can return the old state or the new one.
 OF_EACH = [
     (_common_test, "test_optimizers_accept_extra_args", UNWRAPPED | {"wrap": False}),
     (_common_test, EVERY_SCHEDULE, UNWRAPPED),

@@ -1,4 +1,4 @@
-"""What trainers warn of is theirs, and their promotion is JAX's usual one."""
+"""Run these tests with the trainers' own warnings, and with JAX's usual promotion."""
 
 from pathlib import Path
 

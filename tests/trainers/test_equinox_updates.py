@@ -1,7 +1,7 @@
-"""equinox: its ``apply_updates``, and checkpoints by ``tree_serialise_leaves``.
+"""equinox's ``apply_updates``, and its checkpoints from ``tree_serialise_leaves``.
 
-And haliax' ``apply_updates``, which Levanter calls, on equinox' layers: those of haliax
-itself call what JAX 0.12 does not have.
+haliax's ``apply_updates``, which Levanter calls, is tested with equinox layers: the
+layers of haliax call a function that JAX 0.12 does not have.
 """
 
 import jax
@@ -135,4 +135,4 @@ def test_a_restored_run_goes_on_as_if_it_had_not_stopped(name, tmp_path):
     ]
     arrays = lambda tree: equinox.filter(tree, equinox.is_array)
     assert_same_bits(arrays(ends[1]), arrays(ends[0]))
-    note_restored("equinox", name, "the same device")
+    note_restored("equinox", name, "1 to 1")

@@ -1,4 +1,4 @@
-"""flax's TrainState, saved by Orbax, and restored on another mesh."""
+"""flax's TrainState, saved with Orbax and restored on another mesh."""
 
 import flax.linen as nn
 import jax
@@ -28,7 +28,8 @@ LINES = (
     "params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)",
 )
 
-WHERE = {2: "the same mesh", 4: "4 devices"}
+# The devices of the restored run, and the label of the case in the record.
+WHERE = {2: "2 to 2", 4: "2 to 4"}
 
 
 def _start(tx, dtype):
@@ -66,7 +67,7 @@ def test_it_trains_like_float32():
 
 
 def _placed(state, mesh):
-    """Kernels split by their first dimension, and what is shaped like them too."""
+    """Split matrices whose first dimension divides, and replicate the other leaves."""
 
     def placed(x):
         x = jnp.asarray(x)

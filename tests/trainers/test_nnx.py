@@ -1,4 +1,4 @@
-"""``nnx.Optimizer``: each variable of it can be read, placed, saved and restored."""
+"""Variables of ``nnx.Optimizer`` can be read, placed on a mesh, saved and restored."""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def test_it_trains_like_float32():
 
 
 def _placed(model, optimizer, mesh):
-    """Every variable where its own annotation wants it."""
+    """Place every variable as its annotation specifies."""
     state = nnx.state((model, optimizer))
     specs = nnx.get_partition_spec(state)
     is_spec = lambda x: isinstance(x, P)
@@ -77,4 +77,4 @@ def test_the_state_is_placed_by_partition_specs_and_restored_elsewhere(name, tmp
     assert_same_bits(pure(target), pure(saved))
     losses = [_train(*pair, slice(STEPS // 2, STEPS)) for pair in (saved, target)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-3)
-    note_restored("nnx.Optimizer", name, "2 devices in place of 4")
+    note_restored("nnx.Optimizer", name, "4 to 2")

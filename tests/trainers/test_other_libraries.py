@@ -1,4 +1,4 @@
-"""Libraries that call a transformation of optax: each trains like float32 with ours."""
+"""Libraries that call optax transformations train like float32 with this package."""
 
 import os
 
@@ -33,7 +33,7 @@ def of_network(weights, inputs, targets):
 
 
 def by_optaxs_lines(tx, params, loss):
-    """Steps as optax' own documentation writes them."""
+    """Train with the loop of optax's documentation."""
 
     @jax.jit
     def advance(params, state, inputs, targets):
@@ -48,7 +48,7 @@ def by_optaxs_lines(tx, params, loss):
 
 
 def haiku(tx, dtype):
-    """haiku's modules."""
+    """Train a haiku module."""
     haiku = pytest.importorskip("haiku")
     model = haiku.without_apply_rng(
         haiku.transform(lambda x: haiku.nets.MLP([HIDDEN, WIDTH])(x))
@@ -59,7 +59,7 @@ def haiku(tx, dtype):
 
 
 def keras(tx, dtype):
-    """A Keras model on JAX, by ``stateless_call``."""
+    """Train a Keras model on JAX with ``stateless_call``."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
     keras.utils.set_random_seed(0)
@@ -78,7 +78,7 @@ def keras(tx, dtype):
 
 
 def jaxopt(tx, dtype):
-    """jaxopt's ``OptaxSolver``."""
+    """Train with jaxopt's ``OptaxSolver``."""
     jaxopt = pytest.importorskip("jaxopt", exc_type=ImportError)
     solver = jaxopt.OptaxSolver(opt=tx, fun=of_network, maxiter=STEPS, tol=0.0)
     inputs, targets = (x[0] for x in batches())
@@ -88,7 +88,7 @@ def jaxopt(tx, dtype):
 
 
 def numpyro(tx, dtype):
-    """NumPyro's ``SVI``."""
+    """Train with NumPyro's ``SVI``."""
     numpyro = pytest.importorskip("numpyro")
     from numpyro import distributions, infer
 
@@ -110,7 +110,7 @@ def numpyro(tx, dtype):
 
 
 def optimistix(tx, dtype):
-    """optimistix' ``OptaxMinimiser``, which applies updates by equinox."""
+    """Train with optimistix's ``OptaxMinimiser``, which calls equinox's updates."""
     optimistix = pytest.importorskip("optimistix")
     inputs, targets = (x[0] for x in batches())
     error = lambda weights, _: of_network(weights, inputs, targets)
@@ -121,7 +121,7 @@ def optimistix(tx, dtype):
     return error(found.value, None), found.value, found.state.opt_state
 
 
-# Names of rows, packages, and what a user changes.
+# A function that trains, the name of the row, the package, and the lines to change.
 MATCHING = "lowbit_optax.lowbit_adamw(learning_rate, match_grad_dtype=True)"
 ROWS = [
     (haiku, "haiku", "dm-haiku", ("tx = {}", CAST)),

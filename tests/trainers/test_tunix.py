@@ -1,4 +1,4 @@
-"""Tunix' ``PeftTrainer``: its loop, its checkpoints, its meshes."""
+"""The loop, checkpoints and meshes of Tunix's ``PeftTrainer``."""
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,13 @@ from tunix.utils import compat  # noqa: E402
 
 LINES = ("optimizer = cast_model(model, lowbit_optax.lowbit_adamw(learning_rate))",)
 
-WHERE = {2: "the same mesh", 4: "4 devices"}
+# The devices of the resumed run, and the label of the case in the record.
+WHERE = {2: "2 to 2", 4: "2 to 4"}
 
 
 @nnx.jit
 def _made():
-    """A model whose parameters lie on the mesh as their annotations say."""
+    """A model whose parameters are placed on the mesh by their annotations."""
     model = Network("fsdp")
     state = nnx.state(model)
     specs = nnx.get_partition_spec(state)
@@ -38,7 +39,7 @@ def _made():
 
 
 def _trained(tx, dtype, steps, folder=None, devices=1):
-    """A trainer after these steps: it begins where the folder's checkpoint is."""
+    """A trainer after ``steps``, resumed from a checkpoint in ``folder`` if any."""
     config = peft_trainer.TrainingConfig(
         eval_every_n_steps=10_000,
         max_steps=steps,
@@ -78,7 +79,7 @@ def test_it_trains_like_float32():
 @pytest.mark.parametrize("devices", WHERE)
 @pytest.mark.parametrize("name", OURS)
 def test_a_restored_run_goes_on_as_if_it_had_not_stopped(name, devices, tmp_path):
-    """In every bit on as many devices; on more, products are summed differently."""
+    """The bits match on the same number of devices; others sum products differently."""
     tx = OURS[name](LEARNING_RATE)
     whole = _trained(tx, jnp.bfloat16, STEPS, devices=2)
     _trained(tx, jnp.bfloat16, STEPS // 2, tmp_path, devices=2)

@@ -1,7 +1,7 @@
-"""Tunix' own tests of its trainer, with our optimizers in place of optax's.
+"""Tunix's own tests of its trainer, with optimizers of this package instead of optax's.
 
-They are in no archive of the registry. ``TUNIX`` in the environment names a checkout of
-the installed version's tag.
+The package of Tunix does not contain its tests. To run them, set the environment
+variable ``TUNIX`` to a checkout of Tunix at the tag of the installed version.
 """
 
 import json
@@ -17,8 +17,9 @@ FILE = pathlib.Path(os.environ.get("TUNIX", "-")) / "tests/sft/peft_trainer_test
 pytestmark = pytest.mark.skipif(
     not FILE.exists(), reason="TUNIX names no checkout of Tunix"
 )
-# They compare sums of microbatches with whole batches to 1e-7. kahan_adamw rounds its
-# moments to bfloat16 at random: a gradient's last bit can change a moment's.
+# These tests compare summed microbatches with whole batches, with a tolerance of 1e-7.
+# kahan_adamw rounds its moments to bfloat16 stochastically, so a difference in the last
+# bit of a gradient can change the last bit of a moment.
 EXPECTED = {
     "kahan_adamw": {
         "test_gradient_accumulation_constant_schedule",
