@@ -1,4 +1,4 @@
-"""Lists the benchmarks, or runs them.
+"""List the benchmarks, or run them.
 
     .venv/bin/python -m benchmarks                   # lists all
     .venv/bin/python -m benchmarks NAME --help       # lists the options of one

@@ -60,7 +60,7 @@ class Options(argparse.ArgumentParser):
             add(flag, type=int, default=least, help="%(default)s by default")
 
     def parse_args(self, *args, **options):
-        """Add ``is_apart``: whether the options differ from the stored record's."""
+        """Add ``is_apart``: whether an option differs from its default."""
         found = super().parse_args(*args, **options)
         is_default = lambda name: getattr(found, name) == self.get_default(name)
         numbers = [name for name in vars(found) if name not in _OF_THE_SAME_RECORD]
@@ -79,7 +79,7 @@ def run(
     draw: Callable[[dict, pathlib.Path], None] | None = None,
     ran: str | None = None,
 ) -> None:
-    """Measure and write the record of a benchmark, unless ``--draw``, and show it.
+    """Measure and save a benchmark's record unless ``--draw`` is set, then show it.
 
     Args:
       module: the benchmark's ``__name__``.

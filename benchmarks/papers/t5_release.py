@@ -110,7 +110,7 @@ def text(record: dict) -> str:
         share = modes["with"]["peak"] / modes["without"]["peak"] - 1
         lines.append(f"batch of {batch}: {share:+.1%}")
     gap = {"with": record["gap"]}
-    heads = "loss", "minus that without"
+    heads = "loss", "minus the loss without"
     return "\n".join([*lines, records.listing(heads, record["loss"], gap, digits=5)])
 
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks`` names what is there, and nothing else."""
+"""``python -m benchmarks`` lists all benchmarks, and nothing else."""
 
 import importlib
 import json
