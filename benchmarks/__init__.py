@@ -1,4 +1,4 @@
-"""Every measurement of this repository; ``python -m benchmarks`` lists them."""
+"""All measurements of this repository; ``python -m benchmarks`` lists them."""
 
 import pathlib
 import sys

@@ -1,11 +1,12 @@
-"""Lists the benchmarks, or runs them.
+"""List the benchmarks, or run them.
 
-    .venv/bin/python -m benchmarks                   # what there is
-    .venv/bin/python -m benchmarks NAME --help       # one, with its options
-    .venv/bin/python -m benchmarks NAME ...
-    .venv/bin/python -m benchmarks all               # each in a process of its own
+    .venv/bin/python -m benchmarks                   # lists all
+    .venv/bin/python -m benchmarks NAME --help       # lists the options of one
+    .venv/bin/python -m benchmarks NAME ...          # runs it
+    .venv/bin/python -m benchmarks all               # runs each in a separate process
 
-Minutes are of two CPU cores, without options. What has none takes hours or a GPU.
+Minutes were measured on two CPU cores, with the default options. A benchmark without
+minutes takes hours or needs a GPU, and "all" skips it.
 """
 
 import importlib
@@ -19,7 +20,7 @@ from tools import is_installed
 
 
 def table() -> str:
-    """The list of benchmarks, group by group."""
+    """Return the list of benchmarks, group by group."""
     lines = []
     for group in dict.fromkeys(each.group for each in BENCHMARKS.values()):
         lines.append(f"\n{group}")
@@ -31,8 +32,8 @@ def table() -> str:
 
 
 def run(name: str, arguments: list[str]) -> int:
-    """Runs one benchmark in this process; its exit status."""
-    # Read by argparse for the usage, and by `records` for the command.
+    """Run one benchmark in this process, and return its exit status."""
+    # argparse shows this in the usage, and `records` stores it as the command.
     sys.argv = [f"python -m benchmarks {name}", *arguments]
     module = importlib.import_module(BENCHMARKS[name].module)
     found = module.main(arguments)
@@ -40,22 +41,22 @@ def run(name: str, arguments: list[str]) -> int:
 
 
 def missing(benchmark: Benchmark) -> list[str]:
-    """The modules that a benchmark needs and that cannot be found."""
+    """Return the modules that a benchmark needs and that are not installed."""
     return [x for x in benchmark.needs if not is_installed(x)]
 
 
 def run_all() -> int:
-    """Runs each benchmark in a process of its own; the number of those that failed."""
+    """Run each benchmark in a separate process, and return the number of failures."""
     failed = []
     for name, each in BENCHMARKS.items():
         if each.minutes is None:
             print(
-                f"+ {name}: skipped, it takes hours or a GPU; run it by itself",
+                f"+ {name}: skipped; it takes hours or needs a GPU, so run it alone",
                 flush=True,
             )
             continue
         if absent := missing(each):
-            print(f"+ {name}: skipped, no {', '.join(absent)}", flush=True)
+            print(f"+ {name}: skipped; needs {', '.join(absent)}", flush=True)
             continue
         command = [sys.executable, "-m", "benchmarks", name]
         print(f"+ {name}: about {each.minutes:g} minutes", flush=True)
@@ -77,12 +78,10 @@ def main(argv: list[str]) -> int:
     if name == "all":
         return run_all()
     if name not in BENCHMARKS:
-        print(f"{name}: no such benchmark; there are {', '.join(BENCHMARKS)}, and all")
+        print(f"{name}: no such benchmark; must be all, {', '.join(BENCHMARKS)}")
         return 2
     if absent := missing(BENCHMARKS[name]):
-        print(
-            f"{name} needs {', '.join(absent)}; CONTRIBUTING.md has how to install it"
-        )
+        print(f"{name} needs {', '.join(absent)}; see CONTRIBUTING.md to install it")
         return 2
     return run(name, arguments)
 

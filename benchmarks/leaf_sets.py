@@ -1,4 +1,4 @@
-"""Shapes of parameter leaves that the benchmarks run on."""
+"""Shapes of parameter leaves that the benchmarks use."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ class LeafSet:
         return sum(map(math.prod, self.shapes))
 
     def shrunk(self, scale: int) -> "LeafSet":
-        """The same leaves with every axis divided by ``scale``, at least 1."""
+        """Return a set with every axis divided by ``scale``, to at least 1."""
         shapes = (tuple(max(1, n // scale) for n in shape) for shape in self.shapes)
         return LeafSet(self.name, tuple(shapes))
 
@@ -111,4 +111,4 @@ SETS = {
         gpt2(),
     )
 }
-"""By name; those that take longest to compile come last."""
+"""Sets by name; the slowest to compile are last."""

@@ -1,8 +1,9 @@
-"""Records: JSON files of figures with where they come from, and their options.
+"""Records: JSON files with figures, their origin, and the options of the run.
 
-A benchmark with a record gives :func:`run` what it measures, and what it shows of a
-record: a text and a picture. Most measure runs by name and seed: :func:`of_seeds`,
-then :func:`spreads` and :func:`gaps` of what it returns, and :func:`listing`.
+A benchmark with a record passes two functions to :func:`run`: one that measures, and
+one that shows a record as text (a third may draw a picture). Most benchmarks measure
+runs by name and seed with :func:`of_seeds`, pass the result to :func:`spreads` and
+:func:`gaps`, and print a :func:`listing`.
 """
 
 import argparse
@@ -30,7 +31,7 @@ _OF_THE_SAME_RECORD = ("draw", "torch")
 
 
 def command() -> str:
-    """The command that runs now, as a user types it."""
+    """Return the command that is running, as a user types it."""
     return " ".join(filter(None, [sys.argv[0], shlex.join(sys.argv[1:])]))
 
 
@@ -39,9 +40,9 @@ class Options(argparse.ArgumentParser):
 
     Args:
       doc: a module's docstring; its first line is the description.
-      seeds: how many by default, for those that have them.
-      **sizes: options that are integers, by name: the default, or a pair of it and of
-        that with ``--full``, which is there if any option has a pair.
+      seeds: the default number of seeds, if the benchmark has seeds.
+      **sizes: integer options by name: the default, or a pair of the default and the
+        value for ``--full``. The option ``--full`` exists if any option has a pair.
     """
 
     def __init__(self, doc: str | None, seeds: int | None = None, **sizes):
@@ -52,14 +53,14 @@ class Options(argparse.ArgumentParser):
             sizes = {"seeds": seeds, **sizes}
         self.full = {name: x[1] for name, x in sizes.items() if isinstance(x, tuple)}
         if self.full:
-            add("--full", action="store_true", help="sizes for a GPU; into runs/")
+            add("--full", action="store_true", help="use sizes for a GPU; into runs/")
         for name, size in sizes.items():
             least = size[0] if isinstance(size, tuple) else size
             flag = "--" + name.replace("_", "-")
             add(flag, type=int, default=least, help="%(default)s by default")
 
     def parse_args(self, *args, **options):
-        """Adds ``is_apart``: whether the numbers are not those that are kept."""
+        """Add ``is_apart``: whether an option differs from its default."""
         found = super().parse_args(*args, **options)
         is_default = lambda name: getattr(found, name) == self.get_default(name)
         numbers = [name for name in vars(found) if name not in _OF_THE_SAME_RECORD]
@@ -78,15 +79,15 @@ def run(
     draw: Callable[[dict, pathlib.Path], None] | None = None,
     ran: str | None = None,
 ) -> None:
-    """Writes the record of a benchmark, unless it is only shown, and shows it.
+    """Measure and save a benchmark's record unless ``--draw`` is set, then show it.
 
     Args:
-      module: the benchmark's, ``__name__``.
-      args: from :class:`Options`.
-      measure: the figures.
-      text: what is printed of a record.
-      draw: into a picture.
-      ran: where; :func:`ran_here` by default.
+      module: the benchmark's ``__name__``.
+      args: the options from :class:`Options`.
+      measure: returns the figures.
+      text: returns a text that shows a record.
+      draw: draws a record to a path.
+      ran: where it ran; :func:`ran_here` by default.
     """
     path = path_of(module, args.is_apart)
     if not args.draw:
@@ -98,14 +99,14 @@ def run(
 
 
 def path_of(module: str, is_apart: bool = False) -> pathlib.Path:
-    """Where a record is kept, by the benchmark's module; that of a try, in ``runs``."""
+    """Return the path of a record; runs with other options are kept in ``runs``."""
     _, group, name = module.split(".")
     folder = ROOT / "runs" if is_apart else ROOT / "benchmarks" / group
     return folder / f"{name}.json"
 
 
 def ran_here() -> str:
-    """Where the figures of this process come from."""
+    """Return a description of the device of this process."""
     device = jax.devices()[0]
     where = "CPU" if device.platform == "cpu" else device.device_kind
     return f"{where} ({platform.machine()})"
@@ -114,13 +115,13 @@ def ran_here() -> str:
 def save(
     path: pathlib.Path, args: argparse.Namespace, ran: str, **figures: Any
 ) -> dict:
-    """Writes a record and returns it.
+    """Write a record and return it.
 
     Args:
-      path: from :func:`path_of`.
+      path: the path from :func:`path_of`.
       args: the options.
-      ran: where; :func:`ran_here`, or "compiled for an H200; not run".
-      **figures: what was found.
+      ran: where it ran: :func:`ran_here`, or "compiled for an H200; not run".
+      **figures: the figures.
     """
     versions = {}
     for name in ("jax", "jaxlib", "optax", "numpy"):
@@ -141,9 +142,9 @@ def save(
 
 
 def write(path: pathlib.Path, record: dict) -> None:
-    """Writes a record whole: whoever reads meanwhile finds the one before."""
+    """Write a record atomically, so that a concurrent reader finds a whole record."""
     text = json.dumps(_short(record), indent=1)
-    # Lists of numbers in one line.
+    # Put lists of numbers on one line.
     lists = lambda found: " ".join(found.group().split())
     beside = path.with_name(f".{path.name}")
     beside.write_text(re.sub(r"\[[^\[\]{}\"]*\]", lists, text) + "\n")
@@ -155,7 +156,7 @@ def load(path: pathlib.Path) -> dict:
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, standard deviation (of a sample) and the values, one for each seed."""
+    """Return mean, sample standard deviation, and the values, one for each seed."""
     array = np.asarray(values, np.float64)
     deviation = array.std(ddof=1) if len(array) > 1 else 0.0
     return {"mean": array.mean(), "std": deviation, "values": array}
@@ -188,18 +189,18 @@ def of_seeds(
 
 
 def spreads(found: dict[str, Sequence[float]]) -> dict[str, dict]:
-    """The :func:`spread` of each run's values."""
+    """Return the :func:`spread` of each run's values."""
     return {name: spread(values) for name, values in found.items()}
 
 
 def gaps(found: dict[str, Sequence[float]], base: str) -> dict[str, dict]:
-    """How far each run is from that of the same seed named ``base``, as a spread."""
+    """Return each run minus the run of the same seed named ``base``, as spreads."""
     values = {name: np.asarray(each) for name, each in found.items()}
     return {n: spread(v - values[base]) for n, v in values.items() if n != base}
 
 
 def compared(found: dict[str, dict], base: str) -> tuple[dict, dict]:
-    """By figure, :func:`spreads` and :func:`gaps` of what :func:`of_seeds` returned."""
+    """Return :func:`spreads` and :func:`gaps` by figure, from :func:`of_seeds`."""
     each = found.items()
     return (
         {figure: spreads(values) for figure, values in each},
@@ -208,12 +209,12 @@ def compared(found: dict[str, dict], base: str) -> tuple[dict, dict]:
 
 
 def shown(found: dict[str, Any], digits: int = 3) -> str:
-    """``mean ± std`` of what :func:`spread` returned."""
+    """Return ``mean ± std`` of a :func:`spread`."""
     return f"{found['mean']:.{digits}f} ± {found['std']:.{digits}f}"
 
 
 def listing(heads: Sequence[str], *columns: dict[str, dict], digits: int = 4) -> str:
-    """A table in Markdown of spreads by name, from :func:`spreads` and :func:`gaps`."""
+    """Return a Markdown table of :func:`spreads` and :func:`gaps` by name."""
     cell = lambda found, name: shown(found[name], digits) if name in found else ""
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, *(cell(found, name) for found in columns)) for name in names]
@@ -221,13 +222,13 @@ def listing(heads: Sequence[str], *columns: dict[str, dict], digits: int = 4) ->
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table in Markdown."""
+    """Return a Markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def print_rows(rows: Iterable[dict[str, Any]]) -> None:
-    """Prints a table in Markdown, each row as it comes; the first has the heads."""
+    """Print a Markdown table row by row; the first row has the heads."""
     heads = None
     for row in rows:
         if heads is None:
@@ -237,7 +238,7 @@ def print_rows(rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _short(x):
-    """Lists and floats of five digits in place of arrays."""
+    """Convert arrays to lists, and round floats to five digits."""
     if isinstance(x, dict):
         return {key: _short(value) for key, value in x.items()}
     if isinstance(x, np.ndarray | jax.Array):

@@ -21,7 +21,7 @@ class Benchmark(NamedTuple):
     Attributes:
       module: its full name.
       summary: the first line of its docstring.
-      minutes: None where it takes hours or needs a GPU; ``all`` leaves it out.
+      minutes: None if it takes hours or needs a GPU; ``all`` then skips it.
       needs: the names of the modules that it requires.
     """
 
@@ -32,12 +32,12 @@ class Benchmark(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The folder."""
+        """The folder of the module."""
         return self.module.split(".")[1]
 
 
 def _read(path: pathlib.Path) -> Benchmark | None:
-    """The benchmark of a file; None if it has no ``main(argv)``."""
+    """Return the benchmark of a file, or None if it has no ``main(argv)``."""
     tree = ast.parse(path.read_text())
     mains = [
         x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == "main"

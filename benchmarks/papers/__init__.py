@@ -1,1 +1,1 @@
-"""Headlines of the papers behind this package, in small."""
+"""Small versions of the experiments of the papers behind this package."""

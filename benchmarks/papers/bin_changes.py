@@ -1,11 +1,11 @@
-"""Quantised weights, nearest against stochastic by bits: how far they move, the loss.
+"""How far quantised weights move, and their losses, by rounding and bits.
 
     .venv/bin/python -m benchmarks bin_changes
 
-LPMM, figure 2 and section 6: with 12, 10 and 8 bits and rounding to nearest the actual
-change of a weight per step, in units of its quantisation step, falls to nothing, the
-sooner the fewer bits; stochastic rounding keeps it and the accuracy. Here a network
-learns the next byte of a text by SGD with momentum in 8 bits and a falling rate.
+LPMM, figures 2 and 4: with 12, 10 and 8 bits and rounding to nearest, the change of a
+weight per step, in units of its quantisation step, falls to zero. It falls sooner with
+fewer bits. Stochastic rounding keeps the change and the accuracy. In this benchmark, a
+network learns the next byte of a text with SGD, an 8-bit momentum and a decaying rate.
 """
 
 import functools
@@ -27,15 +27,15 @@ BITS, ROUNDINGS, POINTS = (12, 10, 8), ("nearest", "stochastic"), 50
 
 
 def steps_moved(old, new) -> jax.Array:
-    """The mean of |new - old| / delta, by the old weights' step sizes."""
+    """Return the mean of |new - old| / delta with the old weights' step sizes."""
     delta = jax.lax.bitcast_convert_type(old.scales, jnp.float32)
-    # One step size for all, to compare: blocks of a matrix differ little.
+    # The blocks of a matrix differ little, so one step size stands for all.
     return jnp.mean(jnp.abs(new.dequantize() - old.dequantize())) / jnp.mean(delta)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def train(bits: int | None, rounding: str, rate: float, params, batches):
-    """One run; its held-out parameters and, at ``POINTS``, the steps moved."""
+    """Train once; return the parameters and, at ``POINTS``, the steps moved."""
     schedule = optax.cosine_decay_schedule(rate, len(batches))
     if bits is None:
         tx = optax.sgd(schedule, 0.9)

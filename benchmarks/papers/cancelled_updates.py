@@ -2,10 +2,10 @@
 
     .venv/bin/python -m benchmarks cancelled_updates
 
-Zamirai et al. 2020, figure 9: with bfloat16 weights rounded to nearest the share of
-cancelled updates grows from the middle of the training on, in embeddings and linear
-layers; and the row DLRM of table 4: nearest loses AUC, stochastic rounding and Kahan
-summation do not. SGD with a rate that falls to 0 linearly, on a generated click log.
+Zamirai et al. 2020, figure 9: with bfloat16 weights rounded to nearest, the share of
+cancelled updates grows from the middle of the training on, in embeddings and in linear
+layers. Table 4, DLRM: rounding to nearest loses AUC, and stochastic rounding and Kahan
+summation do not. This benchmark uses SGD with a linear decay, on a generated click log.
 """
 
 import jax
@@ -30,7 +30,7 @@ RUNS = {
 
 
 def by_layer(shares: dict) -> dict[str, np.ndarray]:
-    """The mean of the leaves' shares: of embeddings and of linear layers' matrices."""
+    """Return the mean share of the embeddings, and of the matrices of linear layers."""
     linear = [layer["w"] for layer in shares["linear"].values()]
     return {
         "embeddings": np.asarray(shares["embeddings"]),
@@ -86,5 +86,5 @@ def draw(record: dict, curves, bars) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     options = records.Options(__doc__, seeds=5, steps=(5000, 200_000))
-    options.add_argument("--learning-rate", type=float, default=1.0, help="the first")
+    options.add_argument("--learning-rate", type=float, default=1.0, help="at first")
     records.run(__name__, options.parse_args(argv), measure, text, draw)

@@ -1,9 +1,9 @@
-"""A click log out of a random model, and a small DLRM that learns it.
+"""A click log from a random model, and a small DLRM that learns it.
 
-Each example has a few categorical features, whose values are distributed by Zipf's law,
-and a few dense ones; a click has the probability that a fixed random factorisation
-machine gives. The model is DLRM's in small: an embedding for each category, a network
-for the dense features, their inner products, and a network on top.
+Each example has a few categorical features, whose values follow Zipf's law, and a few
+dense features. The probability of a click comes from a fixed random factorisation
+machine. The model is a small DLRM: an embedding for each category, a network for the
+dense features, their inner products, and a network on top.
 """
 
 import functools
@@ -29,18 +29,18 @@ class Log(NamedTuple):
 
 
 def both() -> tuple[Log, Log]:
-    """What all benchmarks train on, and what is held out."""
+    """Return the log to train on, and the held-out log."""
     return generate(1, 100_000), generate(2, 50_000)
 
 
 def order_of(seed: int, steps: int, log: Log) -> np.ndarray:
-    """Random examples for each step."""
+    """Return the indices of random examples for each step."""
     random = np.random.default_rng(seed)
     return random.integers(len(log.clicks), size=(steps, BATCH))
 
 
 def generate(seed: int, count: int) -> Log:
-    """A log of ``count`` examples; the teacher is the same for all seeds."""
+    """Return a log of ``count`` examples; all seeds share one teacher."""
     teacher = np.random.default_rng(7)
     factors = teacher.standard_normal((TABLES, ROWS, 4)) * 0.5
     biases = teacher.standard_normal((TABLES, ROWS)) * 0.8
@@ -63,7 +63,7 @@ def generate(seed: int, count: int) -> Log:
 
 
 def init(key) -> dict:
-    """float32 parameters: ``embeddings`` and ``linear`` layers."""
+    """Return float32 parameters: ``embeddings`` and ``linear`` layers."""
     pairs = (TABLES + 1) * TABLES // 2 + WIDTH
     sizes = {
         "bottom": (DENSE, 64),
@@ -84,7 +84,7 @@ def init(key) -> dict:
 
 
 def logits_of(params: dict, categories, dense):
-    """By the parameters' dtype, which all activations take."""
+    """Return the logits; activations have the dtype of the parameters."""
     tables, layers = params["embeddings"], params["linear"]
     layer = lambda name, h: h @ layers[name]["w"] + layers[name]["b"]
     looked_up = tables[jnp.arange(TABLES), categories]
@@ -104,18 +104,18 @@ def loss_fn(params: dict, categories, dense, clicks):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 5))
 def train(tx, dtype, params, log: Log, order, counts: int = 1):
-    """One run over batches of ``log``.
+    """Train once on batches of ``log``.
 
     Args:
       tx: an optimizer of parameters in ``dtype``.
-      dtype: of the parameters and activations.
-      params: float32, from :func:`init`.
+      dtype: the dtype of the parameters and activations.
+      params: float32 parameters from :func:`init`.
       log: the examples.
-      order: int32 [steps, BATCH] of examples.
-      counts: how often cancelled updates are counted, at equal distances.
+      order: int32 [steps, BATCH], the indices of the examples.
+      counts: the number of equally spaced steps at which cancelled updates are counted.
 
     Returns:
-      Parameters and, at each count, the share of cancelled updates per leaf, which is
+      The parameters and, for each count, the share of cancelled updates per leaf, or
       None in float32.
     """
     params = jax.tree.map(lambda x: x.astype(dtype), params)
@@ -140,9 +140,9 @@ def train(tx, dtype, params, log: Log, order, counts: int = 1):
 
 
 def area_under_curve(params: dict, log: Log) -> float:
-    """Of the receiver operating characteristic, from ranks."""
+    """Compute the area under the receiver operating characteristic from ranks."""
     scores = np.asarray(jax.jit(logits_of)(params, log.categories, log.dense))
-    # Equal scores share their ranks, of which 16-bit models have many.
+    # Equal scores, which are common in 16-bit models, share their ranks.
     _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     positive = log.clicks > 0

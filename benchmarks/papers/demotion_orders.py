@@ -1,13 +1,13 @@
-"""Where 8 bits diverge: the order of demotion, promotion, and the usual assignments.
+"""Divergence in 8 bits: orders of demotion, promotion, and the usual assignments.
 
     .venv/bin/python -m benchmarks demotion_orders
 
 Lee, Sharma and Aiken, figures 4 to 6: with the same share of low precision, demoting
-large groups of tensors first is better than small ones first, or at random; uniform and
-operator-based assignments may diverge, by overflows; promoting what overflows rescues
-them for little memory. Here a network with batch normalisations learns noisy digits at
-a learning rate of 1, so that its weights grow until 8 bits overflow. Accuracy is that
-of the network in the formats in which it was trained.
+large groups of tensors first is better than demoting small groups first or in random
+order. Uniform and operator-based assignments may diverge because of overflows.
+Promoting the tensors that overflow prevents this for little memory. In this benchmark,
+a network with batch normalisation learns noisy digits at a learning rate of 1, so that
+its weights grow until 8 bits overflow. Accuracy is measured in the training formats.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ POINTS = 50
 
 
 def assignments(plan, seed: int) -> dict:
-    """By name; the random order is one of the seed."""
+    """Return assignments by name; the random order depends on the seed."""
     found: dict = {"float32": None}
     all_low = precision.uniform(plan)
     found |= {name: choose(plan) for name, choose in BASELINES.items()}
@@ -55,7 +55,7 @@ def assignments(plan, seed: int) -> dict:
 
 
 def summary(runs: list) -> dict:
-    """The figures of an assignment, from accuracy and steps of each seed."""
+    """Summarise an assignment from the accuracy and the steps of each seed."""
     accuracy = [100 * float(right) for right, _ in runs]
     loss = np.stack([steps.loss for _, steps in runs])
     overflow = np.stack([steps.overflow for _, steps in runs])
@@ -71,7 +71,7 @@ def summary(runs: list) -> dict:
 
 
 def _range(found: dict) -> tuple[float, float, float]:
-    """The mean, and how far the least and the largest value are from it."""
+    """Return the mean, and its distances from the least and the largest value."""
     mean, values = found["mean"], found["values"]
     return mean, mean - min(values), max(values) - mean
 
@@ -85,7 +85,7 @@ def measure(args) -> dict:
         same: dict = {}
         for name, assignment in assignments(plan, seed).items():
             for promotes in (False, True) if assignment else (False,):
-                # Neighbouring ratios may demote the same groups.
+                # Different ratios may demote the same groups.
                 levels = [np.asarray(x) for x in jax.tree.leaves(assignment)]
                 key = promotes, *(level.tobytes() for level in levels)
                 if key not in same:
@@ -151,5 +151,5 @@ def _draw_tradeoff(found: dict, axes) -> None:
 def main(argv: list[str] | None = None) -> None:
     sizes = {"steps": (800, 20_000), "batch_size": (64, 512)}
     options = records.Options(__doc__, seeds=4, **sizes)
-    options.add_argument("--learning-rate", type=float, default=1.0, help="the first")
+    options.add_argument("--learning-rate", type=float, default=1.0, help="at first")
     records.run(__name__, options.parse_args(argv), measure, text, draw)

@@ -1,8 +1,8 @@
 """T5's architecture: an encoder, and a decoder that attends to it, both stacks scanned.
 
-Left out are T5's relative positions, in place of which it learns absolute ones, and
-dropout. As in FLAN-T5 the feed-forward layers are gated and the head is a matrix of
-its own.
+The model uses learned absolute positions instead of T5's relative positions, and no
+dropout. As in FLAN-T5, the feed-forward layers are gated and the head is a separate
+matrix.
 """
 
 from typing import Any, NamedTuple
@@ -16,10 +16,10 @@ class EncoderDecoder(NamedTuple):
     """The sizes of a model.
 
     Attributes:
-      layers: of the encoder, and of the decoder.
-      width, heads, head_width, hidden: of each layer.
-      vocabulary, length: of tokens, and how many are seen at once.
-      dtype: of the computation.
+      layers: the number of layers of the encoder, and of the decoder.
+      width, heads, head_width, hidden: the sizes of each layer.
+      vocabulary, length: the number of tokens, and the length of a sequence.
+      dtype: the dtype of the computation.
     """
 
     layers: int
@@ -32,7 +32,7 @@ class EncoderDecoder(NamedTuple):
     dtype: Any = jnp.float32
 
     def init(self, key: jax.Array) -> dict:
-        """float32 parameters."""
+        """Return float32 parameters."""
         keys = iter(jax.random.split(key, 32))
         normal = lambda *shape: jax.random.normal(next(keys), shape) * shape[-2] ** -0.5
         n, width, inner = self.layers, self.width, self.heads * self.head_width
@@ -55,10 +55,10 @@ class EncoderDecoder(NamedTuple):
         }
 
     def loss(self, params: dict, tokens: jax.Array) -> jax.Array:
-        """The mean loss in nats of each target token, from the source and those before.
+        """Return the mean loss in nats of the target tokens.
 
         Args:
-          params: from :meth:`init`, in any float dtype.
+          params: parameters from :meth:`init`, in any float dtype.
           tokens: int32 [batch, 2, length + 1]: source and target.
         """
 
@@ -101,7 +101,7 @@ SMALL = EncoderDecoder(2, 32, 2, 16, 64, 256, 16)
 
 
 def _norm(x: jax.Array) -> jax.Array:
-    """By the root mean square, without a scale, in float32."""
+    """Divide by the root mean square in float32, without a scale."""
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide**2, -1, keepdims=True)
     return (wide * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype)

@@ -2,9 +2,9 @@
 
     .venv/bin/python -m benchmarks float16_clicks
 
-Lewandowski and Kosson 2023, figure 4: trained in float16 without a loss scale a DLRM
-loses AUC against float32, and with 8 extra bits it does not. SGD at a constant rate in
-batches of 128, as theirs; on a generated click log. Activations are float16 too.
+Lewandowski and Kosson 2023, figure 4: a DLRM in float16 without a loss scale loses AUC
+against float32, and with 8 extra bits it does not. As in the paper, SGD has a constant
+rate and batches of 128. The click log is generated. Activations are float16 too.
 """
 
 import jax
@@ -24,7 +24,7 @@ RUNS = {
     "float16, +8": lowbit_optax.extra_bits(8, residual_rounding="nearest"),
 }
 KINDS = dict(zip(RUNS, ("float32", "nearest", "extra bits"), strict=True))
-"""Of ``pictures.COLORS``."""
+"""The keys of ``pictures.COLORS``."""
 PARTS = {"auc": "AUC, %", "loss": "loss"}
 
 

@@ -1,16 +1,16 @@
-"""Weights in real float8 arrays with 0, 4 and 8 extra bits, by rounding.
+"""Weights in float8 arrays with 0, 4 and 8 extra bits, by rounding.
 
     .venv/bin/python -m benchmarks float8_weights
 
-Lewandowski and Kosson 2023, table 3: a ResNet-18 on CIFAR-10 with float8 weights (e5m2,
-emulated) and 8 extra bits reaches 93.96% as with float16, with 4 bits 65.5%, with none
-8.8%. Here a network learns the next byte of a text by SGD with momentum, by weights in
-arrays of float8_e5m2.
+Lewandowski and Kosson 2023, table 3: a ResNet-18 on CIFAR-10 with emulated float8
+weights (e5m2) and 8 extra bits reaches 93.96%, like float16. With 4 bits it reaches
+65.5%, and without extra bits 8.8%. In this benchmark, a network learns the next byte of
+a text with SGD and momentum, with weights in arrays of float8_e5m2.
 
-When its extra bits are split off, a weight is cut off toward zero as in the paper's
-table, rounded to nearest, or rounded stochastically, which keeps one bit more, the
-paper's un-round bit. The last of the extra bits is rounded to nearest in all of these;
-in the package's default it is rounded stochastically.
+When the extra bits are split off, the weight is rounded toward zero as in the paper's
+table, to nearest, or stochastically, which needs one more bit (the paper's un-round
+bit). The last extra bit is rounded to nearest in these cases. The package's default
+rounds it stochastically.
 """
 
 import functools
@@ -37,7 +37,7 @@ SIZES = {
     "float8, +8": (FLOAT8, 8),
     "float8, +4": (FLOAT8, 4),
 }
-# Without extra bits nothing is split off: these have roundings of their own.
+# Formats without extra bits split nothing off, and round in their own way.
 NONE = {
     "float8: nearest": (FLOAT8, lowbit_optax.nearest()),
     "float8: stochastic": (FLOAT8, lowbit_optax.stochastic_rounding()),
@@ -63,12 +63,12 @@ RUNS = {
     **DEFAULTS,
     **NONE,
 }
-"""By name, the dtype of the weights and their format; None for float32."""
+"""The dtype of the weights and their format, by name; None for float32."""
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def train(name: str, rate: float, params, batches):
-    """The parameters as the network sees them, after one run."""
+    """Train once; return the parameters as the network sees them."""
     dtype, weights = RUNS[name]
     tx = optax.sgd(optax.cosine_decay_schedule(rate, len(batches)), 0.9)
     if weights is not None:

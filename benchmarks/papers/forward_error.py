@@ -2,10 +2,10 @@
 
     .venv/bin/python -m benchmarks forward_error
 
-Lewandowski and Kosson 2023, figure 6: after one addition 16-bit numbers whose extra
-bits are cut off are somewhat worse than plain float16; after many additions those with
-extra bits are far better. Here normal random numbers are added to normal random
-numbers, by ``SplitArray``, and compared with sums in float64.
+Lewandowski and Kosson 2023, figure 6: after one addition, 16-bit numbers whose extra
+bits were cut off are somewhat less accurate than plain float16. After many additions,
+numbers with extra bits are far more accurate. This benchmark adds normal random numbers
+with ``SplitArray`` and compares the sums with float64.
 """
 
 import functools
@@ -39,7 +39,7 @@ FORMATS = {
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def sums(format_, steps: int, start, terms, seed):
-    """Running sums of a split array, as stored and as its 16-bit part."""
+    """Return the running sums of a split array: the 16-bit parts, and all bits."""
     split = lowbit_optax.split_array(start, jnp.float16, format_, seed=seed)
 
     def body(split, term):
@@ -52,9 +52,9 @@ def sums(format_, steps: int, start, terms, seed):
 
 
 def errors(name: str, size: int, seed: int) -> dict[str, list[float]]:
-    """Relative errors, by norm, after each number of additions in ``STEPS``."""
+    """Return the relative errors after each number of additions in ``STEPS``."""
     random = np.random.default_rng(seed)
-    # Terms of float16, so that only the sums are rounded.
+    # The terms are float16, so that only the sums are rounded.
     start, terms = (
         random.standard_normal(shape).astype(np.float16).astype(np.float32)
         for shape in (size, (STEPS[-1], size))
@@ -70,7 +70,7 @@ def errors(name: str, size: int, seed: int) -> dict[str, list[float]]:
 
 
 def condition(size: int) -> list[float]:
-    """Sum of magnitudes over magnitude of the sum, as a median."""
+    """Return the median ratio of the sum of magnitudes to the magnitude of the sum."""
     terms = np.random.default_rng(0).standard_normal((STEPS[-1] + 1, size))
     whole, parts = (np.cumsum(x, 0) for x in (terms, np.abs(terms)))
     return [float(np.median(parts[s] / np.abs(whole[s]))) for s in STEPS]
@@ -117,7 +117,7 @@ def draw(record: dict, one, many) -> None:
     lines["float16, stochastic"] = pictures.COLORS["stochastic"]
     for name, color in lines.items():
         means = [each["mean"] for each in errors[name]["joined"]]
-        # Sums of few float16 numbers can be exact.
+        # Sums of a few float16 numbers can be exact.
         many.loglog(STEPS, np.maximum(means, 1e-9), color=color)
         label = name.removeprefix("float16, ").removesuffix(", toward zero")
         above = 1.6 if name.endswith("stochastic") else 0.85

@@ -2,10 +2,10 @@
 
     .venv/bin/python -m benchmarks kahan_parts
 
-Zamirai et al. 2020, figure 5: the more weights have Kahan summation in place of
-stochastic rounding, the better the model and the more memory it takes, up to 0.04% of
-AUC on a DLRM. Here it is the loss of a network of three matrices in bfloat16 that
-learns the next byte of a text, against the run of the same seed.
+Zamirai et al. 2020, figure 5: with Kahan summation instead of stochastic rounding for
+more of the weights, a DLRM improves by up to 0.04% of AUC and needs more memory. This
+benchmark measures the loss of a network of three bfloat16 matrices that learns the next
+byte of a text, and compares runs with the same seed.
 """
 
 import functools
@@ -32,7 +32,7 @@ RUNS = {
 
 
 def optimizer(name: str, rate) -> optax.GradientTransformation:
-    """SGD with momentum, and the formats of a run."""
+    """Return SGD with momentum, with the formats of a run."""
     inner = optax.sgd(rate, 0.9)
     if name == "float32":
         return inner
@@ -51,7 +51,7 @@ def optimizer(name: str, rate) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def train(name: str, rate: float, params, batches):
-    """The parameters after one run."""
+    """Train once; return the parameters."""
     tx = optimizer(name, optax.cosine_decay_schedule(rate, len(batches)))
     dtype = jnp.float32 if name == "float32" else jnp.bfloat16
     params = jax.tree.map(lambda x: x.astype(dtype), params)
@@ -69,7 +69,7 @@ def train(name: str, rate: float, params, batches):
 
 
 def weight_bytes(name: str) -> float:
-    """Bytes per parameter of weights and compensations."""
+    """Return the bytes per parameter of weights and compensations."""
     sizes = {path: x.size for path, x in next_byte.init(0).items()}
     total = sum(sizes.values())
     if name in ("float32", "nearest"):

@@ -1,12 +1,12 @@
-"""Least squares by SGD with bfloat16 weights: what each rounding saturates at.
+"""Least squares with SGD and bfloat16 weights: the final loss of each rounding.
 
     .venv/bin/python -m benchmarks least_squares
 
-Zamirai et al. 2020, figure 2: with weights rounded to nearest the loss saturates
-magnitudes above that of float32, and with only activations and gradients rounded close
-to it. The problem is the paper's: 10 dimensions, inputs of unit variance, weights from
+Zamirai et al. 2020, figure 2: with weights rounded to nearest, the loss saturates
+magnitudes above float32's, and with only activations and gradients rounded close to it.
+The problem is the paper's: 10 dimensions, inputs of unit variance, weights from
 [0, 100), labels with noise of deviation 0.5, learning rate 0.01, one example per step.
-Beside it are the two remedies, stochastic rounding and Kahan summation.
+Two more runs use stochastic rounding and Kahan summation.
 """
 
 import functools
@@ -25,7 +25,7 @@ NEEDS = ("matplotlib",)
 DIMENSIONS, EXAMPLES, NOISE, RATE = 10, 1000, 0.5, 0.01
 POINTS = 100
 
-# Weights, and whether activations and gradients are rounded too.
+# The weights, and whether activations and gradients are rounded too.
 RUNS = {
     "float32": (None, False),
     "nearest: all but weights": (None, True),
@@ -45,7 +45,7 @@ LINES = {
 
 
 def problem(key):
-    """Inputs, labels."""
+    """Return inputs and labels."""
     inputs, weights, noise = jax.random.split(key, 3)
     x = jax.random.normal(inputs, (EXAMPLES, DIMENSIONS))
     w = jax.random.uniform(weights, (DIMENSIONS,), maxval=100.0)
@@ -53,14 +53,14 @@ def problem(key):
 
 
 def gradient(w, x, y, rounded: bool):
-    """Of half the squared error of an example; each result rounded, or none."""
+    """Differentiate half the squared error of an example; round each result or none."""
     q = lambda a: a.astype(jnp.bfloat16).astype(jnp.float32) if rounded else a
     return q(q(x @ w - y) * x)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def train(name: str, steps: int, seed):
-    """The mean loss over the data, at ``POINTS`` steps at equal distances."""
+    """Return the mean loss over the data at ``POINTS`` equally spaced steps."""
     weights, rounded = RUNS[name]
     key, order = jax.random.split(jax.random.key(seed))
     x, y = problem(key)
@@ -90,7 +90,7 @@ def measure(args) -> dict:
         name: jax.vmap(functools.partial(train, name, args.steps))(seeds)
         for name in RUNS
     }
-    # The last fifth: one example per step leaves noise.
+    # Average the last fifth, because one example per step leaves noise.
     ends = {name: runs[:, -POINTS // 5 :].mean(1) for name, runs in curves.items()}
     return {"final": records.spreads(ends), "curves": curves}
 

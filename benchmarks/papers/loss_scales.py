@@ -2,12 +2,12 @@
 
     .venv/bin/python -m benchmarks loss_scales
 
-OpenSeq2Seq's automatic loss scaling: Backoff finds its scale by overflows, one at each
-end of a period; LogNormal keeps their probability under 0.001 by statistics of the
-gradients. A network learns the next byte of a text with weights, activations and
-gradients in float16, and a float32 master. Its loss is divided by 8192, as if its 128
-examples were one device's part of a mean over a million; so without a scale gradients
-vanish or keep a bit or two. Adam's eps is 1e-16 in all runs, for so small gradients.
+OpenSeq2Seq's automatic loss scaling: Backoff finds its scale by overflows, one at the
+end of each period. LogNormal uses statistics of the gradients to keep the probability
+of an overflow under 0.001. A network learns the next byte of a text with weights,
+activations and gradients in float16, and a float32 master. Its loss is divided by 8192,
+as if its 128 examples were one device's part of a mean over a million. Without a scale,
+gradients vanish or keep a bit or two. Adam's eps is 1e-16 because gradients are small.
 """
 
 import functools
@@ -38,13 +38,13 @@ LINES = dict(zip(RULES, ("-", "--", ":"), strict=True))
 
 
 def loss_fn(params, windows):
-    """The part of one of ``DEVICES`` in the mean loss."""
+    """Return the part of the mean loss that one of ``DEVICES`` computes."""
     return next_byte.loss_fn(params, windows) / DEVICES
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def train(name: str, params, batches):
-    """Loss, scale and whether it was skipped, of each step; "float32" has no scale."""
+    """Return loss, scale, skips and vanished gradients; "float32" has no scale."""
     schedule = optax.cosine_decay_schedule(RATE, len(batches))
     inner = optax.adamw(schedule, eps=1e-16)
     if name != "float32":
@@ -74,7 +74,7 @@ def train(name: str, params, batches):
 
 
 def summary(runs: list, settled: int) -> dict:
-    """The figures of a rule, from the steps of each seed."""
+    """Summarise a rule from the steps of each seed."""
     loss, scale, skipped, vanished = (
         np.stack(parts) for parts in zip(*runs, strict=True)
     )

@@ -1,11 +1,11 @@
-"""What each part of a model's memory may be stored in: codes of the momentum, and Adam.
+"""LPMM: codes of the momentum, quantised Adam, and bits of live arrays.
 
     .venv/bin/python -m benchmarks lpmm_states
 
-LPMM, section 5.1, tables 4 and 5: a non-linear map for the momentum, quantised Adam as
-good as Adam in float32, and the bits of weights, accumulators and moments. Networks
-learn digits under noise, one image per step, all with the same images; bits are those
-of live arrays, of two matrices of 1024 x 1024.
+LPMM, section 5.1 and tables 4 and 5: the momentum uses a non-linear code, quantised
+Adam is as good as Adam in float32, and weights, accumulators and moments need fewer
+bits. Networks learn noisy digits, one image per step, and all see the same images. Bits
+are measured on live arrays, for two matrices of 1024 x 1024.
 """
 
 import jax
@@ -24,7 +24,7 @@ CODES = (("dynamic", 8), ("linear", 8), ("dynamic", 4), ("linear", 4))
 
 
 def cases(scale: float, steps: int) -> dict:
-    """Optimizer and bits of the weights, by name; rates are ``scale`` of ``RATES``."""
+    """Return optimizers and bits of weights by name; ``scale`` multiplies ``RATES``."""
     sgd, adam = (
         noisy_digits.rate_of(scale * rate, 1, steps) for rate in RATES.values()
     )
@@ -44,7 +44,7 @@ def cases(scale: float, steps: int) -> dict:
 
 
 def live_bits() -> dict[str, float]:
-    """Bits per parameter of weights, accumulators and state after two steps."""
+    """Return bits per parameter of weights, accumulators and state after two steps."""
     arrays = {"a": jnp.ones((1024, 1024)), "b": jnp.ones((1024, 1024))}
     found = {}
     for name, tx, bits in (
@@ -109,6 +109,6 @@ def draw(record: dict, losses, sizes) -> None:
 def main(argv: list[str] | None = None) -> None:
     options = noisy_digits.options(__doc__, 6000)
     options.add_argument(
-        "--rate", type=float, default=1.0, help="a factor of the rates"
+        "--rate", type=float, default=1.0, help="multiplies the learning rates"
     )
     records.run(__name__, options.parse_args(argv), measure, text, draw)

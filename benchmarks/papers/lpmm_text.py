@@ -2,9 +2,9 @@
 
     .venv/bin/python -m benchmarks lpmm_text
 
-LPMM, table 4: RoBERTa-Large on GLUE by Adam with weights of 12, 10 and 8 bits, 8-bit
-moments. In small: a transformer encoder tells modules of Python's standard library
-apart. Weights are rounded stochastically, and for comparison to nearest.
+LPMM, table 4: RoBERTa-Large on GLUE, trained with Adam, weights of 12, 10 and 8 bits
+and 8-bit moments. In this benchmark, a small transformer encoder distinguishes modules
+of Python's standard library. Weights are rounded stochastically or to nearest.
 """
 
 import functools
@@ -32,7 +32,7 @@ TASK = models.ENCODER
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def train(rate: float, name: str, params, rows):
-    """float32 parameters after one run."""
+    """Train once; return float32 parameters."""
     schedule = optax.linear_schedule(rate, 0.0, len(rows.labels))
     if RUNS[name] is None:
         tx = optax.adam(schedule)
@@ -73,5 +73,5 @@ def draw(record: dict, axes) -> None:
 def main(argv: list[str] | None = None) -> None:
     sizes = {"steps": (1000, 50_000), "width": (models.WIDTH, 256)}
     options = records.Options(__doc__, seeds=4, **sizes)
-    options.add_argument("--learning-rate", type=float, default=2e-3, help="the first")
+    options.add_argument("--learning-rate", type=float, default=2e-3, help="at first")
     records.run(__name__, options.parse_args(argv), measure, text, draw)

@@ -2,10 +2,11 @@
 
     .venv/bin/python -m benchmarks memory_profile
 
-Lewandowski and Kosson 2023, figure 2: peak memory of SGD with momentum on a dummy
-2-billion-parameter model is 54% lower with extra bits and the update in the backward
-pass than with torch's mixed precision. Here it is layers tanh(h @ w); the baseline is
-optax on float32 parameters, by bfloat16 gradients at a copy, as XLA compiles it.
+Lewandowski and Kosson 2023, figure 2: extra bits and updates in the backward pass
+reduce the peak memory of SGD with momentum by 54%, compared with PyTorch's mixed
+precision. The paper uses a dummy model of 2 billion parameters; this benchmark uses
+layers tanh(h @ w). The baseline is optax with float32 parameters and bfloat16 gradients
+of a bfloat16 copy, as XLA compiles it.
 """
 
 import optax
@@ -27,7 +28,7 @@ PARTS = {
 
 
 def cases(steps) -> dict:
-    """How to make each step, and its optimizer."""
+    """Return a function that makes each step, and its optimizer."""
     rate, momentum = 1e-3, 0.9
     whole = lowbit_optax.extra_bits_sgd(rate, momentum, bits=16)
     eight = lowbit_optax.extra_bits_sgd(rate, momentum, bits=8)
@@ -64,7 +65,7 @@ def measure(args) -> dict:
 
 
 def _texts(record: dict) -> dict[str, str]:
-    """The peak of each case, and its difference from the float32 master's peak."""
+    """Return each case's peak and its difference from the float32 master's peak."""
     peaks = {name: found["peak"] for name, found in record["cases"].items()}
     master = peaks["float32 master"]
     share = lambda peak: f", {peak / master - 1:+.0%}" if peak != master else ""

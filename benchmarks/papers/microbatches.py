@@ -1,13 +1,13 @@
-"""Quantised weights with N microbatches per update, and how small updates are.
+"""Quantised weights with N microbatches per update, and the sizes of updates.
 
     .venv/bin/python -m benchmarks microbatches
 
 LPMM, figure 3 and tables 2 and 3: most updates are smaller than the quantisation step
-of their weight, which costs 8 bits accuracy even with stochastic rounding. N gradients
-summed before an update, with one learning rate for all N, make updates larger, and win
-back what few bits lost, for the same data. Here gradients are those of one image, so
-that they are as noisy as can be. Quantised weights are trained by Algorithm 1, which
-rounds each gradient to 8 bits, with N = 1 too.
+of their weight, so 8 bits lose accuracy even with stochastic rounding. Summing N
+gradients before an update, with one learning rate for all N, makes updates larger and
+recovers most of the loss from the same data. In this benchmark, each gradient is from a
+single image and therefore noisy. Quantised weights are trained with Algorithm 1, which
+rounds each gradient to 8 bits, including with N = 1.
 """
 
 import jax
@@ -24,11 +24,11 @@ NEEDS = ("matplotlib", "sklearn")
 
 BITS, FACTORS = (12, 10, 8), (1, 4, 16)
 SMALL = tuple(2.0**power for power in range(-12, 5))
-"""Update sizes in quantisation steps, of which the share below each is counted."""
+"""Update sizes in quantisation steps; the share below each is counted."""
 
 
 def cases() -> dict[str, tuple[int | None, str, int]]:
-    """Bits, rounding and N, by name."""
+    """Return bits, rounding and N by name."""
     found: dict = {f"float32, N={n}": (None, "", n) for n in FACTORS}
     for bits in BITS:
         found[f"{bits} bits, nearest"] = (bits, "nearest", 1)
@@ -38,7 +38,7 @@ def cases() -> dict[str, tuple[int | None, str, int]]:
 
 
 def optimizer(bits: int | None, rounding: str, every: int, rate: float, steps: int):
-    """SGD with momentum of sums of N gradients, or of means at N times the rate."""
+    """Return SGD with momentum on sums of N gradients, or means at N times the rate."""
     of_mean = noisy_digits.rate_of(rate, every, steps)
     if bits is None:
         tx = optax.sgd(of_mean, 0.9)
@@ -52,7 +52,7 @@ def optimizer(bits: int | None, rounding: str, every: int, rate: float, steps: i
 
 
 def shares_below(tx, every: int, rate: float, steps: int, halfway) -> np.ndarray:
-    """Shares of the hidden weights with an update below ``SMALL`` steps."""
+    """Return shares of hidden weights with updates below each of ``SMALL`` steps."""
     params, state = halfway
     plain = optimizer(None, "", 1, rate, steps)
     plain = lowbit_optax.accumulate_gradients(plain, every, min_size=0)
@@ -62,7 +62,7 @@ def shares_below(tx, every: int, rate: float, steps: int, halfway) -> np.ndarray
     )
     now = noisy_digits.rate_of(rate, every, steps)(steps // 2 // every) / every
     delta = jax.lax.bitcast_convert_type(params["hidden"].scales, jnp.float32)
-    # A step size is that of 64 rows by 32 columns.
+    # Each step size belongs to 64 rows by 32 columns.
     delta = jnp.repeat(jnp.repeat(delta, 64, 1), 32, 2)
     sizes = jnp.abs(now * trace["hidden"]) / delta
     return np.asarray([jnp.mean(sizes < limit) for limit in SMALL])
@@ -128,5 +128,5 @@ def draw(record: dict, losses, sizes) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     options = noisy_digits.options(__doc__, 12_000)
-    options.add_argument("--learning-rate", type=float, default=0.004, help="the first")
+    options.add_argument("--learning-rate", type=float, default=0.004, help="at first")
     records.run(__name__, options.parse_args(argv), measure, text, draw)

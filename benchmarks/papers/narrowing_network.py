@@ -1,9 +1,9 @@
-"""A network whose layers grow narrow, and training it under a precision assignment.
+"""A network whose layers become narrow, trained under a precision assignment.
 
 Its groups of tensors differ in size by a factor of 100. Each layer has a batch
-normalisation, so that the loss does not depend on the size of its weights: a high
-learning rate makes them grow, and with them what comes before the normalisation, until
-a format of few bits overflows.
+normalisation, so the loss does not depend on the size of its weights. At a high
+learning rate, the weights grow, and so do the inputs of the normalisation, until a
+format with few bits overflows.
 """
 
 import functools
@@ -24,7 +24,7 @@ NOISE = 0.5
 
 
 class Steps(NamedTuple):
-    """Of each step: the loss, the largest overflow of a tensor, the low ratio."""
+    """The loss, the largest overflow of a tensor and the low ratio of each step."""
 
     loss: jax.Array
     overflow: jax.Array
@@ -32,7 +32,7 @@ class Steps(NamedTuple):
 
 
 def init(key: jax.Array) -> list[dict]:
-    """float32 parameters, a dictionary for each layer."""
+    """Return float32 parameters, a dictionary for each layer."""
     keys = jax.random.split(key, len(SIZES))
     return [
         {
@@ -45,7 +45,7 @@ def init(key: jax.Array) -> list[dict]:
 
 
 def loss_fn(params: list[dict], images: jax.Array, labels: jax.Array):
-    """The mean loss in nats, and the share of right answers."""
+    """Return the mean loss in nats, and the share of right answers."""
     *inner, last = params
     x = images
     for layer in inner:
@@ -57,14 +57,14 @@ def loss_fn(params: list[dict], images: jax.Array, labels: jax.Array):
 
 
 def _normalised(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
-    """By mean and variance of the batch."""
+    """Normalise with the mean and the variance of the batch."""
     mean = x.mean(0)
     variance = jnp.square(x - mean).mean(0)
     return (x - mean) * lax.rsqrt(variance + 1e-5) * scale + shift
 
 
 def plan_of(batch: int) -> precision.PrecisionPlan:
-    """The tensors of the loss of so many images."""
+    """Return the tensors of the loss of ``batch`` images."""
     params = jax.eval_shape(init, jax.random.key(0))
     images = jax.ShapeDtypeStruct((batch, SIZES[0]), jnp.float32)
     labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
@@ -81,13 +81,13 @@ def train(
     assignment: Any,
     promotes: jax.Array,
 ) -> tuple[jax.Array, Steps]:
-    """Accuracy on digits held out, in the formats that it was trained in; the steps.
+    """Return the steps, and the accuracy on held-out digits in the training formats.
 
     Args:
-      rate, steps, batch: the first learning rate, which falls to 0 by a cosine.
-      given: from ``noisy_digits.data(NOISE)``.
-      seed: of the start, the images and their noise.
-      assignment: of the formats; None is float32.
+      rate, steps, batch: the learning rate decays from ``rate`` to 0 by a cosine.
+      given: the digits from ``noisy_digits.data(NOISE)``.
+      seed: determines the initial parameters, the images and their noise.
+      assignment: the formats; None is float32.
       promotes: whether tensors that overflow are promoted.
     """
     tx = optax.sgd(optax.cosine_decay_schedule(rate, steps), 0.9)

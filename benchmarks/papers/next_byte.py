@@ -1,7 +1,7 @@
 """A small task on real data: the next byte of Python's standard library.
 
-A network of one hidden layer sees embeddings of the 16 bytes before. It trains in
-seconds, with updates that become small as the learning rate falls.
+A network with one hidden layer reads embeddings of the previous 16 bytes. It trains in
+seconds, and its updates become small as the learning rate decays.
 """
 
 import functools
@@ -19,12 +19,12 @@ CONTEXT, EMBEDDING, WIDTH, BATCH = 16, 16, 128, 128
 
 @functools.cache
 def text() -> stdlib_text.Text:
-    """The bytes to train on, and those held out."""
+    """Return the bytes to train on, and the held-out bytes."""
     return stdlib_text.load()
 
 
 def batches(seed: int, steps: int) -> jax.Array:
-    """int32 [steps, BATCH, CONTEXT + 1]."""
+    """Return windows of text, int32 [steps, BATCH, CONTEXT + 1]."""
     windows = stdlib_text.random_windows(
         text().train, (seed,), steps * BATCH, CONTEXT + 1
     )
@@ -32,12 +32,12 @@ def batches(seed: int, steps: int) -> jax.Array:
 
 
 def held_out() -> jax.Array:
-    """int32 [8192, CONTEXT + 1]."""
+    """Return held-out windows, int32 [8192, CONTEXT + 1]."""
     return jnp.asarray(stdlib_text.even_windows(text().held_out, 8192, CONTEXT + 1))
 
 
 def init(seed: int, width: int = WIDTH) -> dict:
-    """float32 parameters."""
+    """Return float32 parameters."""
     keys = jax.random.split(jax.random.key(seed), 3)
     inside = CONTEXT * EMBEDDING
     return {
@@ -48,7 +48,7 @@ def init(seed: int, width: int = WIDTH) -> dict:
 
 
 def loss_fn(params: dict, windows: jax.Array) -> jax.Array:
-    """The mean loss in nats per byte."""
+    """Return the mean loss in nats per byte."""
     h = params["embedding"][windows[:, :-1]].reshape(len(windows), -1)
     h = jax.nn.relu(h @ params["hidden"])
     logits = (h @ params["out"]).astype(jnp.float32)
@@ -57,9 +57,9 @@ def loss_fn(params: dict, windows: jax.Array) -> jax.Array:
 
 
 def options(doc: str | None, seeds: int) -> records.Options:
-    """The options of a benchmark that trains this network."""
+    """Return the options of a benchmark that trains this network."""
     made = records.Options(doc, seeds, steps=(1500, 50_000))
-    made.add_argument("--learning-rate", type=float, default=0.1, help="the first")
+    made.add_argument("--learning-rate", type=float, default=0.1, help="at first")
     return made
 
 

@@ -1,8 +1,8 @@
-"""A small task whose gradients stay noisy: digits under noise, seen one at a time.
+"""A small task whose gradients stay noisy: digits under noise, one image per step.
 
-A network of one hidden layer learns scikit-learn's digits with fresh noise on every
-pixel. The loss does not fall to zero, so that gradients stay large and weights keep
-moving, as in a network that cannot learn its data by heart. All seeds train at once.
+A network with one hidden layer learns scikit-learn's digits with fresh noise on every
+pixel. The loss does not fall to zero, so gradients stay large and weights keep moving,
+as in a network that cannot memorise its data. All seeds train at once.
 """
 
 import functools
@@ -23,7 +23,7 @@ TRAINING, NOISE, COPIES = 1400, 1.0, 8
 
 
 class Data(NamedTuple):
-    """Digits to train on, without noise, and those held out, with it."""
+    """Training digits without noise, and held-out digits with noise."""
 
     images: jax.Array
     labels: jax.Array
@@ -32,10 +32,10 @@ class Data(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Of each seed.
+    """The results of each seed.
 
     Attributes:
-      loss, accuracy: on digits held out, at the end.
+      loss, accuracy: on held-out digits, at the end.
       halfway: parameters and state after half of the steps.
     """
 
@@ -46,7 +46,7 @@ class Trained(NamedTuple):
 
 @functools.cache
 def data(noise: float = NOISE) -> Data:
-    """scikit-learn's digits, ``COPIES`` of each that is held out."""
+    """Return scikit-learn's digits, with ``COPIES`` of each held-out digit."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -60,12 +60,12 @@ def data(noise: float = NOISE) -> Data:
 
 
 def with_noise(key: jax.Array, images: jax.Array, noise: float = NOISE) -> jax.Array:
-    """Images with noise of this deviation on each pixel."""
+    """Add noise of this deviation to each pixel."""
     return images + noise * jax.random.normal(key, images.shape)
 
 
 def init(key: jax.Array, width: int = WIDTH) -> dict:
-    """float32 parameters; of ``out``'s columns the first ``CLASSES`` are used."""
+    """Return float32 parameters; only ``CLASSES`` columns of ``out`` are used."""
     hidden, out = jax.random.split(key)
     return {
         "hidden": jax.random.normal(hidden, (PIXELS, width)) * PIXELS**-0.5,
@@ -78,7 +78,7 @@ def logits_of(params: dict, images: jax.Array) -> jax.Array:
 
 
 def loss_fn(params: dict, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean loss in nats."""
+    """Return the mean loss in nats."""
     logits = logits_of(params, images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -92,15 +92,15 @@ def train(
     seeds: jax.Array,
     given: Data,
 ) -> Trained:
-    """Trains a network for each seed, on one image per step.
+    """Train a network for each seed, on one image per step.
 
     Args:
-      tx: the optimizer; its updates may be zero for steps that it accumulates.
-      bits: of quantised weights; None is float32.
-      steps: how many images.
-      width: of the hidden layer.
-      seeds: of the start, the images, their noise and the rounding.
-      given: from :func:`data`.
+      tx: the optimizer; its updates may be zero while it accumulates gradients.
+      bits: the bits of quantised weights; None is float32.
+      steps: the number of images.
+      width: the width of the hidden layer.
+      seeds: determine the initial parameters, the images, their noise and the rounding.
+      given: the digits from :func:`data`.
     """
     differentiate = lpmm.value_and_grad(loss_fn)
 
@@ -130,7 +130,7 @@ def train(
 
 
 def _with_seed(state, seed: jax.Array):
-    """The state with random bits of the seed's own, where it rounds stochastically."""
+    """Put the seed into the state of stochastic rounding, if there is one."""
     is_seed = lambda path, _: path[-1:] == (jax.tree_util.GetAttrKey("seed"),)
     return jax.tree_util.tree_map_with_path(
         lambda path, x: seed.astype(x.dtype) if is_seed(path, x) else x, state
@@ -138,7 +138,7 @@ def _with_seed(state, seed: jax.Array):
 
 
 def options(doc: str | None, steps: int) -> records.Options:
-    """The options of a benchmark that trains this network.
+    """Return the options of a benchmark that trains this network.
 
     Args:
       doc: the docstring of the benchmark's module.
@@ -148,5 +148,5 @@ def options(doc: str | None, steps: int) -> records.Options:
 
 
 def rate_of(first: float, every: int, steps: int) -> Callable:
-    """By update: N times the rate of one image, since a mean of N is taken; to 0."""
+    """Return a schedule that decays to 0 from N times the rate of one image."""
     return optax.cosine_decay_schedule(first * every, steps // every)

@@ -2,13 +2,13 @@
 
     .venv/bin/python -m benchmarks operator_bytes
 
-Lewandowski and Kosson 2023, figure 3: operators on 16-bit tensors with extra bits reach
-about the share of the GPU's bandwidth that torch's do, and less for sizes that take
-more work in shared memory. A time needs a GPU. Here is what bounds it: bytes that the
-kernels of a donated addition read and write, beside those that they cannot do without:
-their ratio is the share of a copy's bandwidth that a program bound by memory reaches.
-Once by ``SplitArray``, which XLA compiles, and once as a step of ``optax.sgd(1.0)`` in
-``lowbit``, which is one fused kernel.
+Lewandowski and Kosson 2023, figure 3: operators on 16-bit tensors with extra bits use
+about the same share of the GPU's bandwidth as PyTorch's operators, and less for sizes
+that need more work in shared memory. Measuring time needs a GPU. This benchmark instead
+compares the bytes that the kernels of a donated addition read and write with the bytes
+that they need. The ratio is the share of a copy's bandwidth that a program reaches if
+memory limits it. The addition is compiled once with ``SplitArray``, and once as a step
+of ``optax.sgd(1.0)`` in ``lowbit``, which is one fused kernel.
 """
 
 import jax
@@ -25,7 +25,7 @@ BITS = (0, 1, 2, 4, 6, 8, 10, 12, 16)
 
 
 def moved(bits: int, shape: tuple[int, int]) -> dict:
-    """Bytes per element of ``split + array`` in bfloat16 with so many extra bits."""
+    """Return bytes per element of ``split + array`` in bfloat16 with extra bits."""
     from tools.gpu_program.steps import leaf, lower_step
     from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
     from tools.hlo import kernels, memory

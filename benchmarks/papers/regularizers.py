@@ -3,12 +3,11 @@
     .venv/bin/python -m benchmarks regularizers
 
 OpenSeq2Seq: the gradient of weight decay, 2 lambda w with lambda from 1e-5 to 1e-3,
-underflows in float16, so that regularisers belong to the float32 master. A network
-learns digits under noise, one per step, with float16 weights and gradients. Half of
-its inputs are always off, so that nothing but the penalty moves their weights, which
-begin small. With the penalty in the loss its gradient is rounded to float16, added to
-that of the loss, and the sum is rounded again; ``scaled`` is the same under a loss
-scale.
+underflows in float16, so regularisers belong to the float32 master. A network learns
+noisy digits, one per step, with float16 weights and gradients. Half of its inputs are
+always off, so only the penalty moves their weights, which are small at first. If the
+penalty is in the loss, its gradient is rounded to float16 and added to the gradient of
+the loss, and the sum is rounded again; ``scaled`` does this under a loss scale.
 """
 
 import functools
@@ -52,11 +51,11 @@ def optimizer(kind: str, strength: float, steps: int) -> optax.GradientTransform
 
 
 def in_float16(grads, params, strength: float, scale: float):
-    """Gradients of the loss and a penalty in it, and the share of the latter's lost.
+    """Return gradients of the loss and its penalty, and the share that is lost.
 
-    An element of the penalty's is lost if the sum is the gradient without it.
+    An element of the penalty's gradient is lost if adding it does not change the sum.
     """
-    # XLA for CPUs may leave out roundings between float16 operations.
+    # XLA for CPUs may skip the rounding between float16 operations.
     first = jax.tree.map(lambda g: HALF.round(scale * g), grads)
     wide = jax.tree.map(lambda w: w.astype(jnp.float32), params)
     second = jax.grad(functools.partial(penalty, scale * strength))(wide)
@@ -67,10 +66,10 @@ def in_float16(grads, params, strength: float, scale: float):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def train(kind: str, strength: float, steps: int, width: int, seeds, given):
-    """``PARTS`` of each seed.
+    """Return ``PARTS`` for each seed.
 
-    ``off`` is the norm at the end of the weights of inputs that are off, by that at the
-    start; ``lost`` the share of the penalty's gradients that their first step loses.
+    ``off`` is the final norm of the weights of inputs that are off, divided by their
+    first norm. ``lost`` is the share of the penalty's gradients that step 1 loses.
     """
     tx = optimizer(kind, strength, steps)
     is_float16 = kind not in ("no penalty", "float32")
@@ -78,7 +77,7 @@ def train(kind: str, strength: float, steps: int, width: int, seeds, given):
 
     def loss_fn(params, images, labels):
         wide = jax.tree.map(lambda w: w.astype(jnp.float32), params)
-        # Zeros times ``off``: the gradient is there, and 0.
+        # Multiplying ``off`` by zero gives it a gradient of 0.
         hidden = jax.nn.relu(images @ wide["hidden"] + 0 * wide["off"].sum(0))
         logits = (hidden @ wide["out"])[:, : noisy_digits.CLASSES]
         labels = jax.nn.one_hot(labels, noisy_digits.CLASSES)

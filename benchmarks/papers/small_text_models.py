@@ -1,7 +1,7 @@
 """Two small models of text: an encoder that classifies, and a recurrent network.
 
-The encoder tells from 16 bytes which of four modules of Python's standard library they
-are from; the recurrent one is a GRU that predicts each next byte.
+The encoder reads 16 bytes and predicts which of four modules of Python's standard
+library contains them. The recurrent network is a GRU that predicts each next byte.
 """
 
 import functools
@@ -25,19 +25,19 @@ MODULES = ("_pydecimal.py", "argparse.py", "ast.py", "tarfile.py")
 
 
 class Rows(NamedTuple):
-    """Bytes int32 [..., LENGTH], and a label int32 [...] or the next bytes."""
+    """Bytes int32 [..., LENGTH], with labels int32 [...] or the next bytes."""
 
     inputs: jax.Array
     labels: jax.Array
 
 
 class Task(NamedTuple):
-    """What a model learns.
+    """A model and its data.
 
     Attributes:
       init: ``(seed, width) -> parameters`` in float32.
       logits: ``(parameters, inputs) -> logits``.
-      rows: ``(seed, steps) -> Rows`` of steps of BATCH examples.
+      rows: ``(seed, steps) -> Rows`` with BATCH examples for each step.
       held_out: ``() -> Rows``.
     """
 
@@ -47,22 +47,22 @@ class Task(NamedTuple):
     held_out: Callable
 
     def loss(self, params, rows: Rows) -> jax.Array:
-        """The mean loss in nats."""
+        """Return the mean loss in nats."""
         logits = self.logits(params, rows.inputs)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, rows.labels)
         return losses.mean()
 
     def accuracy(self, params, rows: Rows) -> jax.Array:
-        """The share of labels whose logit is the largest."""
+        """Return the share of examples whose label has the largest logit."""
         return (self.logits(params, rows.inputs).argmax(-1) == rows.labels).mean()
 
     def ends(self, train: Callable, runs: Iterable[str], args) -> dict[str, dict]:
-        """Loss and accuracy on what is held out, of each run and seed.
+        """Return the held-out loss and accuracy of each run and seed.
 
         Args:
           train: ``(run, parameters, rows) -> parameters``.
-          runs: names.
-          args: with ``seeds``, ``steps`` and ``width``.
+          runs: the names of the runs.
+          args: options with ``seeds``, ``steps`` and ``width``.
         """
         held_out = self.held_out()
 
@@ -83,7 +83,7 @@ def _modules() -> list[np.ndarray]:
 
 
 def _classified(seed: tuple, count: int, is_held_out: bool) -> Rows:
-    """Windows of a module's first nine tenths, or of its last."""
+    """Return windows of the first nine tenths of each module, or of its last tenth."""
     random = np.random.default_rng(seed)
     labels = random.integers(len(MODULES), size=count)
     windows = np.empty((count, LENGTH), np.int32)
@@ -141,7 +141,7 @@ def _gru_init(seed: int, width: int) -> dict:
 
 
 def _gru_logits(params: dict, inputs: jax.Array) -> jax.Array:
-    """By Cho et al. 2014, with the reset gate after the product."""
+    """Compute the GRU of Cho et al. 2014, with the reset gate after the product."""
     gates = params["embedding"][inputs] @ params["inputs"]
 
     def body(hidden, of_input):

@@ -2,10 +2,10 @@
 
     .venv/bin/python -m benchmarks t5_release
 
-Lewandowski and Kosson 2023, table 2: a large FLAN-T5 takes 11% less memory if the
-update is fused with the backward pass, and learns the same. Memory is that of a step
-with the sizes of FLAN-T5 large, compiled for an H200; the losses those of a small model
-of the same architecture, that predicts a window of a text from the one before it.
+Lewandowski and Kosson 2023, table 2: if the update is fused with the backward pass, a
+large FLAN-T5 needs 11% less memory and learns the same. Memory is read from a step with
+the sizes of FLAN-T5 large, compiled for an H200. Losses are from a small model with the
+same architecture, which predicts a window of a text from the previous window.
 """
 
 import functools
@@ -27,13 +27,13 @@ NEEDS = ("jax_plugins.xla_cuda12", "matplotlib")
 
 GIB, PAPER, BATCH, RATE = 2**30, -0.11, 32, 3e-3
 SIZES = (8, 32)
-"""Batches whose memory is looked at; gradients weigh less in larger ones."""
+"""Batch sizes whose memory is compared; larger batches have more activations."""
 
 MODES = {"without": plain, "with": release.value_and_update}
 
 
 def optimizer(rate, min_size: int | None = None):
-    """AdamW with float32 moments, and all bits of a float32 master."""
+    """Return AdamW with float32 moments and all bits of a float32 master."""
     whole = lowbit_optax.extra_bits(16)
     return lowbit_optax.lowbit(
         optax.adamw(rate), weights=whole, moments="float32", min_size=min_size
@@ -41,7 +41,7 @@ def optimizer(rate, min_size: int | None = None):
 
 
 def memory() -> dict[str, dict]:
-    """Bytes of the compiled steps, by batch and mode."""
+    """Return the bytes of the compiled steps, by batch and mode."""
     from tools.gpu_program.release_steps import Model, compile_step
     from tools.gpu_program.steps import bytes_of
 
@@ -67,7 +67,7 @@ def memory() -> dict[str, dict]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def train(mode: str, master, batches):
-    """The loss of each step."""
+    """Return the loss of each step."""
     tx = optimizer(optax.cosine_decay_schedule(RATE, len(batches)), 0)
     step = MODES[mode](SMALL.loss, tx)
 
@@ -80,7 +80,7 @@ def train(mode: str, master, batches):
 
 
 def end(mode: str, seed: int, steps: int) -> dict[str, float]:
-    """The mean loss of the last tenth."""
+    """Return the mean loss of the last tenth of the steps."""
     length = SMALL.length
     windows = stdlib_text.random_windows(
         next_byte.text().train, (seed,), steps * BATCH, 2 * length + 1
@@ -110,7 +110,7 @@ def text(record: dict) -> str:
         share = modes["with"]["peak"] / modes["without"]["peak"] - 1
         lines.append(f"batch of {batch}: {share:+.1%}")
     gap = {"with": record["gap"]}
-    heads = "loss", "minus that without"
+    heads = "loss", "minus the loss without"
     return "\n".join([*lines, records.listing(heads, record["loss"], gap, digits=5)])
 
 

@@ -1,11 +1,11 @@
-"""bfloat16 weights by rounding, of an encoder that classifies and of a GRU.
+"""bfloat16 weights by rounding, in an encoder that classifies and in a GRU.
 
     .venv/bin/python -m benchmarks text_roundings
 
-Zamirai et al. 2020, table 4, rows of BERT and DeepSpeech2: with weights rounded to
-nearest they lose accuracy, with stochastic rounding or Kahan summation they do not. In
-small: a transformer encoder tells modules of Python's standard library apart, by AdamW,
-and a GRU learns the next byte of their text, by SGD with momentum. Weights and
+Zamirai et al. 2020, table 4, BERT and DeepSpeech2: weights rounded to nearest lose
+accuracy, and stochastic rounding and Kahan summation do not. In this benchmark, a small
+transformer encoder learns with AdamW to distinguish modules of Python's standard
+library, and a GRU learns the next byte of their text with SGD and momentum. Weights and
 gradients are bfloat16, moments and activations float32.
 """
 
@@ -34,7 +34,7 @@ RATES = {"encoder": 2e-3, "GRU": 0.3}
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def train(task: str, rate: float, name: str, params, rows):
-    """float32 parameters after one run."""
+    """Train once; return float32 parameters."""
     steps = len(rows.labels)
     schedule, dtype = optax.linear_schedule(rate, 0.0, steps), jnp.float32
     is_encoder = task == "encoder"
@@ -88,6 +88,6 @@ def main(argv: list[str] | None = None) -> None:
     sizes = {"steps": (1000, 50_000), "width": (models.WIDTH, 256)}
     options = records.Options(__doc__, seeds=4, **sizes)
     options.add_argument(
-        "--rate", type=float, default=1.0, help="a factor of the rates"
+        "--rate", type=float, default=1.0, help="multiplies the learning rates"
     )
     records.run(__name__, options.parse_args(argv), measure, text, draw)

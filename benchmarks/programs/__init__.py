@@ -1,1 +1,1 @@
-"""Facts of programs compiled for GPUs and TPUs; nothing is run."""
+"""Measurements of programs that are compiled for GPUs and TPUs and not run."""

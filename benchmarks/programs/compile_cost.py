@@ -1,17 +1,16 @@
-"""What tracing and compiling a step costs, beside optax's step of the same leaves.
+"""Time to trace and compile a step, compared with optax's step on the same leaves.
 
     .venv/bin/python -m benchmarks compile_cost [--for cpu h200] [--launcher mosaic]
 
-Seconds of processor time of one process and of the assemblers that it runs: tracing,
-lowering and compiling a donated step of bfloat16 parameters, by ``lowbit_optax.step``
-and by optax. The steps are compiled for this machine's CPU, and for an H200 without one
-if the ``gpu-program`` extra is installed (JAX's plugin for CUDA wants
-``JAX_PLATFORMS=cpu`` on a machine without a GPU). Mosaic's own compiler runs while XLA
-compiles, and is counted.
+The tables list seconds of processor time to trace, lower and compile a donated step of
+bfloat16 parameters with ``lowbit_optax.step`` and with optax. They include the
+assemblers that the process runs, and Mosaic's own compiler. The steps are compiled for
+this machine's CPU, and for an H200 if the ``gpu-program`` extra is installed. JAX's
+plugin for CUDA needs ``JAX_PLATFORMS=cpu`` on a machine without a GPU.
 
 ``--for training`` compiles a whole training step of a small transformer with 12 layers
-and 198 leaves for this CPU: loss, gradients and update. There, optax's step has float32
-parameters.
+and 198 leaves for this CPU: loss, gradients and update. In this table, optax's step
+has float32 parameters.
 """
 
 import argparse
@@ -68,17 +67,17 @@ class Cost(typing.NamedTuple):
 
     @property
     def total(self) -> float:
-        """All three."""
+        """The sum of all three."""
         return sum(self)
 
 
 def cost(tx, leaf_set: LeafSet, mesh=None) -> Cost:
-    """What a step of some leaves costs.
+    """Measure the cost of a step.
 
     Args:
       tx: the transformation.
-      leaf_set: of the parameters.
-      mesh: of the devices to compile for; this machine's if None.
+      leaf_set: the shapes of the parameters.
+      mesh: the devices to compile for; None is this machine's.
     """
     leaves = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in leaf_set.shapes]
     grads = {f"{number:03d}": leaf for number, leaf in enumerate(leaves)}
@@ -101,7 +100,7 @@ def cost_of(step, params, state, other, mesh=None) -> Cost:
         traced = lap(jax.jit(step, donate_argnums=(0, 1)).trace(params, state, other))
         lap(lap(traced.lower()).compile())
     else:
-        # Of the extra that compiles for GPUs.
+        # These modules need the gpu-program extra.
         from tools.gpu_program.targets import trace_for
 
         traced = lap(trace_for(mesh, step, params, state, other, donate=(0, 1)))
@@ -111,7 +110,7 @@ def cost_of(step, params, state, other, mesh=None) -> Cost:
 
 
 class Transformer(nn.Module):
-    """A small transformer of 12 layers, whose parameters are 198 arrays."""
+    """A small transformer with 12 layers, whose parameters are 198 arrays."""
 
     @nn.compact
     def __call__(self, tokens):
@@ -151,14 +150,14 @@ def _processor_seconds() -> float:
 
 
 class _Quantized(typing.NamedTuple):
-    """A transformation of quantised weights, and what makes these."""
+    """A transformation of quantised weights, and a function that quantises them."""
 
     transformation: optax.GradientTransformation
     quantize: typing.Callable
 
 
 def transformation(name: str, launcher: str | None):
-    """The transformation with a step's name; ``optax.adamw`` for any other name."""
+    """Return the transformation of a step; other names return ``optax.adamw``."""
     if name == LPMM:
         tx = lowbit_optax.lpmm_adam(RATE, implementation=launcher)
         quantize = functools.partial(lowbit_optax.lpmm.quantize_params, bits=12)
@@ -171,7 +170,7 @@ def transformation(name: str, launcher: str | None):
 def rows(
     leaf_sets: Sequence[LeafSet], names: Sequence[str], mesh, launcher
 ) -> Iterator[dict[str, str]]:
-    """The costs of the steps on each set of leaves; optax's step is the first."""
+    """Measure the steps on each set of leaves, beginning with optax."""
     cost(optax.adamw(RATE), LeafSet("warm-up", ((256, 384),)), mesh)
     for leaf_set in leaf_sets:
         of_step = lambda name, tx: cost(tx, leaf_set, mesh)  # noqa: B023
@@ -180,7 +179,7 @@ def rows(
 
 
 def rows_of(of_step, names: Sequence[str], launcher=None) -> Iterator[dict[str, str]]:
-    """The costs ``of_step(name, transformation)``; optax's is the first."""
+    """Measure ``of_step(name, transformation)``, beginning with optax."""
     base = None
     for name in ("optax.adamw", *names):
         found = of_step(name, transformation(name, launcher))
@@ -203,8 +202,8 @@ def main(argv: list[str] | None = None) -> None:
     devices = ["cpu", "training", *(["h200"] if has_gpu else [])]
     parser.add_argument("--for", nargs="*", dest="devices", default=devices)
     parser.add_argument("--launcher", choices=["triton", "mosaic"], default=None)
-    parser.add_argument("--sets", nargs="*", help="names of leaf sets; all if left out")
-    parser.add_argument("--steps", nargs="*", help="names of steps; all if left out")
+    parser.add_argument("--sets", nargs="*", help="names of leaf sets; default: all")
+    parser.add_argument("--steps", nargs="*", help="names of steps; default: all")
     args = parser.parse_args(argv)
     chosen = lambda sets: [x for x in sets if not args.sets or x.name in args.sets]
     named = lambda names: [x for x in names if not args.steps or x in args.steps]

@@ -1,15 +1,15 @@
-"""What steps of many leaves and shards compile to for H200s; no GPU is needed.
+"""Steps of many leaves and shards, compiled for H200s without a GPU.
 
     .venv/bin/python -m benchmarks gpu_layouts
 
-One donated step of ``lowbit_adamw`` and of ``extra_bits_adamw(bits=8)`` with bfloat16
-parameters and gradients. First single leaves on 1, 8 and 256 devices: collectives,
-bytes moved and temporary memory per parameter, machine instructions, registers, and how
-many of the bytes moved are in accesses of 64 or 128 bits (more than all of them where
-threads without an element take part). Then, for whole models, the share of the
-parameters in leaves where at least 95% of the bytes are in such accesses. These are
-facts of the compiled programs; nothing is timed on hardware. It takes eight minutes on
-one core, and needs the ``gpu-program`` extra.
+The first tables describe one donated step of ``lowbit_adamw`` and of
+``extra_bits_adamw(bits=8)`` on single leaves with bfloat16 parameters and gradients, on
+1, 8 and 256 devices. They list collectives, bytes moved and temporary memory per
+parameter, machine instructions, registers, and the share of the moved bytes that are in
+accesses of 64 or 128 bits. The share exceeds 100% if threads without an element take
+part. The last table lists, for whole models, the share of the parameters in leaves
+where at least 95% of the bytes are in such accesses. Nothing is run. The benchmark
+takes eight minutes on one core, and needs the ``gpu-program`` extra.
 """
 
 import argparse
@@ -35,7 +35,7 @@ OPTIMIZERS = {
     "extra_bits_adamw(bits=8)": lowbit_optax.extra_bits_adamw(1e-3, bits=8),
 }
 WIDE = 0.95
-"""A leaf is wide if so many of its bytes are in accesses of 64 or 128 bits."""
+"""The share of a wide leaf's bytes that are in accesses of 64 or 128 bits."""
 SMALLEST = 4096
 """Leaves with fewer elements are not packed."""
 
@@ -63,7 +63,7 @@ LEAVES = (
 
 @functools.cache
 def measured(name: str, place: Place) -> dict[str, float | str]:
-    """Facts of a leaf's compiled step, per parameter of a device."""
+    """Return facts of the compiled step of a leaf, per parameter of a device."""
     mesh = gpu_mesh(place.devices)
     step = lower_step(OPTIMIZERS[name], leaf(*place.shape), mesh=mesh, spec=place.spec)
     own = step.parameters / place.devices
@@ -82,7 +82,7 @@ def measured(name: str, place: Place) -> dict[str, float | str]:
 
 
 def wide_share(name: str, shapes: Sequence[tuple[int, ...]], place) -> float:
-    """The share of the parameters in wide leaves, among those that are packed."""
+    """Return the share of wide leaves, by parameters, among packed leaves."""
     large = [shape for shape in shapes if math.prod(shape) >= SMALLEST]
     wide = [s for s in large if measured(name, place(s))["64 and 128 bits"] >= WIDE]
     return sum(map(math.prod, wide)) / sum(map(math.prod, large))

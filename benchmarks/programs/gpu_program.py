@@ -1,12 +1,11 @@
-"""What an optimizer step compiles to for an H200 or B200, as a table, without a GPU.
+"""An optimizer step compiled for an H200 or B200 without a GPU, as a table.
 
     .venv/bin/python -m benchmarks gpu_program --gpu H200
 
-One donated step with bfloat16 gradients: bytes that its kernels read and write, its
-temporary memory, machine instructions and registers of the fused kernel (from XLA's PTX
-by ptxas), kernels launched for GPT-2 124M, and seconds to lower and compile. These are
-facts of the compiled program; nothing is timed on hardware. Needs the ``gpu-program``
-extra.
+The step is donated and has bfloat16 gradients. The table lists bytes that its kernels
+read and write, temporary memory, machine instructions and registers of the fused kernel
+(from XLA's PTX, assembled by ptxas), kernels launched for GPT-2 124M, and seconds to
+lower and compile. Nothing is run. Needs the ``gpu-program`` extra.
 """
 
 import argparse
@@ -67,13 +66,13 @@ MORE = {
     "`lpmm_sgd`, 12 bits": lo.lpmm_sgd(1e-3, momentum=0.9),
 }
 OPTAX = {"optax, float32 master": optax.adamw(1e-3)}
-"""In the usual mixed precision."""
+"""The baselines, in the usual mixed precision."""
 NOT_ELEMENTWISE = {
     "`adafactor`": optax.adafactor(1e-3),
     "`muon`": optax.contrib.muon(1e-3),
     "`sm3`": optax.sm3(1e-3),
 }
-"""Transformations whose kernels read what XLA computes."""
+"""Transformations whose kernels read updates that XLA computes."""
 
 for _name, _inner in NOT_ELEMENTWISE.items():
     OPTAX[f"optax, {_name}, float32 master"] = _inner
@@ -83,7 +82,7 @@ QUANTISED = {"`lpmm_adam`, 12 bits", "`lpmm_sgd`, 12 bits"}
 
 
 def row(name, model, mesh) -> dict[str, str]:
-    """One line of the table."""
+    """Return one line of the table."""
     is_ours = name not in OPTAX
     tx = (CASES | MORE)[name] if is_ours else with_master(OPTAX[name])
     step = fast if is_ours else replaced
@@ -130,7 +129,7 @@ def main(argv: list[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--no-model", action="store_true", help="one leaf, and more steps"
+        "--no-model", action="store_true", help="more steps, on one leaf only"
     )
     parser.add_argument("--gpu", choices=TARGETS, default="H200")
     parser.add_argument("--launcher", choices=["triton", "mosaic"])

@@ -2,10 +2,10 @@
 
     .venv/bin/python -m benchmarks host_memory
 
-The model is 12 layers tanh(h @ w) of 4096 x 4096 in bfloat16 with a batch of 512, each
-computed again for its gradient. Parameters and state are donated. *Moved whole*: the
-step without release copies the whole state to the device and back. Nothing is run.
-Needs the ``tpu-program`` extra.
+The model has 12 layers tanh(h @ w) of 4096 x 4096 in bfloat16 and a batch of 512. Each
+layer is recomputed for its gradient. Parameters and state are donated. *Moved whole*
+means that the step without release copies the whole state to the device and back.
+Nothing is run. Needs the ``tpu-program`` extra.
 """
 
 import argparse
@@ -36,7 +36,7 @@ MODES = {
 
 
 def row(name: str, mode: str) -> dict[str, str]:
-    """The memory of a step, in MiB."""
+    """Return the memory of a step, in MiB."""
     step = compile_step(MODES[mode], matrices(), OPTIMIZERS[name])
     sizes = {"arguments": step.arguments, "temporary": step.temporary}
     sizes |= {"device": step.arguments + step.temporary, "host": step.host}

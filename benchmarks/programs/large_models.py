@@ -2,11 +2,11 @@
 
     .venv/bin/python -m benchmarks large_models
 
-Each device has one sequence of 4,096 tokens. Layers are computed again for their
-gradients, and parameters and state are spread over the devices by rows. The "float32
-master" is optax.adamw on float32 parameters, by bfloat16 gradients at a copy that each
-step makes. The largest model for one device has as many of these layers as fit.
-Programs are compiled for H200s and TPUs v6e; nothing is run.
+Each device has one sequence of 4,096 tokens. Layers are recomputed for their gradients,
+and parameters and state are sharded over the devices by rows. The "float32 master" is
+optax.adamw on float32 parameters, with bfloat16 gradients of a copy that each step
+makes. The largest model for one device has the largest number of these layers that
+fits. Programs are compiled for H200s and TPUs v6e; nothing is run.
 """
 
 import jax
@@ -37,7 +37,7 @@ LARGEST = {
     "1 H200": (4, 8),
     "1 v6e": (2, 4),
 }
-"""Where models of as many layers as fit are looked for; two depths that always fit."""
+"""The devices of the largest models, each with two depths that always fit."""
 PARTS = {
     "parameters": "parameters",
     "state": "optimizer state, extra bits",
@@ -63,10 +63,10 @@ class Compiled:
 def most_layers(
     compiled: Compiled, case: str, depths: tuple[int, int], where: str
 ) -> dict:
-    """The largest model of so many equal layers whose step fits, and its bytes.
+    """Find the largest number of layers whose step fits, and the bytes of the step.
 
-    The last two depths that fit tell what a layer adds, and so how many more would fit.
-    That depth is compiled too, until the next one is known not to fit.
+    The last two depths that fit predict the bytes of a layer, and thus how many more
+    layers fit. That depth is compiled too, until the next depth is known not to fit.
     """
     room = large_steps.MEMORY[where.split()[1]]
     (before, layers), too_many = depths, None
@@ -76,7 +76,7 @@ def most_layers(
         try:
             return compiled.bytes_of(case, model, where)["peak"]
         except jax.errors.JaxRuntimeError as error:
-            # XLA:TPU refuses what does not fit.
+            # XLA:TPU does not compile a program that does not fit.
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return None

@@ -1,13 +1,13 @@
-"""Which units multiply under precision assignments, compiled for an H200.
+"""Units that multiply under precision assignments, compiled for an H200.
 
     .venv/bin/python -m benchmarks native_products
 
-The gradient of a GPT with ``precision.apply(..., products="native")``. FLOP and bytes
-of operands are of all matrix products of a step, by ``precision.products``; "float32"
-are those that stay emulated. Calls are those of the compiled program, in which a scan
-over layers counts once. Nothing is run and no GPU is needed, but the ``gpu-program``
-extra is. On a GPU XLA measures whether cuBLASLt or Triton is faster for each product;
-here, where none is, cuBLASLt is chosen for all.
+The program is the gradient of a GPT with ``precision.apply(..., products="native")``.
+FLOP and bytes of operands count all matrix products of a step, as listed by
+``precision.products``; "float32" products stay emulated. Calls count the products of
+the compiled program, in which a scan over layers counts once. Nothing is run and no GPU
+is needed, but the ``gpu-program`` extra is. On a GPU, XLA measures whether cuBLASLt or
+Triton is faster for each product. Without a GPU, this benchmark chooses cuBLASLt.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def facts(model: GPT, assignment, params, tokens) -> dict[str, str]:
-    """The figures of an assignment's products and of their compiled programs."""
+    """Return the figures of an assignment, from its products and compiled programs."""
     products = precision.products(model.loss, assignment, params, tokens)
     flop = collections.Counter()
     for product in products:
@@ -94,7 +94,7 @@ def _compiled(model: GPT, assignment, params, tokens, **options):
 
 
 def _unit(dtypes: tuple[str, ...]) -> str:
-    """What multiplies operands of these dtypes, by JAX's names or HLO's."""
+    """Return the unit that multiplies these dtypes, named as in JAX or in HLO."""
     if all(dtype.startswith(("float8", "f8")) for dtype in dtypes):
         return "float8"
     return "bfloat16" if set(dtypes) <= {"bfloat16", "bf16"} else "float32"

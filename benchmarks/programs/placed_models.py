@@ -15,9 +15,9 @@ class Place:
     """A leaf on devices.
 
     Args:
-      shape: of the leaf.
-      devices: how many.
-      spec: how it is spread over them, if there are several.
+      shape: the shape of the leaf.
+      devices: the number of devices.
+      spec: how the leaf is sharded, if there are several devices.
     """
 
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class Place:
 
 
 def of_whole_tiles(devices: int, shape: tuple[int, ...]) -> Place:
-    """The leaf spread along an axis on which each device has whole tiles."""
+    """Shard the leaf along an axis on which each device has whole tiles."""
     for axis, unit in ((0, 8), (1, 4)):
         if axis < len(shape) and shape[axis] % (devices * unit) == 0:
             return Place(shape, devices, P(*(None,) * axis, "d"))

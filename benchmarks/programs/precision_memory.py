@@ -2,10 +2,10 @@
 
     .venv/bin/python -m benchmarks precision_memory
 
-ResNet-18 for CIFAR-10, float32 parameters, HFP8 formats. "Emulated" keeps float32
-arrays with rounded values; "stored" keeps patterns of 8 and 16 bits for the backward
-pass (``precision.apply(..., stored=True)``). Nothing is run and no GPU is needed, but
-the ``gpu-program`` and ``flax`` extras are.
+The model is ResNet-18 for CIFAR-10 with float32 parameters and HFP8 formats. "Emulated"
+stores float32 arrays with rounded values. "Stored" keeps bit patterns of 8 and 16 bits
+for the backward pass (``precision.apply(..., stored=True)``). Nothing is run and no GPU
+is needed, but the ``gpu-program`` and ``flax`` extras are.
 """
 
 import jax
@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 def measure(args) -> dict:
-    """MiB of temporary memory, and of the tensors of the forward pass."""
+    """Return MiB of temporary memory, and of the tensors of the forward pass."""
     model = ResNet(args.width)
     images = jax.ShapeDtypeStruct((args.batch_size, 32, 32, 3), jnp.float32)
     labels = jax.ShapeDtypeStruct((args.batch_size,), jnp.int32)

@@ -2,14 +2,13 @@
 
     .venv/bin/python -m benchmarks release_memory
 
-Model A is 12 layers tanh(h @ w) of 4096 x 4096 with a batch of 512; model B a GPT of 12
-layers of width 2048, 16 heads, context 1024 and a batch of 4, of which each layer is
-computed again for its gradient. Parameters and state are donated. The
-"float32 master" is the usual mixed precision: optax.adamw on float32 parameters, by
-bfloat16 gradients at a copy that each step makes. Then follow models that are written
-layer by layer, without a scan, steps with a loss scale, and transformer blocks on
-meshes of 8 and 256 H200s. Nothing is run. Needs the
-``gpu-program`` extra.
+Model A has 12 layers tanh(h @ w) of 4096 x 4096 and a batch of 512. Model B is a GPT
+with 12 layers of width 2048, 16 heads, context 1024 and a batch of 4; each layer is
+recomputed for its gradient. Parameters and state are donated. The "float32 master" is
+the usual mixed precision: optax.adamw on float32 parameters, with bfloat16 gradients of
+a copy that each step makes. More tables describe models without a scan, steps with a
+loss scale, and transformer blocks on meshes of 8 and 256 H200s. Nothing is run. Needs
+the ``gpu-program`` extra.
 """
 
 import argparse
@@ -61,7 +60,7 @@ def mib(size: float) -> str:
 
 
 def quantized(model: Model) -> CompiledStep:
-    """``lpmm_adam`` on weights of 12 bits, with release; the loss dequantises them."""
+    """Compile ``lpmm_adam`` on 12-bit weights, with release and a dequantising loss."""
     to_12_bits = functools.partial(lowbit_optax.lpmm.quantize_params, bits=12)
     params = jax.eval_shape(to_12_bits, model.params)
     return compile_step(
@@ -74,11 +73,11 @@ def quantized(model: Model) -> CompiledStep:
 def one_device(
     model: Model, dequantizes: bool = False
 ) -> dict[tuple[str, str], CompiledStep]:
-    """Prints a model's table for one H200; returns its programs.
+    """Print a model's table for one H200, and return its programs.
 
     Args:
-      model: what to train.
-      dequantizes: whether its loss takes quantised weights, too.
+      model: the model to train.
+      dequantizes: whether its loss accepts quantised weights.
     """
     master = compile_step(usual_mixed_precision, model, optax.adamw(1e-3))
     programs = {("float32 master", ""): master}
@@ -102,12 +101,12 @@ def one_device(
 
 
 def parts(model: Model, one: Model, programs: dict) -> None:
-    """Prints what the peak with release is made of.
+    """Print the parts of the peak with release.
 
     Args:
-      model: the whole one.
-      one: the same with one layer, whose gradient's memory is a layer's working set.
-      programs: from :func:`one_device`.
+      model: the whole model.
+      one: the model with one layer, whose gradient's memory is a layer's working set.
+      programs: the programs from :func:`one_device`.
     """
     program = compile_for(gpu_mesh(), jax.grad(one.loss_fn), one.params, one.batch)
     found = program.memory_analysis()
@@ -130,7 +129,7 @@ def parts(model: Model, one: Model, programs: dict) -> None:
 
 
 def eight_devices(model: Model) -> None:
-    """Prints a model's table for eight H200s, its layers sharded by rows."""
+    """Print a model's table for eight H200s, with its layers sharded by rows."""
 
     def row(name: str, mode: str) -> dict[str, str]:
         step = compile_step(MODES[mode], model, OPTIMIZERS[name], devices=8)
@@ -149,10 +148,10 @@ CLIPPED = functools.partial(release.value_and_update, max_grad_norm=1.0)
 
 
 def layer_by_layer() -> None:
-    """Prints the table of models without a scan, by ``lowbit_adamw``."""
+    """Print the table of models without a scan, with ``lowbit_adamw``."""
     models = {
         "matrices": unrolled_matrices(),
-        "matrices, computed again": unrolled_matrices(remat=True),
+        "matrices, recomputed": unrolled_matrices(remat=True),
         "ResNet-18": resnet18(),
         "transformer": tied_transformer(),
     }
@@ -167,7 +166,7 @@ def layer_by_layer() -> None:
 
 
 def loss_scaled() -> None:
-    """Prints the table of float16 models with a loss scale."""
+    """Print the table of float16 models with a loss scale."""
     scaling = lowbit_optax.loss_scaling.backoff_scale()
     tx = lowbit_optax.with_loss_scale(lowbit_optax.lowbit_adamw(1e-3), scaling)
     by_layer = functools.partial(release.value_and_update, overflow="layer")
@@ -183,7 +182,7 @@ def loss_scaled() -> None:
 
 
 def on_meshes() -> None:
-    """Prints the table of transformer blocks on meshes, by ``optax.adamw``."""
+    """Print the table of transformer blocks on meshes, with ``optax.adamw``."""
 
     def row(name: str, is_scanned: bool) -> dict[str, str]:
         data, tensor, specs = MESHES[name]
@@ -206,7 +205,7 @@ def on_meshes() -> None:
 def main(argv: list[str] | None = None) -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description="Memory of training steps on H200s.")
-    parser.add_argument("--no-transformer", action="store_true", help="no model B")
+    parser.add_argument("--no-transformer", action="store_true", help="skip model B")
     flags = parser.parse_args(argv)
     print("Models without a scan, one H200, temporary MiB\n")
     layer_by_layer()
@@ -214,17 +213,17 @@ def main(argv: list[str] | None = None) -> None:
     loss_scaled()
     print("\nTransformer blocks, temporary MiB of each H200\n")
     on_meshes()
-    print("\nModel A, layers computed again, one H200, MiB\n")
+    print("\nModel A, layers recomputed, one H200, MiB\n")
     one_device(matrices())
     print("\nModel A, all activations kept, one H200, MiB\n")
     one_device(matrices(remat=False))
-    print("\nModel A, layers computed again, eight H200s, MiB\n")
+    print("\nModel A, layers recomputed, eight H200s, MiB\n")
     eight_devices(matrices())
     if flags.no_transformer:
         return
-    print("\nModel B, layers computed again, one H200, MiB\n")
+    print("\nModel B, layers recomputed, one H200, MiB\n")
     programs = one_device(transformer(), dequantizes=True)
-    print("\nModel B: what the peak is made of, MiB\n")
+    print("\nModel B: parts of the peak, MiB\n")
     parts(transformer(), transformer(layers=1), programs)
     print("\nModel B, all activations kept, one H200, MiB\n")
     one_device(transformer(remat=False))

@@ -2,10 +2,11 @@
 
     .venv/bin/python -m benchmarks tpu_cycles
 
-One leaf of 4096 x 4096. Cycles are bundles of the compiler's static schedule per 1,024
-parameters, those of a program outside of its loop included, next to those in which
-memory moves the bytes. Of a step without kernels these alone are known. Nothing was run
-on a TPU. Needs the ``tpu-program`` extra.
+The program is a step on one leaf of 4096 x 4096. Cycles are bundles of the compiler's
+static schedule per 1,024 parameters, including bundles outside of the loop. The table
+compares them with the cycles in which memory moves the bytes. For a step without
+kernels, only the latter are known. Nothing was run on a TPU. Needs the ``tpu-program``
+extra.
 """
 
 import argparse
@@ -27,15 +28,15 @@ MINUTES = 1
 NEEDS = ("libtpu",)
 
 CLOCKS = {"v5e": 1.5e9, "v6e": 1.75e9}
-"""Cycles per second, by which memory's bandwidth is one of bytes per cycle."""
+"""Cycles per second, to convert the memory's bandwidth to bytes per cycle."""
 REGISTER = 1024
-"""Elements of a vector register."""
+"""The number of elements of a vector register."""
 COLUMNS = ("step", "target", "cycles", "memory's", "ratio", "of the loop")
 COLUMNS += ("vector operations", "loads", "stores")
 
 
 def row(name: str, target: str, folder: pathlib.Path) -> tuple[dict, dict]:
-    """The facts of a step's kernel, and its operations by name, per 1,024."""
+    """Return the facts of a step's kernel, and its operations by name, per 1,024."""
     shards, tilings, tiling_of = [], [], tpu.tiling_of
 
     def noted(shard):
@@ -75,7 +76,7 @@ def row(name: str, target: str, folder: pathlib.Path) -> tuple[dict, dict]:
 
 
 def _turns(leaf: Leaf, tiling: Tiling) -> list[float]:
-    """How often each loop of a program runs: unpacking, updating, packing."""
+    """Return how often each loop of a program runs: unpacking, updating, packing."""
     unpacked, packed = (
         [
             tiling.block_rows / (SUBLANES * period(x.bits)[0])
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--targets", nargs="+", choices=CLOCKS, default=list(CLOCKS))
-    parser.add_argument("--operations", action="store_true", help="also by name")
+    parser.add_argument("--operations", action="store_true", help="list operations")
     flags = parser.parse_args(argv)
     folder = request_schedules()
     print("jax", jax.__version__)

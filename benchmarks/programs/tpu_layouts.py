@@ -1,14 +1,14 @@
-"""Which leaves of whole models have kernels on TPUs; no TPU is needed.
+"""Leaves of whole models that have kernels on TPUs; no TPU is needed.
 
     .venv/bin/python -m benchmarks tpu_layouts
 
-For each shape among a model's leaves one donated step with bfloat16 parameters and
+For each shape of a model's leaves, one donated step with bfloat16 parameters and
 gradients is compiled for a v6e, or for 8 or 256 of them on an explicit axis. The table
-has the share of the parameters whose leaf has a kernel; bytes that are moved, written
-by ``copy`` operations, and of temporary memory, per parameter of the whole model, as
-means over the leaves' own steps; and the shape that moves most per parameter among
-those of a hundredth of the parameters or more. These are facts of the compiled
-programs; nothing was run on a TPU. Needs the ``tpu-program`` extra.
+lists the share of the parameters whose leaf has a kernel. It also lists bytes moved,
+bytes written by ``copy`` operations, and temporary memory, per parameter of the whole
+model, as means over the steps of the leaves. The last column is the shape that moves
+most bytes per parameter, among shapes with at least 1% of the parameters. Nothing was
+run on a TPU. Needs the ``tpu-program`` extra.
 """
 
 import argparse
@@ -33,12 +33,12 @@ NEEDS = ("libtpu",)
 
 TOPOLOGIES = {1: "v6e:2x2", 8: "v6e:2x4", 256: "v6e:16x16"}
 LARGE = 0.01
-"""A shape's share of the parameters."""
+"""The least share of the parameters of a large shape."""
 
 
 @functools.cache
 def compiled(name: str, place: Place) -> TpuStep:
-    """A leaf's step on its devices."""
+    """Compile a leaf's step on its devices."""
     axis = AxisType.Auto if place.devices == 1 else AxisType.Explicit
     mesh = tpu_mesh(TOPOLOGIES[place.devices], (place.devices,), axis=axis)
     spec = None if place.spec is None else lambda _: place.spec
@@ -46,7 +46,7 @@ def compiled(name: str, place: Place) -> TpuStep:
 
 
 def row(name: str, model: str) -> dict:
-    """The facts of a model's step."""
+    """Return the facts of a model's step."""
     leaves, place = MODELS[model]
     counts = collections.Counter(leaves.shapes)
     shares = {

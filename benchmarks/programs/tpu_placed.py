@@ -1,14 +1,13 @@
-"""A step on sharded parameters, as plain ``jit`` has it, compiled for TPUs.
+"""A step on sharded parameters with plain ``jit``, compiled for TPUs.
 
     .venv/bin/python -m benchmarks tpu_placed
 
-The stacked layers of a Llama of 1.1 billion parameters (bfloat16, norms float32) are
-spread by rows over four v6e's, on a mesh of automatic axes that is not in force. The
-table has bytes that are moved, and of temporary memory, per parameter of a device;
-kernels of Pallas; collectives; and seconds of this process' CPU to trace, lower and
-compile: of optax's AdamW, and of ``lowbit_adamw`` with ``param_shardings`` and without.
-These are facts of the compiled programs; nothing was run on a TPU. Needs the
-``tpu-program`` extra.
+The model is the stacked layers of a Llama with 1.1 billion parameters (bfloat16, norms
+float32). They are sharded by rows over four v6e's, on a mesh of automatic axes that is
+not set as the current mesh. The table lists bytes moved and temporary memory per
+parameter of a device, Pallas kernels, collectives, and seconds of CPU time to trace,
+lower and compile. Its rows are optax's AdamW, and ``lowbit_adamw`` with and without
+``param_shardings``. Nothing was run on a TPU. Needs the ``tpu-program`` extra.
 """
 
 import argparse
@@ -49,13 +48,13 @@ SHAPES = {
 
 
 def params() -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of the model."""
+    """Return the shapes and dtypes of the model."""
     dtype = lambda name: jnp.float32 if name == "norms" else jnp.bfloat16
     return {x: jax.ShapeDtypeStruct(shape, dtype(x)) for x, shape in SHAPES.items()}
 
 
 def placed(mesh: Mesh, tree):
-    """Shardings of a tree by the model's names: rows over the mesh."""
+    """Return the shardings of a tree by the model's names: rows over the mesh."""
 
     def place(path, leaf):
         name = jax.tree_util.keystr(path)
@@ -67,7 +66,7 @@ def placed(mesh: Mesh, tree):
 
 
 def facts(name: str, tx: optax.GradientTransformation, mesh: Mesh) -> dict:
-    """What a donated step of the model compiles to."""
+    """Return the facts of the compiled, donated step of the model."""
     like = params()
     places = placed(mesh, like)
     of_state = lowbit_optax.state_shardings(tx, like, places)

@@ -1,13 +1,12 @@
-"""What an optimizer step compiles to for TPUs, as a table, without a TPU.
+"""An optimizer step compiled for TPUs without a TPU, as a table.
 
-    .venv/bin/python -m benchmarks tpu_program --json tpu_program.json
+    .venv/bin/python -m benchmarks tpu_program --model gpt2
 
-One donated step with bfloat16 gradients: bytes that operands and results of all its
-instructions have, as they are laid out, without the layouts' padding, and those of them
-that lie in the device's memory and not on the chip; temporary and peak memory; bytes
-written by ``copy`` operations; kernels; and seconds to lower and compile. These are
-facts of the compiled program; nothing was run on a TPU. Needs the ``tpu-program``
-extra.
+The step is donated and has bfloat16 gradients. The table lists the bytes of operands
+and results of all its instructions as laid out, without the padding of layouts, and in
+the device's memory (not on the chip); temporary and peak memory; bytes written by
+``copy`` operations; kernels; and seconds to lower and compile. Nothing was run on a
+TPU. Needs the ``tpu-program`` extra.
 """
 
 import argparse
@@ -53,7 +52,7 @@ STEPS = {
     "sr_adamw": _step_of(lo.sr_adamw),
     "lpmm_adam, 12 bits": _step_of(lo.lpmm_adam, lower_lpmm_step),
 }
-"""By name, functions of leaves that lower a step: see :func:`.steps.lower_step`."""
+"""Functions that lower a step on leaves, by name; see :func:`.steps.lower_step`."""
 QUANTISED = {"lpmm_adam, 12 bits"}
 MODELS = {
     "4x4096": [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)] * 4,
@@ -63,10 +62,10 @@ MODELS = {
 
 
 def row(name: str, target: str, model: str, implementation: str | None) -> dict:
-    """The facts of one step."""
+    """Return the facts of one step."""
     mesh = tpu_mesh(TARGETS[target].topology)
     step = STEPS[name](MODELS[model], implementation, mesh=mesh)
-    # The work that memory sets a limit to: everything read and written once.
+    # The step needs at least the time to read and write everything once.
     gradients = 2 * step.parameters
     least = (2 * step.stored + gradients) / TARGETS[target].bandwidth
     return {
@@ -95,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--model", choices=MODELS, default="4x4096")
-    parser.add_argument("--implementation", help="of the steps; by default theirs")
+    parser.add_argument("--implementation", help="of the steps; default: their own")
     flags = parser.parse_args(argv)
     print("jax", jax.__version__)
     records.print_rows(

@@ -1,4 +1,4 @@
-"""``python -m benchmarks`` names what is there, and nothing else."""
+"""``python -m benchmarks`` lists all benchmarks, and nothing else."""
 
 import importlib
 import json
@@ -105,10 +105,10 @@ def test_figures_of_seeds_are_spread_and_compared_seed_by_seed(capsys):
     assert lines[2:] == ["| a | 0.5 ± 0.7 |  |", "| b | 2.5 ± 0.7 | 2.0 ± 0.0 |"]
 
 
-def test_every_paper_has_a_record_and_a_picture_in_the_evidence():
+def test_claims_name_every_paper_s_benchmark_and_show_its_picture():
     page = (FOLDER.parent / "docs" / "claims.md").read_text()
     for name, each in BENCHMARKS.items():
         if each.group == "papers":
             assert (FOLDER / "papers" / f"{name}.json").exists(), name
-            assert f"`python -m benchmarks {name}`" in page
+            assert f"(`{name}`" in page
             assert f"](evidence/{name}.png)" in page
