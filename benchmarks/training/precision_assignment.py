@@ -203,24 +203,14 @@ def label(run: dict) -> str:
     return run["assignment"]
 
 
-def diverged(run: dict) -> bool:
-    """Whether a loss of the last epoch was not finite."""
-    return not math.isfinite(run["train_loss"])
-
-
-def _groups(runs: Sequence[dict]) -> dict[tuple, list[dict]]:
-    """The runs that differ only in their seed, by (model, label, ratio)."""
+def table(runs: Sequence[dict]) -> str:
+    """Returns a line for each model, assignment and ratio, with spreads over seeds."""
+    heads = ("model", "assignment", "r", "low ratio", "last %", "best %", "loss")
     groups: dict[tuple, list[dict]] = {}
     for run in runs:
         groups.setdefault((run["model"], label(run), run["ratio"]), []).append(run)
-    return groups
-
-
-def table(runs: Sequence[dict]) -> str:
-    """One line for each model, assignment and ratio; mean and deviation over seeds."""
-    heads = ("model", "assignment", "r", "low ratio", "last %", "best %", "loss")
     rows = []
-    for (model, name, ratio), found in _groups(runs).items():
+    for (model, name, ratio), found in groups.items():
         lows = [run["low_ratio"] for run in found]
         percent = lambda key, found=found: reporting.spread(
             [100 * run[key] for run in found], 1
@@ -233,7 +223,7 @@ def table(runs: Sequence[dict]) -> str:
             percent("last_accuracy"),
             percent("best_accuracy"),
             reporting.spread([run["train_loss"] for run in found], 3),
-            f"{sum(map(diverged, found))}/{len(found)}",
+            f"{sum(not math.isfinite(x['train_loss']) for x in found)}/{len(found)}",
         ]
         rows.append(row)
     return records.table((*heads, "diverged"), rows)
