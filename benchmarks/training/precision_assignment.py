@@ -1,4 +1,4 @@
-"""Trains small networks under precision assignments and draws accuracy over memory.
+"""Trains small networks under precision assignments, and compares their accuracy.
 
     python -m benchmarks precision_assignment
     python -m benchmarks precision_assignment --models resnet --ratios 0 0.5 1
@@ -22,20 +22,21 @@ References:
 
 import argparse
 import hashlib
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 
+from benchmarks import records
 from benchmarks.training.images import (
     cifar_data,
     flags,
     mixed_training,
     reporting,
-    tradeoff,
     training_loop,
 )
 from lowbit_optax import precision
@@ -43,7 +44,7 @@ from tools.models.resnet import ResNet
 from tools.models.squeezenet import SqueezeNet
 
 MINUTES = 20
-NEEDS = ("flax", "matplotlib", "sklearn", "tqdm")
+NEEDS = ("flax", "sklearn", "tqdm")
 
 # By a multiplier of their widths. Both halve the image first and are narrower (by 4
 # and 8) and less deep than the originals, so that a CPU trains one in a minute.
@@ -52,6 +53,7 @@ MODELS = {
     "resnet": lambda width: ResNet(round(8 * width), (1, 1, 1, 1), stem_stride=2),
 }
 BASELINES = ("float32", "uniform", "operator_based", "operator_based_outputs")
+ORDERS = ("decreasing", "increasing", "random")
 RATIOS = tuple(tenths / 10 for tenths in range(11))
 
 
@@ -93,8 +95,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "least low-precision ratios of the demoted assignments"
     add("--ratios", nargs="*", type=float, default=RATIOS, metavar="R", help=text)
     text = "of the groups' sizes, in which they are demoted"
-    orders = tradeoff.ORDERS
-    add("--orders", nargs="+", choices=orders, default=["decreasing"], help=text)
+    add("--orders", nargs="+", choices=ORDERS, default=["decreasing"], help=text)
     add("--width", type=float, default=1.0, help="multiplies the channels")
     return parser.parse_args(argv)
 
@@ -194,10 +195,44 @@ def repeated(job: Job, mark: str, runs: list[dict]) -> dict | None:
     return None
 
 
+def label(run: dict) -> str:
+    """Returns the name of a run, the same for all ratios, models and seeds."""
+    if run["assignment"] == "demote":
+        promotion = "promotion" if run["promotion"] else "no promotion"
+        return f"{run['order']}, {promotion}"
+    return run["assignment"]
+
+
+def table(runs: Sequence[dict]) -> str:
+    """Returns a line for each model, assignment and ratio, with spreads over seeds."""
+    heads = ("model", "assignment", "r", "low ratio", "last %", "best %", "loss")
+    groups: dict[tuple, list[dict]] = {}
+    for run in runs:
+        groups.setdefault((run["model"], label(run), run["ratio"]), []).append(run)
+    rows = []
+    for (model, name, ratio), found in groups.items():
+        lows = [run["low_ratio"] for run in found]
+        percent = lambda key, found=found: reporting.spread(
+            [100 * run[key] for run in found], 1
+        )
+        row = [
+            model,
+            name,
+            "" if ratio is None else f"{ratio:g}",
+            "" if None in lows else reporting.spread(lows, 3),
+            percent("last_accuracy"),
+            percent("best_accuracy"),
+            reporting.spread([run["train_loss"] for run in found], 3),
+            f"{sum(not math.isfinite(x['train_loss']) for x in found)}/{len(found)}",
+        ]
+        rows.append(row)
+    return records.table((*heads, "diverged"), rows)
+
+
 def describe(job: Job) -> str:
     """Such as "resnet, decreasing, promotion 0.3, seed 0"."""
     ratio = "" if job.ratio is None else f" {job.ratio:g}"
-    return f"{job.model}, {tradeoff.label(job._asdict())}{ratio}, seed {job.seed}"
+    return f"{job.model}, {label(job._asdict())}{ratio}, seed {job.seed}"
 
 
 def train_all(args, dataset: cifar_data.Dataset) -> list[dict]:
@@ -222,14 +257,13 @@ def train_all(args, dataset: cifar_data.Dataset) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Runs what the command line asks for; returns the runs in the figure."""
+    """Runs what the command line asks for; returns the runs."""
     args = parse_args(argv)
     try:
         dataset = flags.load(args)
     except cifar_data.DataError as error:
         sys.exit(f"error: {error}")
     runs = train_all(args, dataset)
-    print(tradeoff.table(runs))
-    tradeoff.plot(args.output_dir / "tradeoff.png", runs)
-    print(f"figure and numbers in {args.output_dir}")
+    print(table(runs))
+    print(f"numbers in {args.output_dir}")
     return runs
