@@ -1,4 +1,4 @@
-"""Models of three sizes, and ways to train them, for ``compute_optimal``."""
+"""Models of three sizes for ``compute_optimal``, and the rows that train them."""
 
 import importlib
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from tools import is_installed
 from tools.models.gpt import GPT
 
 B1, B2, DECAY, CLIP = 0.9, 0.95, 0.1, 1.0
-"""Of all rows, and of the peers in PyTorch: as language models are trained."""
+"""AdamW's options in all rows, and in PyTorch; usual values for language models."""
 
 
 def loss_and_grads(loss_fn: Callable, params, tokens):
-    """Gradients have their weights' dtypes.
+    """Return the loss and its gradients, which have the dtypes of the weights.
 
-    Those of float8 weights are bfloat16, those of blocks of codes float32.
+    Gradients are bfloat16 for float8 weights, and float32 for quantised weights.
     """
     is_float8 = lambda x: (
         x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
@@ -57,7 +57,7 @@ def _lpmm(rate):
 
 
 def _flash(rate):
-    """FlashOptim's AdamW by XLA, as an optax transformation."""
+    """Return FlashOptim's AdamW without its kernels, as an optax transformation."""
     flash = importlib.import_module("flashoptim_jax")
     inner = flash.flash_adamw(
         rate, B1, B2, weight_decay=DECAY, master_weight_bits=24, fused=False
@@ -136,7 +136,7 @@ GPT2 = GPT(12, 768, 12, 1024, "full", jnp.bfloat16, 50257)
 
 
 class Size(NamedTuple):
-    """A model, for how many steps it is trained by default, and in which ways."""
+    """A model, its default number of steps, and its default rows."""
 
     model: GPT
     steps: int
@@ -144,7 +144,7 @@ class Size(NamedTuple):
 
     @property
     def learning_rate(self) -> float:
-        """The highest by default: wider models take smaller ones."""
+        """The default peak, which is smaller for wider models."""
         return 0.512 / self.model.width
 
 
