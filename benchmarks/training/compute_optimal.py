@@ -294,37 +294,20 @@ def _shown(found: dict) -> str:
     return records.shown(found, 4)
 
 
-def mean_curve(run: dict, base: dict) -> tuple[np.ndarray, np.ndarray]:
-    """A row's curve, and how far it is above its base's, seed by seed.
-
-    The row may have fewer seeds. So its curve is the base's mean plus that mean
-    distance.
-    """
-    of_seed = lambda run: dict(zip(run["seeds"], run["curves"], strict=True))
-    own, bases = of_seed(run), of_seed(base)
-    gap = np.mean([np.subtract(own[x], bases[x]) for x in own if x in bases], 0)
-    return np.mean([*bases.values()], 0) + gap, gap
-
-
-@pictures.panels(3.8, (4, 5))
-def draw(record: dict, losses, gaps) -> None:
-    """The whole curves, and how far from float32 the rows end."""
-    runs = record["runs"]
-    parts = np.arange(1, POINTS + 1) / POINTS
-    smooth = lambda curve: np.convolve(curve, np.ones(5) / 5, "valid")
-    shown = {name: run for name, run in runs.items() if name in ROWS}
-    for name, run in shown.items():
-        row = ROWS[name]
-        look = {"color": row.color, "ls": row.style, "lw": 1.2, "label": name}
-        curve, gap = mean_curve(run, runs[row.base])
-        losses.plot(parts[4:], smooth(curve), **look)
-        if name != row.base:
-            gaps.plot(parts[4:], smooth(gap), **look)
-    losses.set(xlabel="part of the training", ylabel="training loss, nats per byte")
-    lowest = min(np.min(run["curves"]) for run in shown.values())
-    losses.set(ylim=(lowest - 0.05, lowest + 1))
-    gaps.axhline(0, color="black", lw=0.8)
-    gaps.set(xlabel="part of the training", ylabel="minus that of float32")
-    gaps.set(xlim=(0.5, 1))
-    lines = losses.get_lines()
-    gaps.legend(handles=lines, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+@pictures.panels(5)
+def draw(record: dict, axes) -> str:
+    runs = {
+        f"lowbit, {name}" if name in ("low moments", "4-bit moments") else name: run
+        for name, run in record["runs"].items()
+        if name != _base(name) and "held_out" in run["gaps"]
+    }
+    found = {name: run["gaps"]["held_out"] for name, run in runs.items()}
+    sizes = {name: run["bytes_per_parameter"] for name, run in runs.items()}
+    label = "held-out loss minus float32's, nats per byte"
+    pictures.each_seed(axes, found, label, sizes=sizes)
+    names = {"bfloat16, nearest": "Plain bfloat16", "lowbit": "lowbit"}
+    return "; ".join(
+        f"{label} ends {found[name]['mean']:.3f} above float32"
+        for name, label in names.items()
+        if name in found
+    )

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import lowbit_optax
-from benchmarks import pictures, records
+from benchmarks import records
 from lowbit_optax import extra_bits, stochastic_rounding
 from tools.models.gpt import GPT
 
@@ -22,23 +22,20 @@ MUON = 5
 
 
 class Row(NamedTuple):
-    """An optimizer, how it keeps its weights, and its curve.
+    """An optimizer, and how it keeps its weights.
 
     Attributes:
       build: a function from a schedule of learning rates to the optimizer.
       dtype: the dtype of the weights; ``"mxfp8"`` if ``block_scale`` makes them, None
         if ``quantize_params`` does.
-      base: the row in float32 that it is compared with; its own name if it is that one.
-      color, style: the color and the line style of its curve.
-      has_master: whether the state takes the float32 start's low bits.
+      base: the name of the float32 row to compare with; its own name for this row.
+      has_master: whether the state keeps the low bits of the float32 weights.
       factor: a factor that multiplies the float32 weights at the start.
     """
 
     build: Callable[[optax.Schedule], optax.GradientTransformation]
     dtype: Any = jnp.bfloat16
     base: str = "float32"
-    color: str = "black"
-    style: str = "-"
     has_master: bool = True
     factor: float = 1.0
 
@@ -113,24 +110,19 @@ def muon(rate: optax.Schedule, **options) -> optax.GradientTransformation:
 
 
 def adamw() -> dict[str, Row]:
-    """Rows of AdamW."""
-
-    def row(weights, moments, color: str, style: str = "-", dtype=jnp.bfloat16):
-        look = {"color": pictures.COLORS[color], "style": style, "dtype": dtype}
-        return of(optax.adamw, weights, moments, **look)
-
+    """Return the rows of AdamW."""
     into = stochastic_rounding(error_feedback="mu")
+    plain = lowbit_optax.cast(jnp.bfloat16)
+    row = functools.partial(of, optax.adamw)
     return {
         "float32": of_float32(optax.adamw),
-        "bfloat16, nearest": row(
-            lowbit_optax.nearest(), lowbit_optax.cast(jnp.bfloat16), "nearest"
-        ),
-        "8 extra bits": row(extra_bits(8), None, "lowbit"),
-        "8 extra bits, low moments": row(extra_bits(8), "low", "lowbit", "--"),
-        "stochastic": row(stochastic_rounding(), None, "stochastic"),
-        "error into mu": row(into, None, "extra bits"),
-        "error into mu, low moments": row(into, "low", "extra bits", "--"),
-        "float16, 8 extra bits": row(extra_bits(8), None, "lowbit", ":", jnp.float16),
+        "bfloat16, nearest": row(lowbit_optax.nearest(), plain),
+        "8 extra bits": row(extra_bits(8)),
+        "8 extra bits, low moments": row(extra_bits(8), "low"),
+        "stochastic": row(stochastic_rounding()),
+        "error into mu": row(into),
+        "error into mu, low moments": row(into, "low"),
+        "float16, 8 extra bits": row(extra_bits(8), dtype=jnp.float16),
     }
 
 

@@ -1,4 +1,4 @@
-"""Trains small networks under precision assignments and draws accuracy over memory.
+"""Small networks trained with precision assignments, and their accuracy.
 
     python -m benchmarks precision_assignment
     python -m benchmarks precision_assignment --models resnet --ratios 0 0.5 1
@@ -22,20 +22,21 @@ References:
 
 import argparse
 import hashlib
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 
+from benchmarks import records
 from benchmarks.training.images import (
     cifar_data,
     flags,
     mixed_training,
     reporting,
-    tradeoff,
     training_loop,
 )
 from lowbit_optax import precision
@@ -43,7 +44,7 @@ from tools.models.resnet import ResNet
 from tools.models.squeezenet import SqueezeNet
 
 MINUTES = 20
-NEEDS = ("flax", "matplotlib", "sklearn", "tqdm")
+NEEDS = ("flax", "sklearn", "tqdm")
 
 # Functions of a factor for the width. Both networks halve the image first, and are
 # narrower (by 4 and 8) and less deep than the originals, so that a CPU trains one in a
@@ -53,6 +54,7 @@ MODELS = {
     "resnet": lambda width: ResNet(round(8 * width), (1, 1, 1, 1), stem_stride=2),
 }
 BASELINES = ("float32", "uniform", "operator_based", "operator_based_outputs")
+ORDERS = ("decreasing", "increasing", "random")
 RATIOS = tuple(tenths / 10 for tenths in range(11))
 
 
@@ -94,8 +96,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "minimal low-precision ratios of the demoted assignments"
     add("--ratios", nargs="*", type=float, default=RATIOS, metavar="R", help=text)
     text = "order by size in which groups are demoted"
-    orders = tradeoff.ORDERS
-    add("--orders", nargs="+", choices=orders, default=["decreasing"], help=text)
+    add("--orders", nargs="+", choices=ORDERS, default=["decreasing"], help=text)
     add("--width", type=float, default=1.0, help="multiplies the channels")
     return parser.parse_args(argv)
 
@@ -195,10 +196,55 @@ def repeated(job: Job, mark: str, runs: list[dict]) -> dict | None:
     return None
 
 
+def label(run: dict) -> str:
+    """Return the name of a run, which is the same for all ratios and seeds."""
+    if run["assignment"] == "demote":
+        promotion = "promotion" if run["promotion"] else "no promotion"
+        return f"{run['order']}, {promotion}"
+    return run["assignment"]
+
+
+def diverged(run: dict) -> bool:
+    """Return whether the mean loss of the last epoch is not finite."""
+    return not math.isfinite(run["train_loss"])
+
+
+def _groups(runs: Sequence[dict]) -> dict[tuple, list[dict]]:
+    """Return the runs that differ only in their seed, by (model, label, ratio)."""
+    groups: dict[tuple, list[dict]] = {}
+    for run in runs:
+        groups.setdefault((run["model"], label(run), run["ratio"]), []).append(run)
+    return groups
+
+
+def table(runs: Sequence[dict]) -> str:
+    """Return a table with a row for each model, assignment and ratio."""
+    heads = ["model", "assignment", "requested ratio", "low-precision ratio"]
+    heads += ["last accuracy, %", "best accuracy, %", "training loss", "diverged"]
+    rows = []
+    for (model, name, ratio), found in _groups(runs).items():
+        lows = [run["low_ratio"] for run in found]
+        percent = lambda key, found=found: reporting.spread(
+            [100 * run[key] for run in found], 1
+        )
+        row = [
+            model,
+            name,
+            "" if ratio is None else f"{ratio:g}",
+            "" if None in lows else reporting.spread(lows, 3),
+            percent("last_accuracy"),
+            percent("best_accuracy"),
+            reporting.spread([run["train_loss"] for run in found], 3),
+            f"{sum(map(diverged, found))}/{len(found)}",
+        ]
+        rows.append(row)
+    return records.table(heads, rows)
+
+
 def describe(job: Job) -> str:
     """Return a description such as "resnet, decreasing, promotion 0.3, seed 0"."""
     ratio = "" if job.ratio is None else f" {job.ratio:g}"
-    return f"{job.model}, {tradeoff.label(job._asdict())}{ratio}, seed {job.seed}"
+    return f"{job.model}, {label(job._asdict())}{ratio}, seed {job.seed}"
 
 
 def train_all(args, dataset: cifar_data.Dataset) -> list[dict]:
@@ -223,14 +269,13 @@ def train_all(args, dataset: cifar_data.Dataset) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Runs what the command line asks for; returns the runs in the figure."""
+    """Train the selected runs, print the table, and return the runs."""
     args = parse_args(argv)
     try:
         dataset = flags.load(args)
     except cifar_data.DataError as error:
         sys.exit(f"error: {error}")
     runs = train_all(args, dataset)
-    print(tradeoff.table(runs))
-    tradeoff.plot(args.output_dir / "tradeoff.png", runs)
-    print(f"figure and numbers in {args.output_dir}")
+    print(table(runs))
+    print(f"numbers in {args.output_dir}")
     return runs

@@ -11,10 +11,6 @@ import numpy as np
 
 from benchmarks import pictures, records
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; black is first,
-# for the float32 baseline.
-COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-
 
 class Result(NamedTuple):
     """One finished run, with the `metrics` that `training_loop.fit` returned."""
@@ -102,29 +98,21 @@ def _smooth(values: np.ndarray, window: int) -> np.ndarray:
     return sums / np.minimum(np.arange(1, len(values) + 1), window)
 
 
-def _draw(axes, x, curves: Sequence[np.ndarray], **style) -> None:
-    """Draws the mean of the seeds' curves, and their range as a band."""
-    axes.plot(x, np.mean(curves, 0), markersize=3, **style)
-    low, high = np.min(curves, 0), np.max(curves, 0)
-    axes.fill_between(x, low, high, color=style["color"], alpha=0.1, linewidth=0)
-
-
 @pictures.panels(4, (1, 1))
 def plot(results: Sequence[Result], loss_axes, test_axes) -> None:
     """Draws training loss and test accuracy over the epochs, all runs together."""
-    colours = zip(by_label(results).items(), COLOURS, strict=False)
-    for (label, runs), colour in colours:
-        style = {"label": label, "color": colour}
+    groups = by_label(results)
+    for label, look in pictures.looks(groups).items():
+        runs = groups[label]
         steps_per_epoch = runs[0].steps_per_epoch
         losses = np.array([run.metrics["loss"] for run in runs])
         window = max(1, min(steps_per_epoch, losses.shape[1] // 20))
         # At most 500 points per curve: more cannot be seen and only make the file big.
         shown = np.unique(np.linspace(0, losses.shape[1] - 1, 500).astype(int))
         smooth = [_smooth(loss, window)[shown] for loss in losses]
-        _draw(loss_axes, (shown + 1) / steps_per_epoch, smooth, **style)
+        pictures.band(loss_axes, (shown + 1) / steps_per_epoch, smooth, **look, ms=0)
         x = np.array([step for step, _ in runs[0].metrics["test"]]) / steps_per_epoch
         accuracies = [[100 * a for _, a in run.metrics["test"]] for run in runs]
-        _draw(test_axes, x, accuracies, marker="o", **style)
-    loss_axes.set(xlabel="epoch", ylabel="training loss, a running mean")
-    test_axes.set(xlabel="epoch", ylabel="test accuracy, %")
-    test_axes.legend()
+        pictures.band(test_axes, x, accuracies, **look, label=label)
+    loss_axes.set(xlabel="epoch", ylabel="training loss (lower is better)")
+    test_axes.set(xlabel="epoch", ylabel="test accuracy, % (higher is better)")
