@@ -130,10 +130,10 @@ def draw(record: dict, *both) -> str:
         axes.set(xlabel="share of the elements in 8 bits", xlim=(0, 1), ylim=(0, 100))
     both[0].set(ylabel="accuracy of each seed, % (higher is better)")
     trained = [found[f"decreasing, {ratio:g}"] for ratio in RATIOS]
-    share = max(x["low_ratio"]["mean"] for x in trained if not x["diverged"])
+    shares = [x["low_ratio"]["mean"] for x in trained if not x["diverged"]]
     return (
-        f"Up to {share:.0%} of the elements train in 8 bits if the largest groups are "
-        "demoted first; with promotion, every order trains"
+        f"Up to {max(shares, default=0):.0%} of the elements train in 8 bits if the "
+        "largest groups are demoted first; with promotion, every order trains"
     )
 
 

@@ -95,11 +95,9 @@ def text(record: dict) -> str:
 
 @pictures.panels(6.4, (4, 3), stack=True)
 def draw(record: dict, losses, sizes) -> str:
-    found = {
-        re.sub(r"(?<=bits), (\w+) (\d)", r", \2-bit \1 code", name): each
-        for name, each in record["held_out"].items()
-    }
-    found = {f"LPMM {x}" if "bits" in x else x: each for x, each in found.items()}
+    code = lambda name: re.sub(r"(\w+) (\d)$", r"\2-bit \1 code", name)
+    full = lambda name: f"LPMM {code(name)}" if "bits" in name else name
+    found = {full(name): each for name, each in record["held_out"].items()}
     pictures.each_seed(losses, found, "held-out loss, nats")
     bits = {name.replace("-", " "): {"": x} for name, x in record["bits"].items()}
     texts = {name: f"{x['']:.1f}" for name, x in bits.items()}

@@ -30,7 +30,6 @@ RUNS = {
 }
 TASKS = {"encoder": models.ENCODER, "GRU": models.GRU}
 RATES = {"encoder": 2e-3, "GRU": 0.3}
-TITLES = {"encoder": "encoder, AdamW", "GRU": "GRU, SGD"}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -81,7 +80,7 @@ def draw(record: dict, *both) -> str:
     for axes, (task, gaps) in zip(both, tasks, strict=True):
         label = "held-out loss minus float32's, nats"
         pictures.each_seed(axes, gaps["loss"], label, digits=4)
-        axes.set(title=TITLES[task])
+        axes.set(title=f"{task}, {'AdamW' if task == 'encoder' else 'SGD'}")
     return (
         "Nearest rounding of bfloat16 weights raises the loss; stochastic rounding and "
         "Kahan summation do not"

@@ -305,9 +305,6 @@ def draw(record: dict, axes) -> str:
     sizes = {name: run["bytes_per_parameter"] for name, run in runs.items()}
     label = "held-out loss minus float32's, nats per byte"
     pictures.each_seed(axes, found, label, sizes=sizes)
-    names = {"bfloat16, nearest": "Plain bfloat16", "lowbit": "lowbit"}
-    return "; ".join(
-        f"{label} ends {found[name]['mean']:.3f} above float32"
-        for name, label in names.items()
-        if name in found
-    )
+    ends = {name: f"{each['mean']:.3f} above float32" for name, each in found.items()}
+    plain, lowbit = map(ends.get, ("bfloat16, nearest", "lowbit"))
+    return f"Plain bfloat16 ends {plain}; lowbit ends {lowbit}"

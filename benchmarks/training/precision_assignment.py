@@ -204,25 +204,15 @@ def label(run: dict) -> str:
     return run["assignment"]
 
 
-def diverged(run: dict) -> bool:
-    """Return whether the mean loss of the last epoch is not finite."""
-    return not math.isfinite(run["train_loss"])
-
-
-def _groups(runs: Sequence[dict]) -> dict[tuple, list[dict]]:
-    """Return the runs that differ only in their seed, by (model, label, ratio)."""
-    groups: dict[tuple, list[dict]] = {}
-    for run in runs:
-        groups.setdefault((run["model"], label(run), run["ratio"]), []).append(run)
-    return groups
-
-
 def table(runs: Sequence[dict]) -> str:
     """Return a table with a row for each model, assignment and ratio."""
     heads = ["model", "assignment", "requested ratio", "low-precision ratio"]
     heads += ["last accuracy, %", "best accuracy, %", "training loss", "diverged"]
+    groups: dict[tuple, list[dict]] = {}
+    for run in runs:
+        groups.setdefault((run["model"], label(run), run["ratio"]), []).append(run)
     rows = []
-    for (model, name, ratio), found in _groups(runs).items():
+    for (model, name, ratio), found in groups.items():
         lows = [run["low_ratio"] for run in found]
         percent = lambda key, found=found: reporting.spread(
             [100 * run[key] for run in found], 1
@@ -235,7 +225,7 @@ def table(runs: Sequence[dict]) -> str:
             percent("last_accuracy"),
             percent("best_accuracy"),
             reporting.spread([run["train_loss"] for run in found], 3),
-            f"{sum(map(diverged, found))}/{len(found)}",
+            f"{sum(not math.isfinite(x['train_loss']) for x in found)}/{len(found)}",
         ]
         rows.append(row)
     return records.table(heads, rows)
