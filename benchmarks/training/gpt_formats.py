@@ -1,11 +1,11 @@
-"""Learning curves of a small GPT in each format, beside float32, on real text.
+"""Learning curves of a small GPT in each format, compared with float32.
 
     .venv/bin/python -m benchmarks gpt_formats
 
-The text is the sources of Python's standard library. The same starts and batches for
-all rows, over several seeds; the figures are differences of each seed to itself in
-float32. Muon has its own float32, and five times the learning rate. Two rows keep a
-running average of the weights as well: in float32, and in bfloat16 and 8 extra bits.
+The text is Python's standard library. All rows start from the same weights and use the
+same batches, and each seed is compared with its own float32 run. Muon is compared with
+Muon in float32, and has five times the learning rate. Two rows also keep a running
+average of the weights, in float32 and in bfloat16 with 8 extra bits.
 """
 
 import functools
@@ -27,10 +27,10 @@ NEEDS = ("matplotlib",)
 
 EMA = lowbit_optax.ema_of_params(0.99)
 POINTS = 40
-"""Of a curve."""
+"""The number of points of a curve."""
 
 AVERAGED = ("float32", "8 extra bits")
-"""The rows of whose weights a running average is kept."""
+"""The rows that keep a running average of their weights."""
 
 
 ROWS = format_rows.adamw() | {
@@ -50,7 +50,7 @@ CHANGED = ("error into mu", "error into mu, low moments", "Muon, 8 extra bits")
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(model: GPT, tx, is_averaged: bool, params, state, batches, windows):
-    """Losses of all steps, and on held-out text that of the weights and the average."""
+    """Return the losses of all steps, and the held-out losses at the end."""
 
     def step(carry, tokens):
         params, state, average = carry
@@ -71,7 +71,7 @@ def _run(model: GPT, tx, is_averaged: bool, params, state, batches, windows):
 
 
 def train(name: str, args, rows: dict[str, Row]) -> list[Run]:
-    """A run of each seed, by one compiled program."""
+    """Train one row with each seed, using one compiled program."""
     model = GPT(args.layers, args.width, 4, args.context)
     row, text = rows[name], stdlib_text.load()
     tx = row.build(optax.cosine_decay_schedule(args.learning_rate, args.steps, 0.1))
@@ -91,13 +91,14 @@ def train(name: str, args, rows: dict[str, Row]) -> list[Run]:
 
 
 def measure(args) -> dict:
-    """Of all rows, what :func:`format_rows.figures` makes of their runs."""
+    """Train all rows, and return their :func:`format_rows.figures`."""
     found = {name: train(name, args, ROWS) for name in ROWS}
     return {"runs": format_rows.figures(found, ROWS, POINTS)}
 
 
 def text(record: dict) -> str:
-    ends = {"held-out loss": 4, "of the average": 4}
+    ends = {"held-out loss": "held-out loss"}
+    ends["of the average"] = "held-out loss of averaged weights"
     return format_rows.table(record["runs"], ROWS, ends)
 
 
@@ -127,11 +128,11 @@ def draw(record: dict, axes) -> str:
 
 
 def options(doc: str | None, seeds: int) -> records.Options:
-    """The sizes of the model and of the training."""
+    """Return the options for the sizes of the model and the training."""
     made = records.Options(
         doc, seeds, layers=2, width=64, context=32, batch_size=16, steps=800
     )
-    made.add_argument("--learning-rate", type=float, default=3e-3, help="the first")
+    made.add_argument("--learning-rate", type=float, default=3e-3, help="at the start")
     return made
 
 

@@ -1,15 +1,15 @@
-"""Bits per parameter against the loss at the end: which formats no other beats.
+"""Bits per parameter and final loss of formats, and the best formats for their bits.
 
     .venv/bin/python -m benchmarks pareto
 
-Adam by weight formats and moment formats trains two small models with a
-learning rate that falls by a thousandth in a cosine, where formats of few bits fall
-behind: a network of two hidden layers on scikit-learn's digits, and a linear function
-of 64 inputs with noisy targets, whose loss shows noise of the weights alone. The same
-starts and batches for all, over several seeds; each is compared with itself in float32.
+Adam trains two small models with each pair of a weight format and a moment format. The
+models are a network with two hidden layers on scikit-learn's digits, and a linear
+function of 64 inputs with noisy targets, whose loss shows only the noise of the
+weights. The learning rate decays to a thousandth in a cosine, because formats with few
+bits fall behind at small learning rates. All runs of a seed start from the same weights
+and use the same batches, and each is compared with the float32 run of its seed.
 
-Bits are weights, what is kept of their
-masters, and moments, by ``memory_report`` of 4096 x 4096 parameters.
+Bits count weights, residuals and moments: ``memory_report`` of 4096 x 4096 parameters.
 """
 
 import functools
@@ -55,12 +55,12 @@ FLOAT32 = "float32"
 
 
 def names() -> list[str]:
-    """Of the runs: ``float32``, then weights and moments."""
+    """Return the names of the runs: ``float32``, then "weights, moments"."""
     return [FLOAT32, *(f"{w}, {m}" for w in WEIGHTS for m in moments_of(w))]
 
 
 def moments_of(weights: str) -> tuple[str, ...]:
-    """Those that are worth a run: of a few formats all."""
+    """Return the moment formats to train with: all of them for a few formats."""
     if weights in ("stochastic", "error into mu", "+8"):
         return tuple(MOMENTS)
     few = {"nearest": ("32", "8"), "+16": ("32", "8", "low"), "Kahan": ("32", "8")}
@@ -79,7 +79,7 @@ def optimizer(name: str, rate) -> optax.GradientTransformation:
 
 
 def start(name: str, tx, master):
-    """Parameters and state from float32 weights."""
+    """Return parameters and state from float32 weights."""
     if name.startswith("LPMM"):
         bits = int(name.split(", ")[0].split()[1])
         params = lowbit_optax.lpmm.quantize_params(master, bits=bits, min_size=0)
@@ -90,7 +90,7 @@ def start(name: str, tx, master):
 
 
 def bits_of(name: str) -> float:
-    """Per parameter."""
+    """Return the stored bits per parameter."""
     tx = optimizer(name, 1e-3)
     master = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)]
     params, _ = jax.eval_shape(functools.partial(start, name, tx), master)
@@ -119,7 +119,7 @@ TITLES = {"digits": "network on digits", "linear": "linear function, noisy targe
 
 
 def given(task: str, seed: int) -> tuple[list, jax.Array, jax.Array, float]:
-    """Start, inputs, targets and the least loss."""
+    """Return initial weights, inputs, targets and the minimum of the loss."""
     random = np.random.default_rng(seed)
     normal = lambda *shape: random.standard_normal(shape).astype(np.float32)
     if task == "digits":
@@ -145,7 +145,7 @@ def given(task: str, seed: int) -> tuple[list, jax.Array, jax.Array, float]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def train(task: str, name: str, steps: int, master, inputs, targets, chosen):
-    """The loss of all examples, the mean over ten points of the last hundredth."""
+    """Return the loss on all examples, as a mean over the last 1% of the steps."""
     rate = optax.cosine_decay_schedule(RATES[task], steps, 1e-3)
     tx, loss_fn = optimizer(name, rate), LOSSES[task]
     differentiate = lpmm.value_and_grad(loss_fn)
@@ -167,7 +167,7 @@ def train(task: str, name: str, steps: int, master, inputs, targets, chosen):
 
 
 def loss(task: str, name: str, steps: int, seed: int) -> float:
-    """Above the least."""
+    """Return the final loss minus the minimum."""
     master, inputs, targets, least = given(task, seed)
     random = np.random.default_rng((seed, 1))
     chosen = jnp.asarray(random.integers(0, TRAINING, (steps, BATCH)))
@@ -175,7 +175,7 @@ def loss(task: str, name: str, steps: int, seed: int) -> float:
 
 
 def front(bits: dict[str, float], loss: dict[str, float]) -> list[str]:
-    """The runs that none of fewer or as many bits beats, by rising bits."""
+    """Return the runs with a lower loss than all runs of fewer bits, in order."""
     found: list[str] = []
     for name in sorted(bits, key=lambda name: (bits[name], loss[name])):
         if not found or loss[name] < loss[found[-1]]:
@@ -184,7 +184,7 @@ def front(bits: dict[str, float], loss: dict[str, float]) -> list[str]:
 
 
 def excess(runs: dict, task: str) -> dict[str, dict]:
-    """Losses minus float32's of the same seed, in percent of float32's mean."""
+    """Return losses minus float32's loss, in percent of the mean float32 loss."""
     values = {name: each[task]["values"] for name, each in runs.items()}
     mean = np.mean(values[FLOAT32])
     gaps = {name: (100 * np.array(v) / mean) for name, v in values.items()}
@@ -248,9 +248,10 @@ def text(record: dict) -> str:
     columns = [
         {n: each[n] for n in sorted(bits, key=bits.get)} for each in found.values()
     ]
-    heads = [f"{task}, % above float32's" for task in LOSSES]
+    heads = [f"{task}: loss minus float32's, %" for task in LOSSES]
     best = [f"{n} ({bits[n]:.1f} bits)" for n in front(bits, _means(found["linear"]))]
-    return f"{records.listing(heads, *columns, digits=1)}\nfront: {'; '.join(best)}"
+    table = records.listing(heads, *columns, digits=1)
+    return f"{table}\nbest for their bits: {'; '.join(best)}"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Models of three sizes, and ways to train them, for ``compute_optimal``."""
+"""Models of three sizes for ``compute_optimal``, and the rows that train them."""
 
 import importlib
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from tools import is_installed
 from tools.models.gpt import GPT
 
 B1, B2, DECAY, CLIP = 0.9, 0.95, 0.1, 1.0
-"""Of all rows, and of the peers in PyTorch: as language models are trained."""
+"""AdamW's options in all rows, and in PyTorch; usual values for language models."""
 
 
 def loss_and_grads(loss_fn: Callable, params, tokens):
-    """Gradients have their weights' dtypes.
+    """Return the loss and its gradients, which have the dtypes of the weights.
 
-    Those of float8 weights are bfloat16, those of blocks of codes float32.
+    Gradients are bfloat16 for float8 weights, and float32 for quantised weights.
     """
     is_float8 = lambda x: (
         x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
@@ -56,7 +56,7 @@ def _lpmm(rate):
 
 
 def _flash(rate):
-    """FlashOptim's AdamW by XLA, as an optax transformation."""
+    """Return FlashOptim's AdamW without its kernels, as an optax transformation."""
     flash = importlib.import_module("flashoptim_jax")
     inner = flash.flash_adamw(
         rate, B1, B2, weight_decay=DECAY, master_weight_bits=24, fused=False
@@ -82,8 +82,8 @@ _float32 = format_rows.of_float32
 
 ROWS = {
     "float32": _float32(adamw),
-    # How far apart two runs come whose starts differ in the last bits of float32, or in
-    # those of bfloat16.
+    # These rows show how far apart two runs end if their initial weights differ in the
+    # last bits of float32, or in the last bits of bfloat16.
     "float32, start times 1 + 2^-20": _float32(adamw, factor=1 + 2.0**-20),
     "float32, start times 1 + 2^-9": _float32(adamw, factor=1 + 2.0**-9),
     "bfloat16, nearest": Row(
@@ -124,7 +124,7 @@ GPT2 = GPT(12, 768, 12, 1024, "full", jnp.bfloat16, 50257)
 
 
 class Size(NamedTuple):
-    """A model, for how many steps it is trained by default, and in which ways."""
+    """A model, its default number of steps, and its default rows."""
 
     model: GPT
     steps: int
@@ -132,7 +132,7 @@ class Size(NamedTuple):
 
     @property
     def learning_rate(self) -> float:
-        """The highest by default: wider models take smaller ones."""
+        """The default peak, which is smaller for wider models."""
         return 0.512 / self.model.width
 
 
