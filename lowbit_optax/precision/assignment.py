@@ -233,7 +233,7 @@ class Assignment:
         ratio = float(self.low_ratio)
         lines.append(f"{ratio:.3f} of the {self.plan.size} elements are low-precision")
         if self.plan.opaque:
-            lines.append(f"operations without rounding: {', '.join(self.plan.opaque)}")
+            lines.append(f"not rounded: arrays inside {', '.join(self.plan.opaque)}")
         return "\n".join(lines)
 
     def _levels(self) -> tuple[list[bool], list[bool]]:

@@ -22,7 +22,7 @@ Order = typing.Literal["decreasing", "increasing", "random"]
 
 
 def trace(loss_fn: Callable, params, *batch, has_aux: bool = False) -> PrecisionPlan:
-    """Find the tensors of a loss, and group them by the matrix products between them.
+    """Find the tensors of a loss, in groups that are separated by matrix products.
 
     The loss is traced, but not computed. Its tensors are the parameters, the results of
     matrix products and convolutions, carries of scans, results of branches and maximum
@@ -92,8 +92,8 @@ def demote(
 
     Args:
       plan: the tensors, from :func:`trace`.
-      ratio: the share to reach, from 0 (all high) to 1. Weight gradients count but stay
-        high, so with 1, all other arrays are low and ``low_ratio`` is below 1.
+      ratio: the ``low_ratio`` to reach, from 0 (all high) to 1. Weight gradients count
+        but stay high, so with 1, all other arrays are low and ``low_ratio`` is below 1.
       order: the order in which groups are demoted: ``"decreasing"`` size, or, for
         comparison, ``"increasing"`` size or ``"random"``. Groups of the same size are
         demoted in the order of the program.

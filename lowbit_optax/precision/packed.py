@@ -24,7 +24,7 @@ from pallas_kernels.layout import Layout, layout_of
 class PackedFloats:
     """An array, stored by :func:`pack` as packed bit patterns of a float format.
 
-    It is a pytree with one array. In ``lax.scan``, a slice of a stack is one layer.
+    It is a pytree with one array. ``lax.scan`` can loop over a stack of layers.
 
     Args:
       words: uint32 array of packed patterns, as :mod:`pallas_kernels.layout` describes.

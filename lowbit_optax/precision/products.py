@@ -72,7 +72,7 @@ def products(
     Returns:
       A :class:`Product` for each forward ``dot_general``, and one for each of its
       operands that has a cotangent. Convolutions, which are never native, are not
-      listed, and neither are products in while loops and in custom derivatives.
+      listed, nor are products in while loops and functions with a derivative rule.
 
     >>> import jax.numpy as jnp
     >>> from lowbit_optax import precision
@@ -152,10 +152,10 @@ def product_dtypes(
 
     Returns:
       The dtypes of the operands, or None if bfloat16 does not represent all numbers of
-      both formats. Formats with the layout of float8_e4m3fn or float8_e5m2 use these
-      dtypes; their bias b may have a magnitude of up to 63, and the operands are the
-      numbers times 2^b. All other formats use bfloat16, and so do two float8_e5m2
-      operands, because GPUs cannot multiply these.
+      both formats. If both formats have the layout of float8_e4m3fn or float8_e5m2, and
+      a bias b with a magnitude of up to 63, the dtypes are these, and operands are
+      numbers times 2^b. Otherwise, both dtypes are bfloat16, and so they are for two
+      float8_e5m2 operands, which GPUs cannot multiply.
 
     >>> from lowbit_optax.precision import HFP8
     >>> e4m3, e5m2 = map(FloatFormat.of, ("float8_e4m3fn", "float8_e5m2"))

@@ -90,8 +90,8 @@ def value_and_update(
         ``"device"``, or ``"pinned_host"`` for host memory. With host memory, the step
         copies the state of a layer to the device while it computes the layer's
         gradients, and back after the update. All other state is on the device. The step
-        moves state that is not; :func:`host_shardings` places it from the start.
-        Results do not change.
+        moves state that is in the wrong memory; use :func:`host_shardings` to place it
+        in advance. Results do not change.
       grad_dtype: the dtype of gradients of QuantizedTensors, any float dtype.
 
     Returns:
@@ -106,8 +106,8 @@ def value_and_update(
       ValueError: if ``max_grad_norm``, ``overflow`` or ``state_memory`` has a wrong
         value; if ``overflow="layer"`` is used without a loss scale or with
         ``max_grad_norm``; when the step is called, if the device has no such memory, if
-        a loss scale is inside another transformation, or if a parameter in a loop and
-        another parameter need each other's gradients.
+        a loss scale is inside another transformation, or if an update needs the
+        gradients of several parameters, one of which is updated in a loop.
       TypeError: if ``grad_dtype`` is not a float dtype; when the step is called, if a
         parameter is not an array, if the loss is not a real scalar, or if ``loss_fn``
         computes with a QuantizedTensor without dequantising it.

@@ -39,7 +39,7 @@ def explain(tx: Transformation, params: PyTree, **extra_args) -> Explanation:
       It does not contain leaves that only transformations of other packages update.
 
     Raises:
-      TypeError: if ``tx`` is not a transformation, or ``params`` is its state.
+      TypeError: if ``tx`` is not a transformation, or ``params`` is an optimizer state.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> params = {"w": jnp.ones((256, 256), jnp.bfloat16)}

@@ -236,8 +236,7 @@ def memory_report(
       QuantizedTensor, it counts float32 parameters. Notes below the table list the
       moments that are stored in float32. They also warn you if many parameters are
       float32, if a wrapper around ``lowbit`` prevents the fast path of
-      :func:`lowbit_optax.step`, and if a wrapper changes rounded updates, which is
-      wrong.
+      :func:`lowbit_optax.step`, or if it changes updates that are already rounded.
 
     Raises:
       TypeError: if ``tx`` is not a transformation, if ``params`` is the state of an

@@ -140,7 +140,7 @@ class Plan(Tabular):
         """
         names = [row.name for row in self.rows]
         if name not in names:
-            raise KeyError(f"plan: name must be in {', '.join(names)}, got {name!r}")
+            raise KeyError(f"plan: name must be among {', '.join(names)}, got {name!r}")
         return self.rows[names.index(name)]
 
     def table(self) -> Table:

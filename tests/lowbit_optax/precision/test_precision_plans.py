@@ -210,7 +210,7 @@ def test_what_cannot_be_looked_into_is_named(loss_fn, place, tmp_path):
     assert place in [t.name for t in plan.tensors]  # its result is a tensor
     assert not any(t.name.startswith(f"{place}/") for t in plan.tensors)
     assignment = precision.uniform(plan)
-    assert str(assignment).splitlines()[-1].endswith(f": {place}")
+    assert str(assignment).splitlines()[-1].endswith(f" {place}")
     assignment.save(tmp_path / "assignment.json")
     assert precision.load(tmp_path / "assignment.json").plan == plan
 

@@ -87,7 +87,7 @@ def test_bytes_are_those_of_one_device():
 
 
 def test_a_sharding_of_another_kind_is_refused():
-    with pytest.raises(TypeError, match=r"shardings .*NamedSharding.* Part"):
+    with pytest.raises(TypeError, match=r"shardings .*NamedSharding.* P"):
         step_memory(optax.sgd(0.1), _params(), _loss, BATCH, shardings=jax.P())
 
 
