@@ -30,9 +30,9 @@ to infinity. As in float32, a second moment that has overflowed stays infinite, 
 parameter stops changing. Signed codes store the largest value of the block instead, so
 that the moment can recover. In signed codes, magnitudes of 2^50 and more do not affect
 the scale either. For example, a gradient g of 2^64 overflows the second moment, and
-adds ``(1 - b1) g`` to the first moment, which is 2^57 for b1 = 0.99. If the scale
-included it, the block would lose all smaller moments. A negative number in an unsigned
-code becomes the smallest positive value.
+adds ``(1 - b1) g``, or 2^57 for b1 = 0.99, to the first moment. With a scale for such a
+value, the block would lose all smaller moments. A negative number in an unsigned code
+becomes the smallest positive value.
 """
 
 import dataclasses
@@ -249,10 +249,7 @@ def rounding_offset(dropped: int, words: jax.Array | None) -> jax.Array:
 
 
 def rounding_thresholds(words: jax.Array | None) -> jax.Array:
-    """Return random thresholds between 0 and 1: the midpoints of 2^12 intervals.
-
-    If ``words`` is None, the threshold is 1/2.
-    """
+    """Return midpoints of 2^12 random intervals in [0, 1], or 1/2 without ``words``."""
     if words is None:
         return jnp.float32(0.5)
     number = (words >> jnp.uint32(32 - RANDOM_BITS)).astype(jnp.int32)

@@ -1,7 +1,4 @@
-"""Second moments as floats with few bits, relative to the exponent of the block.
-
-:mod:`lowbit_optax._numerics.codes` explains codes and their rounding.
-"""
+"""Second moments as floats with few bits, relative to the exponent of the block."""
 
 import dataclasses
 import math
@@ -61,7 +58,7 @@ class Float(Code):
         step = self._dropped if self.scale == "bfloat16" else 23
         span = self.largest_field << self._dropped
         largest = _rounded_up(pattern + jnp.int32(_MARGIN), self._dropped)
-        # In a block that is not all zeros, field 0 must decode to a normal number.
+        # Unless the whole block is 0, field 0 must decode to a normal number.
         largest = jnp.maximum(largest, jnp.int32(ONE_EXPONENT + span))
         first = largest - jnp.int32(span)
         if step > self._dropped:
@@ -81,7 +78,6 @@ class Float(Code):
         base, _ = prepared
         infinity = jnp.int32(self.infinity_field << self._dropped)
         above = operations.pattern_above(x, base, infinity)
-        # Move the field to the leading bits of a word.
         free = 32 - self.bits
         above = as_fields(above) << jnp.uint32(free - self._dropped)
         offset = lax.bitcast_convert_type(rounding_offset(free, words), jnp.uint32)

@@ -138,10 +138,7 @@ def magnitude_of(x: jax.Array) -> jax.Array:
 
 
 def exponent_and_significand(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return float32's exponent and its significand with the hidden bit.
-
-    The exponent of subnormal numbers is 1.
-    """
+    """Return float32's exponent (1 for subnormals) and significand with hidden bit."""
     hidden = 1 << MANTISSA
     stored = magnitude >> jnp.uint32(MANTISSA)
     fraction = magnitude & jnp.uint32(hidden - 1)

@@ -99,7 +99,6 @@ def round_to_grid(
 
 
 def _round_to_grid(x: jax.Array, grid: Grid, random: jax.Array | None):
-    """Round one array; see :func:`round_to_grid`."""
     magnitude = magnitude_of(x)
     exponent, significand = exponent_and_significand(magnitude)
     shift = jnp.where(

@@ -123,7 +123,6 @@ class Linear(InUnits):
 
     @property
     def _zero(self) -> int:
-        """Field of 0."""
         return 2 ** (self.bits - 1) if self.signed else 0
 
     def encode_fields(self, x, prepared, words, multiply_add=multiply_add):

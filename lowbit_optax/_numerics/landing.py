@@ -39,7 +39,6 @@ class Replacement:
     is_direct = True
 
     def of(self, param, grad) -> "Replacement":
-        """Return the landing of one leaf."""
         return self
 
     def land(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -73,7 +72,6 @@ class Addition:
     is_direct = False
 
     def of(self, param, grad) -> "Addition":
-        """Return the landing of one leaf."""
         is_wanted = self.like_grads and param.dtype == grad.dtype
         if not is_wanted or not is_narrow(grad.dtype):
             return self
@@ -82,12 +80,9 @@ class Addition:
     def land(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return ``(parameter that the addition gives, update to add)``.
 
-        Args:
-          old, new: arrays with the same narrow dtype.
-
-        Returns:
-          ``(landed, update)``. ``landed`` is ``round(float32(old) + update)``, bit for
-          bit. It is ``new``, except in the cases in the docstring of the module.
+        ``old`` and ``new`` have the same narrow dtype. The parameter is
+        ``round(float32(old) + update)``, bit for bit. It is ``new``, except in the
+        cases in the docstring of the module.
         """
         update = self.cast(difference(old, new))
         return narrow_or_cast(to_float32(old) + to_float32(update), old.dtype), update

@@ -76,18 +76,12 @@ def significant_bits(bits: int) -> int:
     1/8 larger than necessary. For shorter codes, delta has the largest number of bits
     that keeps products exact. It then follows the largest weight, which is always
     exactly a code.
-
-    Args:
-      bits: k, number of bits of a code.
     """
     return 24 - bits if bits <= 6 else 4
 
 
 def delta_of(maximum: jax.Array, bits: int) -> jax.Array:
-    """Return the float32 step sizes of blocks with these largest finite magnitudes.
-
-    The step size of a block of zeros is 0.
-    """
+    """Return float32 step sizes for the largest magnitudes of blocks; 0 for 0."""
     dropped = 24 - significant_bits(bits)
     largest = np.float32(np.finfo(np.float32).max / largest_code(bits))
     pattern = as_fields(maximum * np.float32(1 / largest_code(bits)))

@@ -1,8 +1,4 @@
-"""Second moments on a logarithmic grid that is as fine as the range of the block
-allows.
-
-:mod:`lowbit_optax._numerics.codes` explains codes and their rounding.
-"""
+"""Second moments on a logarithmic grid, as fine as the range of a block allows."""
 
 import dataclasses
 import math
@@ -153,8 +149,8 @@ def _positive(fields: jax.Array, prepared: Prepared, of_zero: int) -> jax.Array:
 def _bend(above: jax.Array, shift: jax.Array, multiply_add: MultiplyAdd) -> jax.Array:
     """Return the correction from a pattern to a logarithm, plus the pattern of 2^23.
 
-    Between two numbers of a grid, the pattern is linear in x. With the correction it is
-    an approximation of the logarithm, which is exact on the grid.
+    The pattern is linear in x between two numbers of a grid. The correction is 0 on the
+    grid.
     """
     period = jnp.uint32(1) << shift
     rest = _number(above & (period - jnp.uint32(1)))
@@ -177,5 +173,4 @@ def _shifted_up(x: jax.Array, dropped: jax.Array) -> jax.Array:
 
 
 def _number(x: jax.Array) -> jax.Array:
-    """Return integers of less than 24 bits as float32."""
     return lax.bitcast_convert_type(x, jnp.int32).astype(jnp.float32)

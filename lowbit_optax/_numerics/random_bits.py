@@ -172,7 +172,6 @@ class ToNearest(RandomBits):
         super().__init__(jnp.uint32(0), jnp.uint32(0))
 
     def words(self, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
-        """Return the word 2^31, which is half a unit, for each element."""
         return jnp.full(shape, 0x80000000, jnp.uint32)
 
 

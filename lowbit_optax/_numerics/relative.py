@@ -3,9 +3,9 @@
     r = mu / root(nu)        mu' = r root(nu')        nu': nu after rounding
 
 By the Cauchy-Schwarz inequality, Adam's ``|mu| / sqrt(nu)`` is below a constant for any
-gradients: 7.27 for ``b1 = 0.9`` and ``b2 = 0.999``. Therefore, all r of a block are of
-similar size, even if the gradients are not. An error of r is an error of the update, in
-units of the learning rate.
+gradients: 7.27 for ``b1 = 0.9`` and ``b2 = 0.999``. Therefore, all r of a block
+have similar sizes, even if the gradients are not. An error of r changes the
+update by this error times the learning rate.
 
 The division uses the root of nu before it is rounded, and the multiplication uses the
 root of the stored nu'. Therefore, rounding changes mu' and root(nu') by the same

@@ -1,7 +1,4 @@
-"""A code for sums of gradients, which wraps another code.
-
-:mod:`lowbit_optax._numerics.codes` explains codes and their rounding.
-"""
+"""A code for sums of gradients, which wraps another code."""
 
 import dataclasses
 
