@@ -127,9 +127,7 @@ class Code:
         return pattern + jnp.int32(self._above)
 
     def magnitude_of(self, key: jax.Array) -> jax.Array:
-        """Return the float32 magnitude of a :meth:`magnitude_key`; 0 for a negative
-        key.
-        """
+        """Return the float32 magnitude of a :meth:`magnitude_key`, or 0 if negative."""
         return float_of(jnp.maximum(key - jnp.int32(self._above), jnp.int32(0)))
 
     def keys(self, x: jax.Array) -> tuple[jax.Array, ...]:
@@ -237,8 +235,7 @@ def shift_and_round(
 
 
 def rounding_offset(dropped: int, words: jax.Array | None) -> jax.Array:
-    """Return the number that, added before ``dropped`` bits are dropped, rounds
-    integers.
+    """Return the number to add before ``dropped`` bits are dropped, to round.
 
     At least RANDOM_BITS bits must be dropped. ``words`` is as in
     :meth:`Code.encode_fields`. The result is int32 and less than ``2^dropped``.

@@ -27,8 +27,7 @@ _MARGIN = 16  # units in the last place
 
 @dataclasses.dataclass(frozen=True)
 class Float(Code):
-    """Floats with m mantissa bits, whose exponents count from the exponent of the
-    block.
+    """Floats with m mantissa bits, whose exponents are relative to the block.
 
     The float32 patterns of non-negative numbers are integers in the order of the
     numbers, and between two numbers of m bits the pattern is linear in x. A field is

@@ -167,9 +167,7 @@ def round_off(value: jax.Array, shift, random: RoundingBits = None) -> jax.Array
 def rounded_before_shift(
     value: jax.Array, shift, random: RoundingBits = None
 ) -> jax.Array:
-    """Return the value that :func:`round_off` shifts; its last bits are not dropped
-    yet.
-    """
+    """Return the value that :func:`round_off` shifts, before bits are dropped."""
     if random is TOWARD_ZERO:
         return value
     one = jnp.uint32(1)

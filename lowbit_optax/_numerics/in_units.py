@@ -332,8 +332,7 @@ class Dynamic(InUnits):
         return 10.0 ** (self._decades + 1) * scale / (1 if self.signed else 5)
 
     def _place(self, number: jax.Array, multiply_add: MultiplyAdd) -> jax.Array:
-        """Return 2^11 + k for the value of magnitude k, interpolated between
-        magnitudes.
+        """Return 2^11 + k for the value of magnitude k, with interpolation.
 
         The interpolation is linear. Within a decade, it solves the formula of the class
         for k + 1/2, which is 2^i at the start of the decade. The result is the minimum

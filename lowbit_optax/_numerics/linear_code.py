@@ -124,8 +124,7 @@ def encode(
     words: jax.Array | None,
     multiply_add: MultiplyAdd = multiply_add,
 ) -> jax.Array:
-    """Return the uint32 fields of float32 values, with prepared step sizes of their
-    shape.
+    """Return the uint32 fields of float32 values. Step sizes have the same shape.
 
     The leading 23 bits of ``words`` are random. If None, round to nearest, ties to
     even.

@@ -217,9 +217,7 @@ class Draws:
         return self.random.words(shape, self.spare) * factor
 
     def even(self, shape: tuple[int, ...], number: int) -> jax.Array:
-        """Return uint32 :mod:`.even_words`, or the words of :meth:`twelve` without a
-        phase.
-        """
+        """Return uint32 :mod:`.even_words`, or :meth:`twelve` without a phase."""
         if self.phase is None:
             return self.twelve(shape, number)
         index = self.random.index
@@ -373,9 +371,7 @@ def row_major(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _place_on_first_axes(shape: tuple[int, ...]) -> jax.Array | None:
-    """Return the number that updates the keys of a leaf of more than 2^32 elements, or
-    None.
-    """
+    """Return a number for the keys if a leaf has more than 2^32 elements, or None."""
     first = 0
     while math.prod(shape[first:]) > COUNTERS:
         first += 1

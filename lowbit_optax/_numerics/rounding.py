@@ -53,8 +53,7 @@ def pattern_of(
     rounding: Rounding,
     random: float_layouts.RoundingBits = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return ``(sign, w)`` of a float32 master as uint32, with the sign in the first
-    bit.
+    """Return ``(sign, w)`` of a float32 master as uint32. The sign is the first bit.
 
     The pattern of a NaN is one that stays NaN when the parameter is rounded. ``random``
     specifies how the master is rounded to k extra bits, as in

@@ -14,8 +14,7 @@ _SHOWN = 3
 
 
 def storage_formats(tx: Transformation, params: PyTree) -> dict[str, str]:
-    """Return how each array of parameters and state is stored, as text for a
-    checkpoint.
+    """Describe the format of each stored array, as text for a checkpoint.
 
     Packed words do not record their format: codes of two formats may have the same
     shape and dtype, and Orbax casts arrays of another dtype. Therefore, save the result

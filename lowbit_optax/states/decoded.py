@@ -69,8 +69,7 @@ class Recorded:
 def recorded_nodes(
     tx: Transformation, params
 ) -> tuple[list[tuple[KeyPath, typing.Any]], trees.PyTreeDef]:
-    """Return the nodes of ``tx.init``'s state with their paths, and the outer
-    structure.
+    """Return the nodes of a new state of ``tx`` with paths, and their structure.
 
     A node is a :class:`Recorded` instead of a LowbitState, or a shape. The parameters
     may be arrays or ShapeDtypeStructs. Two ``lowbit`` for one parameter raise a

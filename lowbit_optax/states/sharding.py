@@ -34,8 +34,7 @@ def state_shardings(
     mesh: Mesh | AbstractMesh | None = None,
     uneven: Uneven = "error",
 ):
-    """Return shardings of the optimizer state, for ``jax.jit(tx.init,
-    out_shardings=...)``.
+    """Return shardings of the state for ``jax.jit(tx.init, out_shardings=...)``.
 
     Without them, ``jax.jit(tx.init)`` puts the zeros of the state on one device.
     Moments, residuals, packed words and scales have the rank of their parameter and get
@@ -172,8 +171,7 @@ def _on_other_axes(placed: _Placed, parts: Sequence[StateLeaf]) -> _Placed:
 
 
 def _moved(sharding: NamedSharding, shapes: Sequence[tuple[int, ...]]) -> NamedSharding:
-    """Return a sharding with other axes, so that all of these arrays divide into
-    shards.
+    """Return a sharding along other axes, into which all of these arrays divide.
 
     Kernels choose axes in the same way when they update shards. If no other axis
     divides, the axis does not change.

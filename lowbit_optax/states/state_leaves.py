@@ -55,8 +55,7 @@ class StateLeaf:
 
     @property
     def kind(self) -> typing.Literal["residual", "codes", "scales", "blank"] | None:
-        """Part of a weight or moment format that the leaf stores; None without a
-        format.
+        """Part of a weight or moment format in the leaf; None without a format.
 
         A leaf in a tree of codes is packed codes, or a moment that is not encoded. A
         blank is the place of a parameter for which nothing is stored; see
