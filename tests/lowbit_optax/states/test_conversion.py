@@ -439,18 +439,18 @@ def test_biases_and_normalisations_stay_float32_as_with_from_master():
 REFUSED = {
     "another optimizer": (
         _sgd(), _sgd(), _adamw(kahan()), {},
-        r"to_tx keeps state\[0\]\.mu\['bias'\], which from_tx does not.*Accepted are",
+        r"to_tx keeps state\[0\]\.mu\['bias'\], which from_tx does not.*from_master",
     ),
     "no momentum": (
         _sgd(), _sgd(), optax.sgd(0.1), {},
-        r"from_tx keeps state.*\.trace\['bias'\], which to_tx does not.*Accepted are",
+        r"from_tx keeps state.*\.trace\['bias'\], which to_tx does not.*from_master",
     ),
     "one accumulator more": (
         _sgd(), _sgd(), optax.MultiSteps(_sgd(), 2), {},
         r"to_tx keeps state.*acc_grads\['bias'\], which from_tx does not",
     ),
     "a state of another transformation": (
-        FLOAT32, _adamw(kahan()), FLOAT32, {}, "state.* but from_tx keeps a LowbitState"
+        FLOAT32, _adamw(kahan()), FLOAT32, {}, "state.* LowbitState.*from_tx"
     ),
     "a state of other weights": (
         _adamw(kahan()), _adamw(extra_bits(8)), FLOAT32, {},
@@ -462,8 +462,7 @@ REFUSED = {
     ),
     "a state of other parameters": (
         FLOAT32, FLOAT32, FLOAT32, dict(params=_OTHER),
-        r"state\[0\]\.mu\['kernel'\] is float32\[8, 8\], but for these params from_tx "
-        r"keeps bfloat16\[64, 24\]",
+        r"state\[0\]\.mu\['kernel'\] must be bfloat16\[64, 24\].*got float32\[8, 8\]",
     ),
     "too many bits for the dtype": (
         _adamw(kahan()), _adamw(kahan()), _adamw(extra_bits(16)), dict(dtype=F16),
@@ -471,7 +470,7 @@ REFUSED = {
     ),
     "an integer dtype": (
         FLOAT32, FLOAT32, FLOAT32, dict(dtype=jnp.int8),
-        r"convert: dtype .*int8.*accepted are floating",
+        r"convert: dtype .*floating.*int8",
     ),
     "dtypes of other leaves": (
         FLOAT32, FLOAT32, FLOAT32, dict(dtype={"kernel": BF16}),
@@ -479,11 +478,11 @@ REFUSED = {
     ),
     "shapes of other parameters": (
         FLOAT32, FLOAT32, FLOAT32, dict(dtype=_OTHER),
-        r"params\['kernel'\] has shape \[64, 24\], but dtype has \[8, 8\] there",
+        r"dtype for params\['kernel'\] .*\[64, 24\], got \[8, 8\]",
     ),
     "parameters that a wrapper makes": (
         optax.flatten(_adamw(kahan())), optax.flatten(_adamw(kahan())), FLOAT32, {},
-        "from_tx hands params to lowbit, which params do not have; accepted are",
+        "wrappers in from_tx must keep the structure of params",
     ),
 }  # fmt: skip
 
