@@ -155,7 +155,7 @@ class WeightFormat:
         return None
 
     def join(self, param: jax.Array, residual: Residual) -> jax.Array:
-        """Return the float32 master, or the parameter where they do not match."""
+        """Return the float32 master, or the parameter where the residual is stale."""
         return self.widen(param)
 
     def inner_weight(self, param: jax.Array, residual: Residual) -> jax.Array:
@@ -178,7 +178,7 @@ class WeightFormat:
     def residual(
         self, master: jax.Array, param: jax.Array, random: RandomBits
     ) -> Residual:
-        """Return the residual with which ``join`` is nearest to ``master``.
+        """Return the residual that brings ``join`` closest to ``master``.
 
         Args:
           master: float32 array.

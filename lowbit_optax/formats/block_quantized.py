@@ -123,7 +123,7 @@ class BlockQuantized(BlockMomentFormat):
     def _code_and_scale(self):
         second = {8: "float", 4: "sqrt"}.get(self.bits, "nested")
         code = self.code or ("companded" if self.signed else second)
-        # Powers of two do not make "log" coarser, and division by them is exact.
+        # Powers of two make division exact, and they are not coarser for "log".
         return code, self.scale or ("power_of_two" if code == "log" else "bfloat16")
 
     def for_field(self, name, is_second, bound=None, is_orthogonalized=False):

@@ -34,7 +34,7 @@ _NAME = re.compile(rf"(nearest|toward_zero|stochastic)_(\d+|most)_bits_v{VERSION
 
 
 def extra_bits_named(name: str, param, residual) -> WeightFormat | None:
-    """Return the format of a residual with this name, or None if it is not extra bits."""
+    """Return the format of a residual with this name, or None for other formats."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None

@@ -47,7 +47,7 @@ class MomentFields:
         return True if self is _UNKNOWN and field in _SECOND_MOMENTS else None
 
 
-# In states that are not in the table, these names have the same meaning as in optax.
+# If a state is not in the table, these names have the same meaning as in optax.
 _FIRST_MOMENTS = frozenset({"mu", "m", "m1", "m2", "trace", "exp_avg", "g"})
 _SECOND_MOMENTS = frozenset(
     {"nu", "nu_max", "v", "n", "sum_of_squares", "e_g", "e_x", "exp_avg_sq"}
