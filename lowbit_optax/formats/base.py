@@ -9,9 +9,9 @@ leaves. A kernel calls them with rows of a leaf, so methods that a kernel calls 
 elementwise.
 
 You may change parameters between two steps, for example to prune them, to project them
-or to replace them with averages. The residuals then belong to other parameters.
-Therefore, ``join``, ``inner_weight`` and ``advance`` must ignore the residual of an
-element if rounding the stored master could not have produced its parameter.
+or to replace them with averages. The residuals then no longer match. Therefore,
+``join``, ``inner_weight`` and ``advance`` must ignore the residual of an element if
+rounding the stored master could not have produced its parameter.
 """
 
 import dataclasses
@@ -75,10 +75,10 @@ class WeightFormat:
     ``residual_name``, ``init``, ``join`` and ``residual``. If it packs them, it must
     also define ``width`` and ``on_fields``.
 
-    A format may define ``split`` and ``store`` if it is cheaper to compute the
-    parameter and the residual together. It may define ``sum_stream``, or ``advance``
-    with a false ``stores_sum``, if it does more than store the sum of master and
-    update. The defaults of all other methods are correct for every format.
+    It may define ``split`` and ``store`` if it is cheaper to compute the parameter and
+    the residual together. If an update is more than a float32 addition, it may define
+    ``sum_stream``, or define ``advance`` and let ``stores_sum`` return False. The
+    defaults of all other methods are correct for every format.
     """
 
     reads_stored_moments: typing.ClassVar[bool] = False
@@ -103,10 +103,10 @@ class WeightFormat:
 
     @property
     def error_feedback(self) -> str | None:
-        """The moment that receives the rounding errors of weights, or None.
+        """The field of the moment that receives rounding errors of weights, or None.
 
-        This is the name of its field. If it is not None, ``stores_sum`` must be false;
-        see :mod:`lowbit_optax._step.error_feedback`.
+        If it is not None, ``stores_sum`` must be False; see
+        :mod:`lowbit_optax._step.error_feedback`.
         """
         return None
 

@@ -190,8 +190,7 @@ class LowMoments(MomentFormat):
     """The format for ``moments="low"``.
 
     Second moments have 6 bits. First moments have 4 bits, relative to the root of a
-    second moment, if a second moment of the same state bounds them, and 8 bits
-    otherwise.
+    second moment of the same state that bounds them, or 8 bits if the state has none.
     """
 
     def for_field(self, name, is_second, bound=None, is_orthogonalized=False):
@@ -217,7 +216,8 @@ def block_quantized(
 
     Each value x is stored as an integer c, its code, which represents the number y(c).
     The scale s of a block is as small as possible while all values of the block are in
-    range. ``code`` chooses the function y. With 8 bits, it is, without the sign:
+    range. ``code`` chooses the function y. For 8 bits and positive values, it is one
+    of:
 
     - ``"linear"``: ``c / 127``. The steps are equal, so values far below the largest
       value of their block are lost.
@@ -237,19 +237,20 @@ def block_quantized(
       cover all positive values of the block. With 6 bits, values more than 61 octaves
       below the largest become the smallest of these numbers. Zero is stored exactly.
       Rounding keeps the mean of the logarithm instead of the mean of x, so that updates
-      are neither too long nor too short on average. It supports 8 and 6 bits.
+      are neither too long nor too short on average. This code supports 8 and 6 bits.
     - ``"dynamic"``: Dettmers' dynamic exponent map, without its value +1.
 
     ``"float"``, ``"log"``, ``"sqrt"`` and ``"nested"`` cannot store negative values.
     All codes store second moments without a sign. A second moment that is not zero
     never becomes zero, because its root divides the update. ``lowbit`` knows the second
     moments of optax and of :func:`lowbit_optax.formats.register_moments`. In other
-    states, these are the fields with optax's names, such as ``nu``, ``v`` and
+    states, they are the fields with optax's names, such as ``nu``, ``v`` and
     ``exp_avg_sq``.
 
-    8 bits follow AdamW in float32 even if one value of a block is 1,000 times as large
-    as the others. 4 bits for ``mu`` with 8 bits for ``nu`` do too, with noise of a
-    quarter of the update, because they store the ratio of ``mu`` to the root of ``nu``:
+    With 8 bits, AdamW follows float32 even if one value of a block is 1,000 times as
+    large as the others. With 4 bits for ``mu`` and 8 bits for ``nu``, it does too, with
+    noise of a quarter of the update, because 4 bits store the ratio of ``mu`` to the
+    root of ``nu``:
 
         r = mu / sqrt(nu),  mu' = r sqrt(nu'),  nu' the stored second moment
 
@@ -276,7 +277,7 @@ def block_quantized(
       rounding: ``"stochastic"`` or ``"nearest"``. Each step changes a moment only a
         little, so with nearest rounding, a second moment does not even decay. If None,
         Muon's momentum, whose gradients are larger than a step, is rounded to nearest,
-        and all other moments are rounded stochastically.
+        and other moments are rounded stochastically.
       scale: ``"bfloat16"``, or ``"power_of_two"``, which is up to twice as coarse, but
         makes division exact. Both are stored in bfloat16. If None, ``"log"`` uses
         powers of two, and other codes use bfloat16. ``"nested"`` supports only None.
@@ -301,7 +302,7 @@ def block_quantized(
     References:
       Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization".
       Gupta et al. 2025, "Effective Quantization of Muon Optimizer States", for
-      ``"linear"`` in Muon.
+        ``"linear"`` in Muon.
       Li et al. 2023, "Memory Efficient Optimizers with 4-bit States".
       ITU-T G.711, "Pulse code modulation of voice frequencies".
 

@@ -1,10 +1,10 @@
 """Extra bits: the parameter, and the next k bits of its master in packed words.
 
 If all bits of float32 are kept (k = 16 for bfloat16, 13 for float16 in its normal
-range), the master is the float32 master, bit for bit. The only exception are some NaNs:
-float32 has 2^24 - 2 NaNs, but the 2^8 - 2 NaNs of bfloat16 make only 2^24 - 2^17 pairs
-with a 16-bit residual. The other 2^17 - 2 NaNs become a neighbouring NaN. Otherwise,
-the parameter of a NaN master could be a number.
+range), the master is the float32 master, bit for bit. The only exceptions are some
+NaNs: float32 has 2^24 - 2 NaNs, but the 2^8 - 2 NaNs of bfloat16 make only 2^24 - 2^17
+pairs with a 16-bit residual. The other 2^17 - 2 NaNs become a neighbouring NaN.
+Otherwise, the parameter of a NaN master could be a number.
 """
 
 import dataclasses
@@ -192,14 +192,15 @@ def extra_bits(
       residual_rounding: how the master is rounded to k more bits; with the largest k,
         it is not rounded. ``"stochastic"`` keeps the mean. ``"nearest"`` loses every
         update below half of the last kept bit (below 2^-17 with 8 bits and a bfloat16
-        weight of 1.0). ``"toward_zero"`` drops all bits after the last kept bit. It
-        loses updates away from zero that are smaller than this bit, and enlarges such
-        updates toward zero to it. With ``rounding="toward_zero"``, it is the paper's
-        base scheme: the leading 16 bits of a float32 master are its bfloat16 parameter,
-        and the next k bits are the residual.
-      sum_rounding: how the float32 sum of master and update is rounded first.
-        ``"nearest"``, as in float32 training, loses updates below 2^-25 of the weight.
-        ``"stochastic"`` keeps their mean at any learning rate (see
+        weight of 1.0). ``"toward_zero"`` drops all bits after the last kept bit. If an
+        update is smaller than this bit, it is lost if it points away from zero, and
+        enlarged to the size of the bit if it points toward zero. With
+        ``rounding="toward_zero"``, this is the paper's base scheme: the leading 16 bits
+        of a float32 master are its bfloat16 parameter, and the next k bits are the
+        residual.
+      sum_rounding: how the float32 sum of master and update is rounded, before any
+        other rounding. ``"nearest"``, as in float32 training, loses updates below 2^-25
+        of the weight. ``"stochastic"`` keeps their mean at any learning rate (see
         :mod:`lowbit_optax._numerics.sums`), and adds 17 machine instructions per
         parameter to the kernel of ``lowbit_adamw``, compiled for an H200.
 

@@ -38,8 +38,8 @@ def kahan_named(name: str, param, residual) -> WeightFormat | None:
     """Return the format of a residual with this name, or None if it is not Kahan's.
 
     A state does not record how its parameters were rounded. The format assumes
-    stochastic rounding, whose errors are up to twice as large, so that it drops no
-    compensation.
+    stochastic rounding, because its errors are up to twice as large, and none may be
+    dropped.
     """
     found = _NAME.fullmatch(name)
     if found is None:
@@ -184,18 +184,15 @@ def kahan(
     for a weight w, its update u and its compensation c. The master is ``w - c``.
 
     Args:
-      rounding: how the parameter is rounded. ``"stochastic"`` combines both methods of
-        the paper.
-      residual_rounding: how the compensation is rounded. ``"nearest"``, as in the
-        paper, loses every update smaller than about 2^-18 of a bfloat16 parameter,
-        because the compensation also has only 8 significant bits. ``"stochastic"``
-        keeps the mean of such updates. None is ``"stochastic"`` with
-        ``arithmetic="float32"``, and ``"nearest"`` with ``arithmetic="param"``.
+      rounding: how w is rounded. ``"stochastic"`` combines both methods of the paper.
+      residual_rounding: how c is rounded. ``"nearest"``, as in the paper, loses every
+        update smaller than about 2^-18 of a bfloat16 weight, because c also has only 8
+        significant bits. ``"stochastic"`` keeps the mean of such updates, and is the
+        default with ``arithmetic="float32"``.
       arithmetic: ``"float32"`` rounds only stored values. ``"param"`` rounds after
         every operation of the summation, like hardware that computes in the parameter's
-        dtype, and stores the compensation in this dtype.
-      float_format: the format of parameters and compensations; see
-        :func:`lowbit_optax.nearest`.
+        dtype, and stores c in this dtype.
+      float_format: the format of w and c; see :func:`lowbit_optax.nearest`.
 
     Returns:
       A weight format. It needs 2 bytes per parameter, for a bfloat16 compensation.

@@ -24,8 +24,7 @@ class Significand:
 
     Args:
       bits: the number m of mantissa bits.
-      saturates: whether values above the largest number become this number instead of
-        infinity.
+      saturates: whether larger values become the largest number instead of infinity.
     """
 
     bits: int
@@ -89,8 +88,7 @@ def significand_of(name: str, float_format: typing.Any) -> Significand | None:
     if float_format is None:
         return None
     accepted = (
-        f"FloatFormat(8, m) with m from 1 to {_BFLOAT16_BITS}, the usual bias and any "
-        "overflow"
+        f"FloatFormat(8, m) with m from 1 to {_BFLOAT16_BITS}, and with any overflow"
     )
     if not isinstance(float_format, FloatFormat):
         raise TypeError(
@@ -100,8 +98,8 @@ def significand_of(name: str, float_format: typing.Any) -> Significand | None:
     fits = 1 <= bits <= _BFLOAT16_BITS
     if not fits or float_format != FloatFormat(8, bits, overflow=overflow):
         raise ValueError(
-            f"{name}: float_format must fit in bfloat16 with all its exponents, as "
-            f"{accepted} does, got {float_format}"
+            f"{name}: float_format must be {accepted}, so that it fits in bfloat16 "
+            f"with all its exponents, got {float_format}"
         )
     return Significand(bits, overflow == "saturate")
 
@@ -185,10 +183,7 @@ class StochasticRounding(WeightFormat):
 
 @dataclasses.dataclass(frozen=True)
 class MasterCopyFormat(WeightFormat):
-    """Stores the float32 master as the residual.
-
-    The master is valid while it rounds to the parameter.
-    """
+    """The residual is the float32 master, valid while it rounds to the parameter."""
 
     @property
     def residual_name(self):
@@ -219,8 +214,8 @@ def _same(a: jax.Array, b: jax.Array) -> jax.Array:
     """Return whether narrow numbers have the same bit pattern or are both 0."""
     layout = float_layouts.layout_of(a.dtype)
     a, b = float_layouts.to_bits(a), float_layouts.to_bits(b)
-    # A parameter of 0 may have another sign than its master; see landing.py. The master
-    # may be as large as 2^-10 in float8. In bfloat16, it is at most 2^-134, so join
+    # A parameter of 0 may have another sign than its master; see landing.py. In float8,
+    # this master may be as large as 2^-10. In bfloat16, it is at most 2^-134, so join
     # ignores this case.
     return (a == b) | (((a | b) & jnp.uint32(layout.largest)) == 0)
 
@@ -236,9 +231,9 @@ def nearest(*, float_format: FloatFormat | None = None) -> WeightFormat:
     Args:
       float_format: ``FloatFormat(8, m)`` from :mod:`lowbit_optax.precision` with m from
         1 to 7. bfloat16 parameters are then rounded to its numbers, which need 9 + m
-        bits. A step still stores them in bfloat16 and saves no memory, but
-        :func:`lowbit_optax.precision.pack` stores them in 9 + m bits, for example in a
-        file. None uses all numbers of the parameter's dtype.
+        bits. A step still stores them in bfloat16, so it saves no memory. To save them
+        in 9 + m bits, use :func:`lowbit_optax.precision.pack`. None uses all numbers of
+        the dtype.
 
     Returns:
       A weight format. It needs no memory besides the parameter.
@@ -265,15 +260,15 @@ def stochastic_rounding(
 
         p' = SR(float32(p) + update)
 
-    With ``error_feedback="mu"``, the parameter is not rounded at random. The rounding
-    error e is added to the first moment, which returns it to the parameter over the
-    next steps. The parameter becomes the neighbour that is nearer to the point to which
-    the moment would still move it:
+    With ``error_feedback="mu"``, the rounding error e is added to the first moment,
+    which returns it to the parameter over the next steps. The parameter is then not
+    rounded at random, but to the neighbour that is nearer to where the moment will move
+    it:
 
         e = p + update - p';    mu' = mu - e (a - b1) / (eta b1),    a = 1 - eta lambda
         p' nearest to p + update - mu (eta b1) / (a - b1)
 
-    where eta is the step per unit of mu, and lambda is the weight decay. Both are
+    Here, eta is the step per unit of mu, and lambda is the weight decay. Both are
     computed from the inner update, which may be any update that is linear in the
     moment.
 

@@ -170,10 +170,7 @@ class QuantizedFields:
         return linear_code.magnitude_key(x)
 
     def scale_of(self, key: jax.Array, old: jax.Array | None = None) -> jax.Array:
-        """Return the uint32 scales of blocks from the maxima of their keys.
-
-        Old scales are kept if they fit.
-        """
+        """Return uint32 scales for maxima of keys; old scales are kept if they fit."""
         maximum = linear_code.magnitude_of(key)
         if old is None:
             return as_fields(linear_code.delta_of(maximum, self.bits))

@@ -72,11 +72,10 @@ def quantized_weights(*, rounding: Rounding = "stochastic") -> WeightFormat:
 
         theta' = Q(theta + u)
 
-    The update u is computed from the rounded moments that are stored.
-
-    ``lowbit`` uses this format for every :class:`.lpmm.QuantizedTensor` of the
-    parameters. Pass it as ``weights`` to choose its rounding. Other leaves in fewer
-    than 32 bits are then rounded to nearest.
+    The update u is computed from the rounded moments that are stored. ``lowbit`` uses
+    this format for every :class:`.lpmm.QuantizedTensor` of the parameters. Pass it as
+    ``weights`` to choose its rounding. Other leaves in fewer than 32 bits are then
+    rounded to nearest.
 
     Args:
       rounding: ``"stochastic"``, with E[Q(x)] = x, or ``"nearest"``, which loses

@@ -118,11 +118,7 @@ class LogNormal(Scaling):
         return jnp.where(state.weight > 0, by_statistics, jnp.float32(self.initial))
 
     def _halved(self, scale, state: LogNormalState, is_infinite) -> jax.Array:
-        """Return half the scale, if mean gradients do not become subnormal.
-
-        An infinity, unlike a NaN, shows that gradients are too large, and always halves
-        the scale.
-        """
+        """Return half the scale, but keep gradients of the mean size normal numbers."""
         # The smallest normal number is about 4 / limit in float16 and other dtypes.
         exponent = jnp.float32(2 - math.log2(self.limit)) - self._mean(state)
         # One octave less per 1 / (1 - decay) overflows in a row.

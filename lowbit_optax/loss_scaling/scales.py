@@ -19,10 +19,7 @@ LARGEST_SCALE = 2.0**126
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Base class of rules that choose the loss scale.
-
-    Subclasses define :meth:`init` and :meth:`next`.
-    """
+    """Chooses the loss scales. Subclasses define :meth:`init` and :meth:`next`."""
 
     def init(self) -> tuple[jax.Array, typing.Any]:
         """Return the first scale (float32 scalar) and state of the scaling."""

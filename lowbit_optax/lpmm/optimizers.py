@@ -48,14 +48,14 @@ def lpmm_sgd(
       learning_rate: the learning rate eta, a number or a schedule.
       momentum: the decay rate beta. None means no momentum, so that m_t = g_t.
       nesterov: see ``optax.sgd``.
-      weight_decay: the weight decay d, which is added to the gradient (not decoupled);
-        0 if None.
+      weight_decay: the weight decay d, added to the gradient (not decoupled); 0 if
+        None.
       momentum_bits: 8 or 4, in Dettmers' dynamic exponent code, as in the paper; 8 if
         None.
       block_size: number of momentum values that share a scale; 2048 if None. The block
         size of the weights is an argument of :func:`lowbit_optax.lpmm.quantize_params`.
-      rounding: ``"stochastic"`` or ``"nearest"``, for weights and momentum; stochastic
-        if None.
+      rounding: how weights and momentum are rounded, ``"stochastic"`` or ``"nearest"``;
+        stochastic if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
         ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
@@ -121,10 +121,8 @@ def lpmm_adam(
       learning_rate: the learning rate eta, a number or a schedule.
       b1, b2, eps, eps_root, nesterov: see ``optax.adam``.
       weight_decay: the decoupled weight decay d, as in ``optax.adamw``; 0 if None.
-      momentum_bits, block_size: bits and block size of m; see :func:`lpmm_sgd`. v is
-        stored in ``block_quantized(8)``, in which no value becomes 0.
-      rounding: ``"stochastic"`` or ``"nearest"``, for weights and m; stochastic if
-        None. v is always rounded stochastically.
+      momentum_bits, block_size, rounding: see :func:`lpmm_sgd`, with m as the momentum.
+        v is stored in ``block_quantized(8)``, in which no value becomes 0.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
         ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 

@@ -35,8 +35,7 @@ def quantize_params(
 
         x ~ c delta,  |c| <= B = 2^(bits-1) - 1,  delta >= max |x| / B
 
-    Each value x is stored as an integer c, its code. Each block of neighbouring values
-    has one step size delta.
+    A value x is stored as an integer c, its code, with one step size delta per block.
 
     Args:
       params: tree of arrays. Leaves that are not floating-point do not change.
@@ -48,13 +47,13 @@ def quantize_params(
       rounding: ``"nearest"``, which has the smallest error, or ``"stochastic"``.
         Training steps use the rounding of the optimizer instead.
       stacked: a function that returns whether the first axis of a leaf is a stack of
-        layers, from the path of the leaf, such as ``"['layers']['bias']"``. This axis
-        is not packed, so you can slice it or scan over it. You need it if a layer does
-        not divide well into rows of 8, as in a stack of vectors; see
+        layers, from the leaf's path, such as ``"['layers']['bias']"``. This axis is not
+        packed, so you can slice it or scan over it. You need ``stacked`` if a layer
+        does not divide well into rows of 8, as with vectors; see
         :func:`pallas_kernels.layout_of`.
 
     Returns:
-      The tree with a :class:`QuantizedTensor` for each larger float leaf. It needs
+      The tree with a :class:`QuantizedTensor` for each larger float leaf, which needs
       ``bits + 32 / block_size`` bits per parameter.
 
     Raises:

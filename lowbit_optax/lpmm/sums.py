@@ -1,8 +1,8 @@
 """Add gradients to accumulators in place: a kernel decodes, adds and encodes.
 
-``Launches`` runs these kernels like the kernels of updates: small leaves share a
-launch, layers stay in their stacks, and each device adds its own shards. Array
-operations add leaves that kernels do not support.
+``Launches`` runs these kernels like the kernels of updates. Small leaves share a
+launch, layers stay stacked, and each device adds its own shards. Array operations add
+leaves that kernels do not support.
 """
 
 import dataclasses
@@ -199,10 +199,7 @@ def _can_tile(arrays: Leaf) -> bool:
 
 
 def zeros(leaf) -> jax.Array:
-    """Return float32 zeros with the shape of a leaf, which may be a QuantizedTensor.
-
-    The zeros have the sharding of the leaf if it is an array.
-    """
+    """Return float32 zeros with the shape and, for arrays, the sharding of a leaf."""
     if trees.is_quantized(leaf):
         return jnp.zeros(leaf.shape, jnp.float32)
     return jnp.zeros_like(leaf, jnp.float32)
