@@ -165,7 +165,7 @@ class WeightFormat:
     def round(
         self, master: jax.Array, dtype: jnp.dtype, random: RandomBits
     ) -> jax.Array:
-        """Return the parameter of a master.
+        """Return the parameter that belongs to a master.
 
         Args:
           master: float32 array.

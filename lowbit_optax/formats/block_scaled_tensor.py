@@ -2,9 +2,8 @@
 
     x ~ code * 2^e,    e the smallest integer with max |x| <= 448 * 2^e over the block
 
-448 is the largest number of float8_e4m3fn, so no value saturates. (With the rule of the
-OCP specification, e = floor(log2 max |x|) - 8, scaled values from 448 to 512 become
-448.)
+448 is the largest number of float8_e4m3fn, so no value saturates. (With the exponent of
+the OCP specification, floor(log2 max |x|) - 8, scaled values up to 512 become 448.)
 
 Scales are at least 2^-96. Products of a code and its scale, even with 20 extra bits,
 are then normal float32 numbers, and therefore exact.
@@ -141,7 +140,8 @@ def check_axis(shape: tuple[int, ...], axis: int) -> None:
         raise ValueError(f"axis {axis} is out of range for shape {list(shape)}")
     if shape[axis] % BLOCK:
         raise ValueError(
-            f"axis {axis} of shape {list(shape)} must be a multiple of {BLOCK} long"
+            f"the length of axis {axis} must be a multiple of {BLOCK}, got shape "
+            f"{list(shape)}"
         )
 
 

@@ -115,7 +115,7 @@ def format_named(name: str, param, residual) -> WeightFormat:
         if (found := named(name, param, residual)) is not None:
             return found
     raise ValueError(
-        f"the name of residuals in the state must belong to a weight format, got "
+        "the name of residuals in the state must belong to a weight format, got "
         f"{name!r}; was the state saved with another version of lowbit_optax?"
     )
 

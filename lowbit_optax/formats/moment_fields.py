@@ -29,7 +29,8 @@ class MomentFields:
       orthogonalized: averages of matrices whose directions all get the same size. Noise
         in the weak directions matters, so the codes have equal steps.
       start: the field of the initial weights, for optimizers that learn their step size
-        from the distance to them. Their first steps are shorter than rounding errors.
+        from the distance to them. Their first steps are so short that rounding errors
+        look like a large distance.
     """
 
     averages: tuple[str, ...] = ()

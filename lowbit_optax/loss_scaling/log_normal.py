@@ -167,24 +167,24 @@ def log_normal_scale(
     a step, the scale is at most 2^floor(log2(limit) - x), so that the same gradients
     would not overflow. After other steps, it changes as follows:
 
-    - After an overflow, the scale is halved, or becomes the scale of the formula if it
-      was larger. A NaN does not show how large a gradient was. Therefore, consecutive
-      NaNs halve the scale only while gradients of the mean size stay normal numbers,
-      which are at least 4 / limit. Below, it falls by one octave per 1 / (1 - decay)
-      NaNs. An infinity always halves it.
-    - After zero gradients, the scale becomes the scale of the formula if it was
-      smaller. The gradients may have underflowed, so after n such steps in a row, the
-      scale is ``3 (n (1 - decay))^2`` octaves larger.
+    - After an overflow, a scale above the formula becomes the scale of the formula, and
+      any other scale is halved. A NaN does not show how large a gradient was.
+      Therefore, consecutive NaNs halve the scale only while gradients of the mean size
+      stay normal numbers, which are at least 4 / limit. From there, the scale falls by
+      one octave per 1 / (1 - decay) NaNs. An infinity always halves it.
+    - After zero gradients, a scale below the formula becomes the scale of the formula.
+      The gradients may have underflowed, so n such steps in a row raise the formula by
+      ``3 (n (1 - decay))^2`` octaves.
     - Without statistics, ``initial`` replaces the formula (after zeros, 1 if that is
       larger), and overflows halve the scale down to ``smallest``.
 
     If three consecutive x are more than 3 sigma above the mean, or three are more than
-    3 sigma below it, gradients have changed. The third x then restarts the statistics.
-    Before that, x below the mean do not lower the scale.
+    3 sigma below it, their distribution has changed. The third x then restarts the
+    statistics. Before that, x below the mean do not lower the scale.
 
     OpenSeq2Seq's description has only the formula, and overflows only skip the update.
-    If gradients grew, its scale would continue to overflow. If they shrank, they would
-    vanish, because sigma counts the change as spread.
+    If gradients grew, they would continue to overflow. If they shrank, they would
+    continue to vanish, because sigma counts the change as spread.
 
     Args:
       initial: the scale of the first step.

@@ -50,15 +50,15 @@ def with_loss_scale(
     transformation runs on zeros, and its results are discarded.
 
     Args:
-      inner: an optax transformation, such as a transformation of this package. If
-        ``inner`` is ``lowbit``, a skipped step changes nothing in it. You can also put
-        this function inside ``lowbit``, but ``lowbit`` then counts skipped steps too.
+      inner: any optax transformation, including transformations of this package. If it
+        is ``lowbit``, a skipped step changes nothing in it. You can also put this
+        function inside ``lowbit``, but ``lowbit`` then counts skipped steps too.
       scaling: the result of :func:`static_scale`, :func:`backoff_scale` or
         :func:`log_normal_scale`.
 
     Returns:
       An optax transformation. Pass gradients from :func:`scaled_value_and_grad` to it.
-      Gradients of the unscaled loss become too small, and it cannot detect them.
+      It cannot detect gradients of the unscaled loss, which become too small.
       :func:`lowbit_optax.step` computes the new parameters directly, without updates.
 
     Raises:

@@ -84,7 +84,7 @@ def accumulate_gradients(
     ``optax.apply_if_finite`` inside detects it.
 
     Args:
-      inner: an optax transformation, such as a transformation of this package.
+      inner: any optax transformation, including transformations of this package.
       every: N, at least 1.
       format: moment format of the sums. The default is the paper's format: 8 bits, the
         linear code, blocks of 64 rows by 32 columns and stochastic rounding. The error
