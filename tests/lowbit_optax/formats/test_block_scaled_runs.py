@@ -69,7 +69,7 @@ def test_quantised_weights_of_other_kinds_turn_into_each_other():
 
 def test_a_checkpoint_of_blocks_along_another_axis_is_refused():
     other = block_scale(MASTER, axis=-1)
-    with pytest.raises(ValueError, match=r"scales_e8m0 .* \[2, 96\], not \[64, 3\]"):
+    with pytest.raises(ValueError, match=r"scales_e8m0.*\[64, 3\].*\[2, 96\]"):
         serialization.from_bytes(other, serialization.to_bytes(begun()[0]))
     saved = storage_formats(TX, LIKE)
     assert saved["params['w']"] == (

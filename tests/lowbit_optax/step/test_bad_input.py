@@ -117,9 +117,7 @@ def test_a_leaf_that_the_format_cannot_hold(dtype, bits, most):
     params["dense"]["kernel"] = jnp.ones((8, 8), jnp.float32)
     tx = lowbit(optax.sgd(0.1), weights=extra_bits(bits), moments="float32")
     name = jnp.dtype(dtype).name
-    with pytest.raises(
-        ValueError, match=f"{BIAS}.*{name} takes 0 to {most}.*not {bits}"
-    ):
+    with pytest.raises(ValueError, match=f"{BIAS}.*{most}.*{name}.*{bits}"):
         tx.init(params)
     held = lowbit(optax.sgd(0.1), weights=extra_bits(most), moments="float32")
     assert held.init(params)
