@@ -63,12 +63,7 @@ def run(
 ) -> Stepped:
     """Run a step with the given implementation, or with the best one for the platform.
 
-    If ``warn`` is True, this warns about large leaves that XLA updates on an
-    accelerator.
-
-    Raises:
-      ValueError: if ``implementation`` requires kernels, but no kernel can update a
-        leaf.
+    If ``warn`` is True, it warns about large leaves that XLA updates on an accelerator.
     """
     update = optax.with_extra_args_support(inner).update
     update = functools.partial(update, **extra_args)

@@ -63,7 +63,7 @@ class ChangedUpdateError(ValueError):
 def check_updates(
     graph: Graph, updates: Sequence[Node], nodes: Sequence, params
 ) -> None:
-    """Raise an error if a wrapper changes an update of ``lowbit``.
+    """Raise ChangedUpdateError if a wrapper changes an update of ``lowbit``.
 
     Args:
       graph: the graph of the wrapper's update, in which each update of this package is
@@ -71,22 +71,16 @@ def check_updates(
       updates: the resulting updates, in the order of the parameters' leaves.
       nodes: the parameters in the graph, in the same order, each a tree of nodes.
       params: tree of the parameters.
-
-    Raises:
-      ChangedUpdateError: with the paths of the parameters.
     """
     changes = _Changes(graph)
     _raise_for(params, map(changes.changed, updates, nodes))
 
 
 def check_state(state, params) -> None:
-    """Raise an error if the state belongs to a wrapper that is known to change updates.
+    """Raise ChangedUpdateError for the state of a wrapper that changes updates.
 
-    ``optax.contrib.mechanize`` cannot be traced with gradients whose dtype differs from
-    the parameters' dtype.
-
-    Raises:
-      ChangedUpdateError: with the paths of the parameters.
+    ``optax.contrib.mechanize`` cannot be traced if gradients and parameters differ in
+    dtype.
     """
     if any(map(holds_lowbit, trees.all_of(optax.contrib.MechanicState, state))):
         _raise_for(params, itertools.repeat(True))
@@ -141,7 +135,7 @@ class _Changes:
     def _is_passed_on(self, node: Node, is_skipped: bool = False) -> bool:
         """Return whether a node is an unchanged update, or zeros in a skipped step.
 
-        ``is_skipped`` is True if operations after the node replace it by zeros in some
+        ``is_skipped`` is True if later operations replace the node by zeros in some
         steps.
         """
         if node not in self._made_of_updates:

@@ -178,12 +178,7 @@ class Lowbit(Stepper):
     def open(
         self, params, state, grads, guard: Guard | Unguarded, landing: Landing
     ) -> Step:
-        """Check the arguments of a step, and split them into leaves.
-
-        Raises:
-          TypeError, ValueError: if the arguments do not match, with the path of the
-            leaf.
-        """
+        """Check the arguments of a step, and split them into leaves."""
         if params is None:
             raise ValueError(
                 "lowbit: update needs params, got None. Call tx.update(grads, state, "
@@ -215,9 +210,6 @@ class Lowbit(Stepper):
         Args:
           names, params: paths and leaves.
           shardings: result of :meth:`leaf_shardings`; None in ``init``.
-
-        Raises:
-          TypeError, ValueError: if a weight format cannot store a leaf, with its path.
         """
         choose = functools.partial(format_of, self.weights, self.min_size)
         places = shardings or [None] * len(params)
@@ -227,12 +219,7 @@ class Lowbit(Stepper):
     def stored_leaves(
         self, names: Sequence[str], params: Sequence, treedef, residual
     ) -> list[StoredLeaf]:
-        """Check the residuals of parameters, and return leaves with residuals.
-
-        Raises:
-          TypeError, ValueError: if a residual does not match, with the path of the
-            leaf.
-        """
+        """Check the residuals of parameters, and return leaves with residuals."""
         shardings = self.leaf_shardings(treedef.unflatten(params))
         leaves = self._placed(self.leaves(names, params, shardings), treedef)
         name = self.weights.residual_name
@@ -272,11 +259,7 @@ class Lowbit(Stepper):
         return MomentPlan(self.inner, self.moments, leaves, expected, self.min_size)
 
     def check_start(self, leaves: Sequence[StoredLeaf], inner_state) -> None:
-        """Raise an error if the inner state would measure distances in rounding errors.
-
-        Raises:
-          InexactWeightsError: with the path of the leaf and the field of the state.
-        """
+        """Raise InexactWeightsError if the inner state needs exact weights."""
         has_start = lambda x: fields_of(type(x)).start is not None
         starts = {}
         for state in jax.tree.leaves(inner_state, is_leaf=has_start):

@@ -78,12 +78,10 @@ class InnerUpdate:
 
     @functools.cached_property
     def graph(self) -> Graph:
-        """The graph of the update."""
         return Graph(self.closed)
 
     @functools.cached_property
     def nodes(self) -> UpdateNodes:
-        """The inputs and outputs of the graph."""
         step = self.step
         parts_of = step.parts_of_updates
         grads, state, masters = jax.tree.unflatten(self.arguments, self.graph.inputs)
@@ -106,10 +104,7 @@ class InnerUpdate:
 
     @property
     def keeps_structure(self) -> bool:
-        """Whether the state has the same structure before and after.
-
-        If not, the parts before and after the update cannot be paired.
-        """
+        """Whether parts of the state before and after the update can be paired."""
         return self.arguments.children()[1] == self.state_structure
 
     @property
@@ -126,13 +121,7 @@ class InnerUpdate:
         return [self._feedback(number, part) for number, part in parts]
 
     def _feedback(self, number: int, part: int | None) -> Feedback | None:
-        """Return the :class:`.Feedback` of a leaf as nodes.
-
-        This adds nodes to the graph. For the formulas, see :mod:`.error_feedback`.
-
-        Raises:
-          ValueError: if the update is not linear in the momentum.
-        """
+        """Return the feedback of a leaf, as new nodes of the graph."""
         leaf, nodes = self.step.leaves[number], self.nodes
         update = nodes.updates[number]
         if leaf.format is None or leaf.format.error_feedback is None:
@@ -223,11 +212,7 @@ class InnerUpdate:
 
 
 def trace_update(update: Callable, step: Step) -> InnerUpdate:
-    """Trace an inner update, which is a function of gradients, inner state and masters.
-
-    Raises:
-      TypeError: if the update uses a scalar hyperparameter in a narrow dtype.
-    """
+    """Trace an inner update, a function of gradients, inner state and masters."""
 
     def twice(grads, state, masters):
         updates, new_state = update(grads, state, masters)
@@ -248,9 +233,8 @@ def trace_update(update: Callable, step: Step) -> InnerUpdate:
 def _check_hyperparameters(held: Iterable) -> None:
     """Raise an error for scalars that cannot represent a hyperparameter.
 
-    ``optax.inject_hyperparams`` stores hyperparameters in the widest dtype of the
-    parameters. A b2 of 0.999 becomes 1 in bfloat16, and 0 in the uint32 words of
-    quantised weights.
+    ``optax.inject_hyperparams`` stores hyperparameters in the parameters' widest dtype.
+    A b2 of 0.999 becomes 1 in bfloat16, and 0 in the uint32 words of quantised weights.
     """
     for x in held:
         is_lossy = is_narrow(x.dtype) or jnp.issubdtype(x.dtype, jnp.unsignedinteger)

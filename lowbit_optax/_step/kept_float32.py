@@ -1,7 +1,7 @@
 """Which parameters stay float32 when a model is cast to a narrow dtype.
 
-``from_master``, the trainers of :mod:`lowbit_optax.training` and the reports call these
-functions with the ``dtype`` and ``keep_float32`` that the user passed.
+``from_master`` and other functions with a ``keep_float32`` argument call these
+functions.
 """
 
 import re
@@ -83,9 +83,6 @@ def narrowed_dtypes(what: str, params, dtype, keep_float32: KeepFloat32):
       params: tree of arrays or ShapeDtypeStructs.
       dtype: the new dtype of floating-point leaves.
       keep_float32: see :data:`KeepFloat32`.
-
-    Raises:
-      TypeError: if ``dtype`` is not a floating-point dtype, or a leaf is not an array.
     """
     narrow = float_dtype(what, dtype)
 

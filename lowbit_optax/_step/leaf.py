@@ -168,11 +168,7 @@ def advanced(
 def format_of(
     weights: WeightFormat, min_size: int, name: str, leaf
 ) -> WeightFormat | None:
-    """Return the weight format of a leaf, or None for float32 and integer leaves.
-
-    Raises:
-      TypeError, ValueError: if a leaf is not an array that its format supports.
-    """
+    """Return the weight format of a leaf, or None for float32 and integer leaves."""
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise TypeError(f"lowbit: params{name} must be an array, got {leaf!r}")
     if trees.is_quantized(leaf):
@@ -225,11 +221,7 @@ def check_grad(name: str, grad, param) -> None:
 
 
 def check_residual(name: str, param, format_: WeightFormat | None, part):
-    """Check the residual of a leaf, and return it, or None for a blank.
-
-    Raises:
-      ValueError: if it does not match the leaf, with its path.
-    """
+    """Check the residual of a leaf, and return it, or None for a blank."""
     if format_ is None:
         if is_blank(part, NOT_HELD):
             return None
@@ -315,8 +307,7 @@ def on_whole_units(
 def axes_of_shards(leaf) -> tuple[str, ...]:
     """Return the axes of the user's ``jax.shard_map`` along which shards differ.
 
-    The types of the arrays contain these axes. With ``check_vma=False``, the result is
-    empty, because the types do not contain them.
+    The types of the arrays list these axes, except with ``check_vma=False``.
     """
     mesh = jax.sharding.get_abstract_mesh()
     arrays = [x for x in jax.tree.leaves(leaf) if isinstance(x, jax.Array)]

@@ -40,8 +40,7 @@ class Left(typing.NamedTuple):
 def left_to_xla(plan: KernelPlan, reasons: Mapping[int, str]) -> dict[str, Left]:
     """Return the leaves that XLA updates, by path, given reasons by leaf number.
 
-    This omits leaves without packed or quantised arrays, because XLA updates them in
-    one pass.
+    Leaves without packed or quantised arrays are omitted; XLA updates them in one pass.
     """
     step, found = plan.traced.step, {}
     for number, reason in sorted(reasons.items()):

@@ -50,11 +50,7 @@ class MomentChoice:
 
     @staticmethod
     def of(moments: Moments) -> "MomentChoice":
-        """Return the choice for the argument ``moments`` of ``lowbit``.
-
-        Raises:
-          TypeError: if ``moments`` contains an invalid format.
-        """
+        """Return the choice for the argument ``moments`` of ``lowbit``."""
         if moments is None:
             return MomentChoice(block_quantized(8), {}, is_default=True)
         if isinstance(moments, Mapping):
@@ -102,12 +98,7 @@ class Slot:
     format: MomentFormat | None = None
 
     def formatted(self, choice: MomentChoice) -> "Slot":
-        """Return the slot with the format of its moments.
-
-        Raises:
-          ValueError: if the format cannot be used because a moment is already in 16
-            bits.
-        """
+        """Return the slot with the format of its moments, which must be float32."""
         field, known = self.field, fields_of(self.state_class)
         default = choice.averages if field in known.averages else None
         format_ = choice.by_field.get(field, default)
@@ -132,12 +123,7 @@ class Slot:
 def find_slots(
     inner: optax.GradientTransformation, choice: MomentChoice, expected
 ) -> tuple[trees.PyTreeDef, list]:
-    """Return structure and leaves of an inner state, with a :class:`Slot` per tree.
-
-    Raises:
-      ValueError: if moments cannot be found or stored in their format, or if ``choice``
-        names a field without moments.
-    """
+    """Return structure and leaves of an inner state, with a :class:`Slot` per tree."""
     try:
         state = optax.tree.map_params(inner, Slot, expected, is_leaf=lambda _: True)
     except Exception as error:

@@ -144,12 +144,7 @@ class MomentPlan:
 
     @functools.cached_property
     def error_parts(self) -> list[int | None]:
-        """For each parameter, the part to which its rounding errors are added, or None.
-
-        Raises:
-          ValueError: if a parameter has several such moments, or if there is none. A
-            frozen parameter needs none.
-        """
+        """Per parameter, the part to which its rounding errors are added, or None."""
         fields = [leaf.format and leaf.format.error_feedback for leaf in self.leaves]
         if all(field is None for field in fields):
             return [None] * len(fields)
@@ -240,11 +235,7 @@ class MomentPlan:
     def tree(
         self, structure: trees.PyTreeDef, parts: Sequence, before=None
     ) -> typing.Any:
-        """Return the inner state, with the stored parts in parallel trees.
-
-        ``structure`` is from :meth:`structure`. Blanks are from the state ``before``,
-        if given.
-        """
+        """Return the inner state of stored parts, with the blanks of ``before``."""
         state = structure.unflatten(parts)
         if self.choice.is_float32:
             return state
@@ -262,11 +253,7 @@ class MomentPlan:
         return outer.unflatten(map(stored, leaves, olds))
 
     def parts(self, state) -> list:
-        """Return the stored parts of an inner state, the inverse of :meth:`tree`.
-
-        Raises:
-          ValueError: if the state was stored in another format.
-        """
+        """Check an inner state, and return its stored parts, as passed to :meth:`tree`."""
         if self.choice.is_float32:
             self._check_float32(state)
             return jax.tree.leaves(state)

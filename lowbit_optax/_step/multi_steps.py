@@ -27,10 +27,6 @@ def check_multi_steps_around(params, skips: str | None = None) -> None:
     Args:
       params: the parameters that the caller's ``init`` received.
       skips: the name of the caller if it skips non-finite gradients.
-
-    Raises:
-      TypeError: for quantised weights.
-      ValueError: if a transformation inside the MultiSteps skips non-finite gradients.
     """
     this = inspect.currentframe()
     assert this is not None, "Python without frames"
@@ -60,11 +56,8 @@ def check_multi_steps_around(params, skips: str | None = None) -> None:
 def check_multi_steps_in(state) -> None:
     """Raise an error if a MultiSteps contains a transformation that skips gradients.
 
-    A MultiSteps with ``should_skip_update_fn`` skips such gradients itself, which
-    works. Its ``skip_state`` is not empty.
-
-    Raises:
-      ValueError: with the state of the transformation that skips.
+    A MultiSteps with ``should_skip_update_fn`` skips such gradients itself, so it
+    works.
     """
     for multi_steps in trees.all_of(optax.MultiStepsState, state):
         skips = trees.all_of(_SKIPS, multi_steps.inner_opt_state)

@@ -20,10 +20,9 @@ def in_parallel_trees(
 ):
     """Return the moments of one field as the state stores them.
 
-    Each part is a result of the format's ``encode``, or an array without codes. If the
-    format stores a moment as several arrays, the result is a container of trees. For
-    arrays without codes, ``scales`` contains blanks, from ``before`` if it is a
-    container.
+    Each part is a result of the format's ``encode``, or an array without codes. A
+    format with several arrays gives a container of trees. For arrays without codes,
+    ``scales`` contains blanks, from ``before`` if it is a container.
     """
     if format_ is None or format_.container is None:
         return treedef.unflatten(parts)

@@ -38,9 +38,6 @@ def leaf_shardings(
       params: tree of parameters.
       layer: the layer of stacked parameters that ``params`` contains, while ``given``
         describes the stacks.
-
-    Raises:
-      TypeError, ValueError: if a sharding does not match its leaf, with the path.
     """
     names, leaves, treedef = trees.named_leaves(params)
     if given is None:

@@ -52,8 +52,7 @@ def seed_of(seed: int | jax.Array, leaves: Sequence) -> jax.Array:
 def _checksum(array: jax.Array, total: jax.Array) -> jax.Array:
     """Add a hash of each element, its index and the total to the total, mod 2^32.
 
-    Because each hash depends on the total so far, XLA needs memory for one leaf at a
-    time.
+    A hash depends on the total so far, so that XLA needs memory for one leaf at a time.
     """
     # A 64-bit element becomes two elements.
     words = f"uint{8 * min(array.dtype.itemsize, 4)}"

@@ -135,8 +135,7 @@ def marked(
 
     Args:
       stepper: the transformation.
-      with_held: returns the transformation with concrete values for the traced values
-        ``held``.
+      with_held: returns the transformation with given values instead of ``held``.
       held: the traced values that the transformation contains.
       grads, state, params, extra_args: the arguments of the update.
     """

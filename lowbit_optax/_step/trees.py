@@ -29,11 +29,7 @@ def named_leaves(tree: PyTree) -> tuple[list[str], list, PyTreeDef]:
 def parts_of(names: Sequence[str], treedef: PyTreeDef, tree: PyTree, what: str) -> list:
     """Return the subtrees of ``tree`` at the positions of the parameters' leaves.
 
-    A subtree can be anything, including None. ``what`` is the name of ``tree``, for
-    errors.
-
-    Raises:
-      ValueError: with the first path at which the structures differ.
+    A subtree can be anything, including None. ``what`` names ``tree`` in errors.
     """
     try:
         return treedef.flatten_up_to(tree)

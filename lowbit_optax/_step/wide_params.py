@@ -1,7 +1,4 @@
-"""A warning for float32 parameters, which weight formats do not store in fewer bits.
-
-``Lowbit.init`` calls :func:`warn_of_wide_params` with the leaves of the parameters.
-"""
+"""A warning for float32 parameters, which weight formats do not store in fewer bits."""
 
 import math
 from collections.abc import Sequence

@@ -203,8 +203,8 @@ def _chosen_trace(
 ) -> tuple[WrapperTrace, Given] | None:
     """Return the trace that a step follows, and its arguments, or None.
 
-    As in optax, wrappers see the user's gradients unchanged. They see float32 gradients
-    in a guarded step, and if this allows kernels to compute what the wrappers do.
+    Wrappers see the user's gradients unchanged, as in optax. They see float32 gradients
+    in a guarded step, and if kernels can then compute what the wrappers do.
     """
     wide = jax.tree.map(_wide, grads)
     seen = wide if guard.scalars else grads
@@ -230,11 +230,7 @@ def _chosen_trace(
 
 
 def check_wrapper(tx, params, state, grads, extra_args: dict) -> None:
-    """Raise an error if the trace shows that a wrapper changes an update of ``lowbit``.
-
-    Raises:
-      ChangedUpdateError: with the paths of the parameters.
-    """
+    """Raise ChangedUpdateError if a wrapper changes an update of ``lowbit``."""
     if holds_lowbit(state):
         trace_wrapper(tx, grads, state, params, extra_args)
 

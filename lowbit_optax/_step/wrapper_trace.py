@@ -69,7 +69,6 @@ class WrapperTrace:
 
     @functools.cached_property
     def old_state(self) -> list[Node]:
-        """The leaves of the state before the update."""
         state = jax.tree.unflatten(self.arguments, self.graph.inputs)[1]
         return jax.tree.leaves(state)
 
@@ -94,10 +93,7 @@ class WrapperTrace:
 
     @functools.cached_property
     def found(self) -> "dict[Node, tuple[Call, int, tuple[Node, ...]]]":
-        """The outputs that are results of marked updates, as in :func:`_result`.
-
-        Empty if any other output is computed from such a result.
-        """
+        """Outputs that are results of marked updates; empty if others use results."""
         old_state = self.old_state
         updates, new_state = self.outputs
         found = {}
@@ -123,10 +119,7 @@ class WrapperTrace:
 
     @functools.cached_property
     def inner(self) -> dict[Call, InnerStep]:
-        """The updates of this package's transformations, by their calls in the graph.
-
-        Empty if a wrapper does anything with their results except return them.
-        """
+        """This package's updates, by call; empty if wrappers compute with results."""
         conditions: dict[Call, tuple[Node, ...]] = {}
         for call, _, when in self.found.values():
             if conditions.setdefault(call, when) != when:
@@ -178,10 +171,8 @@ def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace | 
     """Trace an update; return None if new parameters cannot replace its updates.
 
     This is the case if the transformation contains none of this package, or if a
-    wrapper computes with the results of a step or needs concrete values.
-
-    Raises:
-      ChangedUpdateError: if a wrapper changes an update of ``lowbit``.
+    wrapper computes with the results of a step or needs concrete values. Raises a
+    ChangedUpdateError if a wrapper changes an update of ``lowbit``.
     """
 
     def update(grads, state, params):

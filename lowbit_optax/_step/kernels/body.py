@@ -83,8 +83,7 @@ class LeafBody:
     def arrays(self, leaf: StoredLeaf, parts: Sequence, outside: Sequence = ()) -> Leaf:
         """Return the arrays of a leaf and its moments that a kernel reads and writes.
 
-        ``outside`` contains arrays that XLA computes. Without it, the result contains
-        only stored arrays.
+        ``outside`` contains the arrays that XLA computes, if they are known.
         """
         stored = [leaf.param, *parts]
         fields = [
@@ -155,8 +154,8 @@ class LeafBody:
     def statistics(self, values, scalars, index, multiply_add, before, after=None):
         """Return the arrays whose maxima per block determine the new scales.
 
-        With ``from_stored``, the maxima of the weight need the scales of the moments
-        first.
+        With ``from_stored``, the maxima of the weight depend on the scales of the
+        moments.
         """
         scaled = self._scaled
         if self.from_stored is not None:
@@ -185,8 +184,8 @@ class LeafBody:
     def after(self, maxima, block_values):
         """Return ``(new scales, the scales in the form that encoding needs)``.
 
-        A scale is omitted, and None in the second value, while its maxima are not
-        known.
+        Scales with unknown maxima are omitted from the first list and None in the
+        second.
         """
         maxima, olds, scales = list(maxima), self._by_number(block_values), {}
         for n, rows in self._by_maxima.items():

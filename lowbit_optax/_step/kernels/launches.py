@@ -39,8 +39,7 @@ from pallas_kernels.platforms import Implementation
 
 MIN_ELEMENTS_ALONE = 2**22
 """A leaf with at least this many elements has its own kernel: the launch costs little
-compared with the update, and a kernel for many leaves takes longer to compile.
-"""
+compared with the update, and a kernel for many leaves takes longer to compile."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -139,11 +138,9 @@ class Launches:
 
     @functools.cached_property
     def _tables(self) -> dict[tuple[str, ...], jax.Array]:
-        """Tables of scalars, by the axes of ``jax.shard_map`` along which shards
-        differ.
+        """The tables of scalars, by the axes of ``jax.shard_map`` that change them.
 
-        A table is uint32, with a row per leaf that contains its keys and the shared
-        scalars.
+        A table is uint32 and has a row per leaf, with its keys and the shared scalars.
         """
         words = encode_scalars(self.scalars) if self.scalars else None
         tables = {}
@@ -164,12 +161,7 @@ class Launches:
 
 
 def _over_layers(leaf: Leaf, update: Callable[[Leaf, jax.Array], list]) -> list:
-    """Update a leaf layer by layer, and return its results.
-
-    Args:
-      leaf: the whole leaf, whose results are stored like operands 1, 2 and so on.
-      update: returns the results of one layer in its stacks, given its int32 number.
-    """
+    """Update a leaf layer by layer; ``update`` returns the results of one layer."""
     overwritten = {
         number: result.overwrites
         for number, result in enumerate(leaf.results)
@@ -208,12 +200,7 @@ def _over_layers(leaf: Leaf, update: Callable[[Leaf, jax.Array], list]) -> list:
 
 
 def _tables_of_layers(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the rows of a leaf's layers, which may have their own keys.
-
-    Args:
-      row: the row of the leaf in the table.
-      shape: shape of the leaf, with the layers first.
-    """
+    """Return the rows of a leaf's layers, which may have their own keys."""
     numbers = jnp.arange(shape[0], dtype=jnp.int32)
     keys = keys_at_layer(row[0], row[1], numbers, shape[0], shape[1:])
     table = jnp.broadcast_to(row, (shape[0], row.size))

@@ -1,7 +1,6 @@
 """Limits of the fused kernels: which leaves and results they support.
 
-:func:`.plan.plan_kernels` calls these functions for each leaf. If a kernel does not
-support a leaf, they raise NotElementwise with the reason.
+:func:`.plan.plan_kernels` calls these functions, which raise NotElementwise.
 """
 
 import math
@@ -33,8 +32,8 @@ def needs_loop(shape: tuple[int, ...]) -> bool:
 def has_layers(leaf: StoredLeaf) -> bool:
     """Return whether a leaf can be updated layer by layer along its first axis.
 
-    This requires that words and blocks are within layers, and that no known mesh axis
-    distributes the layers over devices.
+    Words and blocks must be within layers, and no known mesh axis may distribute
+    layers.
     """
     shape = leaf.param.shape
     if len(shape) < 3 or not _LEAST_OF_LAYER <= math.prod(shape[1:]) <= MAX_ELEMENTS:

@@ -80,10 +80,8 @@ class KernelPlan:
     def arrays(self, step: Step, values: Mapping | None = None) -> dict[int, Leaf]:
         """Return the arrays that the kernels read and write, by leaf number.
 
-        Args:
-          step: the step with the arrays.
-          values: values of the nodes that XLA computes; if None, these arrays are
-            omitted.
+        Without ``values``, by node, the arrays that XLA computes for the kernels are
+        omitted.
         """
         return {
             i: x.body.arrays(
@@ -326,10 +324,7 @@ class _Planner:
 
     @functools.cached_property
     def _state_of_shape(self) -> dict[tuple[int, ...], list]:
-        """The parts of the state that keep shape and dtype, by shape.
-
-        Each entry contains its number, the old part, and the inputs of the new part.
-        """
+        """By shape, the parts that keep shape and dtype: number, node, new inputs."""
         found: dict[tuple[int, ...], list] = {}
         for number, (old, new) in enumerate(self.traced.state_pairs):
             shape = old.aval.shape

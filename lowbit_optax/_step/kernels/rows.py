@@ -1,7 +1,6 @@
 """Weights and moments of one leaf in a kernel: conversion between float32 and storage.
 
-:class:`.body.LeafBody` calls these methods with rows of a leaf's arrays, with the same
-formats that the reference uses on whole arrays.
+:class:`.body.LeafBody` calls these methods with rows of a leaf's arrays.
 """
 
 import dataclasses
