@@ -14,8 +14,10 @@ from sklearn.datasets import load_digits
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 CACHE = pathlib.Path.home() / ".cache" / "lowbit_optax"
-COLOURS = {"float32": "black", "nearest": "C3", "sr": "C1", "kahan": "C2"}
-COLOURS |= {"extra_bits": "C9", "lowbit": "C0"}
+# Colors by Okabe and Ito, which color-blind readers can tell apart, and line styles.
+LOOKS = {"float32": ("black", "--"), "nearest": ("#d55e00", "-")}
+LOOKS |= {"sr": ("#e69f00", "-."), "kahan": ("#56b4e9", "-")}
+LOOKS |= {"extra_bits": ("#009e73", ":"), "lowbit": ("#0072b2", "-")}
 
 
 def load_images(folder, pixels):
@@ -104,19 +106,15 @@ def draw(path, title, losses):
         width = max(len(found) // 15, 1)  # steps in the mean that a point shows
         mean = lambda x, width=width: np.convolve(x, np.ones(width) / width, "valid")
         steps = np.arange(width, len(found) + 1)
-        style = {"color": COLOURS[name]}
-        style |= {"linestyle": "--", "zorder": 3} if name == "float32" else {}
+        style = dict(zip(("color", "linestyle"), LOOKS[name], strict=True))
+        style["zorder"] = 3 if name == "float32" else 2
         label = "nearest (plain bfloat16)" if name == "nearest" else name
         left.plot(steps, mean(found), label=label, **style)
         right.plot(steps, mean(found) / mean(losses["float32"]), **style)
-    left.set(
-        title="Training loss, running mean", xlabel="step", ylabel="cross-entropy, nats"
-    )
-    left.set_yscale("log")
-    right.set(
-        title="Divided by float32's, 0.9 to 1.1 shown", xlabel="step", ylabel="ratio"
-    )
-    right.set_ylim(0.9, 1.1)
+    left.set(title="Training loss, running mean (lower is better)", yscale="log")
+    left.set(xlabel="step", ylabel="cross-entropy, nats")
+    right.set(title="Training loss divided by float32's", ylim=(0.9, 1.1))
+    right.set(xlabel="step", ylabel="ratio")
     for axes in (left, right):
         axes.grid(alpha=0.3, which="both")
         axes.spines[["top", "right"]].set_visible(False)

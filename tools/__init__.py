@@ -1,10 +1,10 @@
-"""What tests and benchmarks of this repository share; not installed."""
+"""Code that the tests and benchmarks of this repository share. It is not installed."""
 
 import importlib.util
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be found; a submodule, if the package above it can be, too.
+    """Whether Python can find a module or a submodule.
 
     >>> is_installed("tools"), is_installed("not_there.inside")
     (True, False)

@@ -1,4 +1,4 @@
-"""What a compiled program runs, moves, copies and communicates, by its HLO text."""
+"""Read kernels, bytes moved, copies and collectives from the HLO of a program."""
 
 import collections
 import dataclasses
@@ -17,10 +17,10 @@ COLLECTIVES = (
     "collective-permute",
     "reduce-scatter",
 )
-"""Names of the instructions by which devices exchange data."""
+"""Names of the instructions that exchange data between devices."""
 
 KERNELS = ("fusion", "custom-call", "copy")
-"""Names of the instructions that run as kernels over arrays."""
+"""Names of the instructions that run as kernels."""
 
 _WITHOUT_WORK = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
 _ENDS = ("-done", "-update")
@@ -28,14 +28,14 @@ _IN_PLACE = 'custom_call_target="ConcatBitcast"'
 _SLICES = ("slice", "dynamic-slice")
 _UPDATE = "dynamic-update-slice"
 _OF_SCALARS = (2, 4, 6)
-"""Numbers of a TPU's memories for semaphores and scalars."""
+"""Numbers of the memories of a TPU that store semaphores and scalars."""
 
 
 def text(compiled: jax.stages.Compiled) -> str:
     """The program as HLO."""
     found = compiled.as_text()
     if found is None:
-        raise ValueError("the compiler gives no text of this program")
+        raise ValueError("the compiler returned no text for this program")
     return found
 
 
@@ -43,7 +43,7 @@ def memory(compiled: jax.stages.Compiled):
     """The bytes of the program's arguments, results and temporary memory."""
     found = compiled.memory_analysis()
     if found is None:
-        raise ValueError("the compiler does not analyse this program's memory")
+        raise ValueError("the compiler returned no memory analysis for this program")
     return found
 
 
@@ -52,9 +52,11 @@ class Instruction:
     """One instruction of the entry computation.
 
     Args:
-      name, op: of the instruction.
-      written, read: its results and operands, each read once and whole; of a slice
-        what is read or written of it. Memories for scalars are not counted.
+      name: the name of the instruction.
+      op: its operation, such as ``fusion``.
+      written: the arrays that it writes. A slice writes only a part of an array.
+      read: the arrays that it reads, each once and completely. A slice reads only a
+        part of an array.
     """
 
     name: str
@@ -64,17 +66,20 @@ class Instruction:
 
     @property
     def moved(self) -> int:
-        """Bytes read and written, as the arrays are laid out."""
+        """Bytes read and written, including the padding of layouts.
+
+        Memories for scalars are not counted.
+        """
         return sum(x.stored for x in self._arrays)
 
     @property
     def without_padding(self) -> int:
-        """The same for the arrays' elements alone."""
+        """Bytes read and written, without padding."""
         return sum(x.size for x in self._arrays)
 
     @property
     def of_memory(self) -> int:
-        """Bytes that the device's memory moves; others stay on the chip."""
+        """Bytes read from and written to the device's memory, not to the chip's."""
         return sum(x.stored for x in self._arrays if x.space == 0)
 
     @property
@@ -84,9 +89,10 @@ class Instruction:
 
 
 def entry(compiled: jax.stages.Compiled) -> list[Instruction]:
-    """The entry computation's instructions that do something, in their order.
+    """The instructions of the entry computation that do some work, in order.
 
-    An asynchronous pair is one. Loops are not looked into.
+    The start and the end of an asynchronous operation count as one instruction.
+    Instructions inside loops are not included.
     """
     nodes = read_entry(text(compiled))
     types, ends = _types(nodes), {}
@@ -97,7 +103,7 @@ def entry(compiled: jax.stages.Compiled) -> list[Instruction]:
         _moving(
             node.name,
             node.op,
-            # The tuple of an asynchronous pair's start has its operands too.
+            # The result of an asynchronous start is a tuple that includes operands.
             ends.get(node.name, types[node.name]),
             [types.get(x, ()) for x in node.operands],
         )
@@ -109,7 +115,7 @@ def entry(compiled: jax.stages.Compiled) -> list[Instruction]:
 
 
 def _moving(name: str, op: str, written, operands) -> Instruction:
-    """An instruction; slices move what they cut out or write, not the whole array."""
+    """An instruction. Slices move only the part that they read or write."""
     kind, read = op.removesuffix("-start"), sum(operands, ())
     if kind in _SLICES:
         read = _within(read[0], written)
@@ -120,14 +126,15 @@ def _moving(name: str, op: str, written, operands) -> Instruction:
 
 
 def _within(whole: Array, parts: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Parts of an array, in its memory."""
+    """Parts of an array, in the memory of the array."""
     return tuple(dataclasses.replace(part, space=whole.space) for part in parts)
 
 
 def kernels(compiled: jax.stages.Compiled) -> list[tuple[str, int]]:
-    """``(name, bytes read and written)`` of the entry computation's kernels.
+    """``(name, bytes read and written)`` for each kernel of the entry computation.
 
-    An operand that a kernel reads in part counts in full; loops are not looked into.
+    Operands count in full, even if a kernel reads only a part of them. Kernels inside
+    loops are not included.
     """
     return [(x.name, x.moved) for x in entry(compiled) if x.op in KERNELS]
 
@@ -136,9 +143,9 @@ class MatrixProduct(typing.NamedTuple):
     """A matrix product of a compiled program.
 
     Args:
-      target: the library's function, or ``dot`` in a fusion.
-      dtypes: of both operands, as HLO names them.
-      precision: of each operand, as ``jax.lax.Precision`` names them; empty in a dot.
+      target: the function of the library, or ``dot`` in a fusion.
+      dtypes: HLO's names of the dtypes of both operands.
+      precision: the ``jax.lax.Precision`` of each operand; empty for a ``dot``.
     """
 
     target: str
@@ -147,7 +154,7 @@ class MatrixProduct(typing.NamedTuple):
 
 
 def products(compiled: jax.stages.Compiled) -> list[MatrixProduct]:
-    """The matrix products by cuBLAS or as a dot, anywhere; those of a loop once."""
+    """All matrix products, with cuBLAS or as a dot. Products in a loop count once."""
     nodes = read_nodes(text(compiled))
     types, found = _types(nodes), []
     for node in nodes:
@@ -166,16 +173,16 @@ def products(compiled: jax.stages.Compiled) -> list[MatrixProduct]:
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[str]:
-    """The operations by which devices exchange data, anywhere in the program."""
+    """The collectives of the program, including the collectives in loops."""
     ops = (node.op.removesuffix("-start") for node in read_nodes(text(compiled)))
     return [op for op in ops if op in COLLECTIVES]
 
 
 def exchanged(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """By kind of collective, the bytes of all their results; those of a loop once."""
+    """The bytes of all results, by kind of collective. Results in a loop count once."""
     found = collections.Counter()
     for node in read_nodes(text(compiled)):
-        # Of an asynchronous pair the end counts.
+        # The end of an asynchronous operation has the type of the result.
         kind = node.op.removesuffix("-done")
         if kind in COLLECTIVES:
             found[kind] += _bytes_of(node)
@@ -183,13 +190,13 @@ def exchanged(compiled: jax.stages.Compiled) -> dict[str, int]:
 
 
 def copies(compiled: jax.stages.Compiled) -> list[int]:
-    """Bytes of each copy's result, anywhere in the program, loops included."""
+    """The bytes that each copy of the program writes. A copy in a loop counts once."""
     nodes = read_nodes(text(compiled))
     return [_bytes_of(node) for node in nodes if node.op in ("copy", "copy-start")]
 
 
 def _types(nodes: list[Node]) -> dict[str, tuple[Array, ...]]:
-    """Instructions' results by name, and the parts of tuples by ``name#1``."""
+    """The results of instructions by name. ``name#1`` is part 1 of a tuple."""
     types = {node.name: arrays(node.shape) for node in nodes}
     for name, parts in list(types.items()):
         types |= {f"{name}#{number}": (part,) for number, part in enumerate(parts)}
@@ -197,5 +204,5 @@ def _types(nodes: list[Node]) -> dict[str, tuple[Array, ...]]:
 
 
 def _bytes_of(node: Node) -> int:
-    """Bytes of an instruction's results, without their layouts' padding."""
+    """The bytes of the results of an instruction, without padding."""
     return sum(x.size for x in arrays(node.shape))

@@ -1,8 +1,8 @@
-"""Arrays as HLO's text writes them: their bytes, and what a layout's tiles add.
+"""Read the bytes of arrays, with and without padding, from HLO types.
 
-A TPU stores arrays in tiles, mostly of 8 rows of 128 elements. A dimension that is no
-multiple of the tile's is padded, so ``f32[4096,8]{1,0:T(8,128)}`` takes the memory of
-128 columns.
+A TPU stores most arrays in tiles of 8 rows and 128 columns. If a dimension is not a
+multiple of the tile, it is padded: ``f32[4096,8]{1,0:T(8,128)}`` needs as much memory
+as an array of 128 columns.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ class Array:
     """An array of a compiled program.
 
     Args:
-      dtype: as HLO names it.
-      size: bytes of its elements.
-      stored: bytes that it takes as it is laid out.
-      space: number of the memory in which it lies; 0 is the device's own, and others
-        are on the chip or of the host.
+      dtype: HLO's name of the dtype.
+      size: the bytes of the elements.
+      stored: the bytes that the array needs in memory, including padding.
+      space: the number of its memory. 0 is the memory of the device; other memories
+        are on the chip or belong to the host.
     """
 
     dtype: str
@@ -32,7 +32,7 @@ class Array:
 
 
 def arrays(type_text: str) -> tuple[Array, ...]:
-    """The array of a type, or each of a tuple's.
+    """The array that a type describes, or the arrays of a tuple.
 
     >>> arrays("(f32[4096,8]{1,0:T(8,128)}, bf16[9]{0:T(1024)(128)(2,1)S(1)})")[1]
     Array(dtype='bf16', size=18, stored=2048, space=1)
@@ -51,7 +51,7 @@ def _array(kind: str, dims: str, layout: str) -> Array:
     space = re.search(r"S\((\d+)\)", rest)
     stored = size
     if tile:
-        # The order begins with the dimension that changes fastest.
+        # The layout lists the dimension that changes fastest first.
         padded = [shape[axis] for axis in reversed(_integers(order))]
         lengths = _integers(tile[1])
         padded = [1] * (len(lengths) - len(padded)) + padded

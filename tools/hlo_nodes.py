@@ -1,4 +1,4 @@
-"""The instructions of a compiled program, from its HLO text."""
+"""Parse the HLO text of a compiled program into instructions."""
 
 import dataclasses
 import re
@@ -11,12 +11,13 @@ class Node:
     """One HLO instruction.
 
     Args:
-      name: of it.
-      shape: of its result, or of each part of a tuple.
-      op: such as ``fusion``.
-      arguments: the text between the parentheses: operands, or a constant's value.
-      attributes: the text after them.
-      is_root: whether its result is the program's.
+      name: the name of the instruction.
+      shape: the type of its result, which may be a tuple.
+      op: its operation, such as ``fusion``.
+      arguments: the text between the parentheses: the operands, or the value of a
+        constant.
+      attributes: the text after the parentheses.
+      is_root: whether it returns the result of its computation.
     """
 
     name: str
@@ -28,17 +29,17 @@ class Node:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """Names; from JAX 0.12 ``name#1`` is part 1 of a tuple."""
+        """The names of the operands. In JAX 0.12, ``name#1`` is part 1 of a tuple."""
         return tuple(re.findall(r"%([\w.\-]+(?:#\d+)?)", self.arguments))
 
     @property
     def index(self) -> int:
-        """Which part of a tuple a ``get-tuple-element`` gives."""
+        """The part of a tuple that a ``get-tuple-element`` returns."""
         return int(re.findall(r"\bindex=(\d+)", self.attributes)[0])
 
 
 def read_entry(text: str) -> list[Node]:
-    """The entry computation's instructions, in the order in which they run.
+    """The instructions of the entry computation, in the order in which they run.
 
     >>> read_entry('''
     ... ENTRY %main (x: f32[2]) -> (f32[2]) {

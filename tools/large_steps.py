@@ -1,7 +1,7 @@
-"""Training steps of Llama on one device or several, to compile for H200s and v6e's.
+"""Compile training steps of Llama for one or several H200s or v6e chips.
 
-Parameters are spread over the devices by rows, and so is the batch, a sequence for each
-device. Parameters and state are donated.
+The rows of the parameters are sharded over the devices. Each device has one sequence of
+the batch. Parameters and state are donated.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from tools.models.llama import Llama, by_rows
 from tools.tpu_program.targets import tpu_mesh
 
 LENGTH = 4096
-"""Tokens of a sequence."""
+"""The number of tokens in a sequence."""
 
 MESHES: dict[str, Callable[[], Mesh]] = {
     "1 H200": lambda: gpu_mesh(1, AxisType.Explicit),
@@ -36,13 +36,15 @@ MESHES: dict[str, Callable[[], Mesh]] = {
 
 GIB = 2**30
 MEMORY = {"H200": 139 * GIB, "v6e": 31.25 * GIB}
-"""Of a device, what programs can have: all of an H200's; of a v6e's 32 GiB XLA keeps
-some."""
+"""The memory that programs can use on a device, in bytes.
+
+XLA reserves a part of the 32 GiB of a v6e.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A way to train.
+    """A training step and its optimizer.
 
     Args:
       make_step: ``release_steps.plain``, ``usual_mixed_precision``, or
@@ -60,11 +62,16 @@ class Case:
 
 
 def device_bytes(case: Case, model: Llama, where: str) -> dict[str, int]:
-    """Bytes on each device during a step, by what they are, from the compiled program.
+    """The memory of a step on each device, from the compiled program.
 
     Args:
-      case, model: what to train, and how.
+      case: the training step and its optimizer.
+      model: the model.
       where: a key of :data:`MESHES`.
+
+    Returns:
+      Bytes of the parameters, the state, the carries between layers and the other
+      temporary memory, and the peak.
     """
     mesh = MESHES[where]()
     devices = mesh.size
@@ -92,5 +99,5 @@ def device_bytes(case: Case, model: Llama, where: str) -> dict[str, int]:
 
 
 def parameters(model: Llama) -> int:
-    """How many a model has."""
+    """The number of parameters of a model."""
     return sum(x.size for x in jax.tree.leaves(model.shapes()))

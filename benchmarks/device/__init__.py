@@ -1,11 +1,11 @@
-"""What the first minutes on a GPU are for, in one command: ``first_device``.
+"""One command, ``first_device``, that tests and times the package on a new GPU.
 
-first_device ---> the command: arguments, the order, the record
-  supervisor ---> each job in a process of its own, its limits, who has the device
-    job --------> in that process: compiles, announces, and hands figures back
-      bits -----> do kernels have the reference's bits?
-      step_times -> how long is a step?
-      training -> does a GPT-2 train, how fast, in how much memory?
-      first_compile -> how long are tracing, lowering and compiling?
-  first_device_page -> the record as a page of the documentation
+first_device ---> parses the arguments, orders the jobs, writes the record
+  supervisor ---> starts a process for each job, and shares the device among them
+    job --------> runs in that process: compiles programs and sends figures back
+      bits -----> are the results of the kernels equal to the reference's?
+      step_times -> how long does a step take?
+      training -> does a GPT-2 train, how fast, and in how much memory?
+      first_compile -> how long do tracing, lowering and compiling take?
+  first_device_page -> renders the record as Markdown
 """

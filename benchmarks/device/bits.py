@@ -1,11 +1,12 @@
-"""Do kernels give the reference's bits?
+"""Compare the results of kernels with the reference, bit by bit.
 
-Each family of formats takes two steps on several kinds of leaves: by the kernels of
-Mosaic and Triton, and by XLA on the device. The reference is XLA on the CPU. Where
-hyperparameters are powers of two, products are exact and no bit may differ. Three kinds
-of families round differently: the presets with their own hyperparameters, the roots of
-squares, and momentum that carries the weights' errors, whose quotients by a block's
-scale are not exact. Of these it is counted how many numbers differ.
+Each family of formats runs two steps on several sets of leaves: with Triton's kernels,
+with Mosaic's, and with XLA on the device. The reference is XLA on the CPU. If all
+hyperparameters of a family are powers of two, its products are exact and no bit may
+differ. Some families round, so their results may differ: the aliases with their own
+hyperparameters, the square roots of second moments, and momentum that carries rounding
+errors of the weights, because it divides by the scale of a block. For these families,
+the record only counts the numbers that differ.
 """
 
 import functools
@@ -30,12 +31,12 @@ BFLOAT16 = lo.cast(jnp.bfloat16)
 
 
 class Family(typing.NamedTuple):
-    """A format that kernels were written for.
+    """A combination of weight and moment formats.
 
     Attributes:
-      make: of an implementation.
-      exact: whether every bit must be the reference's.
-      quantised: whether parameters are QuantizedTensors.
+      make: a function that takes ``implementation=`` and returns a transformation.
+      exact: whether every bit must be equal to the reference.
+      quantised: whether the parameters are QuantizedTensors.
     """
 
     make: Callable
@@ -68,7 +69,7 @@ FAMILIES = {
     "extra_bits(16)": _of(MOMENTUM, lo.extra_bits(16), "float32"),
     "extra_bits(8)": _of(MOMENTUM, lo.extra_bits(8), "float32"),
 }
-"""The default first, and then those that take longest to compile."""
+"""Families by name, in the order in which they run."""
 
 LARGE = {
     "even": ((1024, 1024),),
@@ -86,22 +87,22 @@ STEPS = 2
 
 
 def implementations(job: Job) -> list[str]:
-    """What is compared with the reference, the default first."""
+    """The implementations to compare with the reference, the default first."""
     if not job.for_gpus:
         return ["pallas"]
-    with job.in_force():
+    with job.target_mesh():
         gpu = platforms.target_gpu()
     takes_mosaic = platforms.has_mosaic() and gpu is not None and gpu.major in (9, 10)
     return ["triton", *(["mosaic"] if takes_mosaic else []), "xla"]
 
 
 def step_of(tx, stacked: bool) -> Callable:
-    """A step; of a stack, layer by layer in the backward loop."""
+    """A step. A stack is updated layer by layer inside the backward pass."""
     if not stacked:
         return lambda params, state, grads: lo.step(tx, params, state, grads)
 
     def loss_fn(params, grads):
-        # Linear in the weights, so that gradients are these in every program.
+        # The loss is linear in the weights, so the gradients are exactly ``grads``.
         def body(total, layer):
             weights, grad = layer
             products = lo.lpmm.dequantize(weights, jnp.float32) * grad.astype(
@@ -123,9 +124,9 @@ def step_of(tx, stacked: bool) -> Callable:
 
 @functools.cache
 def start(family: Family, kind: str, small: bool) -> tuple:
-    """Parameters and state on the CPU, and gradients of 8 bits.
+    """Parameters and state on the CPU, and gradients.
 
-    Squares and sums of such gradients are exact.
+    Gradients have 8 significant bits, so their squares and sums are exact.
     """
     shapes = (SMALL if small else LARGE)[kind]
     rng = np.random.default_rng(0)
@@ -140,19 +141,19 @@ def start(family: Family, kind: str, small: bool) -> tuple:
 
 @functools.cache
 def reference(family: Family, kind: str, small: bool) -> tuple:
-    """Parameters and state after steps by XLA on the CPU."""
+    """Parameters and state after the steps that XLA computes on the CPU."""
     step = step_of(family.make(implementation="xla"), kind == "stacked")
     with on_cpu():
         return trained(jax.jit(step), *start(family, kind, small))
 
 
 def on_cpu():
-    """Whatever there is beside it."""
+    """A context in which JAX uses the CPU, whatever other devices it has."""
     return jax.default_device(jax.devices("cpu")[0])
 
 
 def differing(got, want) -> int:
-    """How many elements of two trees differ in any bit."""
+    """The number of elements of two trees that differ in any bit."""
     count = 0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = np.atleast_1d(np.asarray(a)), np.atleast_1d(np.asarray(b))
@@ -162,7 +163,7 @@ def differing(got, want) -> int:
 
 
 def furthest(got, want) -> float:
-    """The largest distance of two parameters, in the largest weight."""
+    """The largest difference of a weight, divided by its leaf's largest weight."""
     wide = functools.partial(lo.lpmm.dequantize, dtype=jnp.float32)
     with on_cpu():
         a, b = (jax.tree.leaves(wide(jax.tree.map(np.asarray, x))) for x in (got, want))
@@ -171,14 +172,14 @@ def furthest(got, want) -> float:
 
 
 def trained(step, params, state, grads):
-    """Parameters and state after some steps, on the host."""
+    """Parameters and state after ``STEPS`` steps, on the host."""
     for _ in range(STEPS):
         params, state = step(params, state, grads)
     return jax.tree.map(np.asarray, (params, state))
 
 
 def compare(job: Job, family: Family, kind: str, implementation: str) -> dict:
-    """Compiles, and if it runs here: what differs from the reference, as figures."""
+    """Compile the steps; if they run here, count what differs from the reference."""
     params, state, grads = start(family, kind, job.small)
     tx = family.make(implementation=implementation)
     step = step_of(tx, kind == "stacked")
@@ -198,7 +199,7 @@ def compare(job: Job, family: Family, kind: str, implementation: str) -> dict:
 
 
 def run(job: Job, name: str) -> None:
-    """All comparisons of a family."""
+    """Run all comparisons of a family."""
     for implementation in implementations(job):
         for kind in LARGE:
             measure = functools.partial(

@@ -1,6 +1,7 @@
-"""How long is the first compile of a step on GPT-2's 148 leaves?
+"""Time the first compilation of a step on GPT-2's 148 leaves.
 
-Each in a process of its own, while no other compiles, without a cache.
+Each optimizer compiles in its own process, while nothing else compiles, and without a
+compilation cache.
 """
 
 import functools
@@ -15,7 +16,7 @@ NAMES = ("lowbit_adamw", "optax, float32 master")
 
 
 def measure(job: Job, name: str) -> dict:
-    """Seconds are those of the only program."""
+    """Compile the step. Its seconds are in the record of the program."""
     optimizer, leaf_set = OPTIMIZERS[name](RATE), leaf_set_of("gpt2", job.small)
     grads = structs_of(leaf_set)
     params, state = jax.eval_shape(optimizer.init, grads)
@@ -25,5 +26,5 @@ def measure(job: Job, name: str) -> dict:
 
 
 def run(job: Job, name: str) -> None:
-    """One optimizer's step."""
+    """Compile the step of one optimizer."""
     job.attempt("GPT-2's leaves", functools.partial(measure, job, name))

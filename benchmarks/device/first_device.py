@@ -1,14 +1,13 @@
-"""All that the first minutes on a GPU should answer, in eight of them.
+"""Test and time the package on a new GPU in eight minutes.
 
     python -m benchmarks first_device                  # on a GPU
-    python -m benchmarks first_device --rehearse H200  # compiles its programs only
-    python -m benchmarks first_device --size small     # runs it all on any machine
+    python -m benchmarks first_device --rehearse H200  # only compiles the programs
+    python -m benchmarks first_device --size small     # runs small sizes on any machine
 
-In this order: whether kernels have the reference's bits, how long steps are, how a
-GPT-2 124M trains, and how long the first compile is. It
-needs jax for CUDA, optax and numpy, and runs from a checkout. The record is written
-after each answer, so that it may be stopped at any time; what no time was left for is
-in it as not run.
+The command checks the results of the kernels bit by bit, times optimizer steps, trains
+a GPT-2 124M, and times the first compilation, in this order. It needs jax for CUDA,
+optax and numpy, and runs in a checkout. It writes the record after each result, so you
+can stop it at any time. Jobs for which no time was left are in the record as not run.
 """
 
 import argparse
@@ -40,30 +39,49 @@ SECTIONS = {
     "training": lambda: list(training.ROWS),
     "first_compile": lambda: list(first_compile.NAMES),
 }
-"""In the order of the answers, with the names of their jobs."""
+"""The sections in the order in which they run, and the names of their jobs."""
 
 SHARED = ("describe", "bits")
-"""Sections in which nothing is timed on the device."""
+"""Sections that time nothing on the device, so their jobs may share it."""
 
 SILENCE = 120.0
-"""Seconds without an answer after which a process is given up."""
+"""The number of seconds without an answer after which a process is killed."""
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--minutes", type=_positive, help="for all of it: 8, or 120 to rehearse")
-    add("--out", type=pathlib.Path, default=records.ROOT / "runs", help="folder")
-    add("--size", choices=("full", "small"), default="full")
-    add("--rehearse", choices=TARGETS, metavar="GPU", help="H100, H200 or B200")
+    add("--minutes", type=_positive, help="time limit; default: 8, or 120 to rehearse")
+    add(
+        "--out",
+        type=pathlib.Path,
+        default=records.ROOT / "runs",
+        help="folder of the record; default: runs",
+    )
+    add(
+        "--size",
+        choices=("full", "small"),
+        default="full",
+        help="'small' also runs on a CPU",
+    )
+    add(
+        "--rehearse",
+        choices=TARGETS,
+        metavar="GPU",
+        help="only compile the programs, for an H100, H200 or B200",
+    )
     add(
         "--only",
         nargs="+",
         metavar="PATTERN",
-        help="jobs as section/name, such as 'bits/*'",
+        help="run only these jobs, such as 'bits/*' or training/kahan_adamw",
     )
-    add("--workers", type=int, help="processes at once")
-    add("--draw", action="store_true", help="only write the page of the records")
+    add("--workers", type=int, help="number of processes that compile at the same time")
+    add(
+        "--draw",
+        action="store_true",
+        help="only write the tables of docs/hardware.md from the stored records",
+    )
     return parser.parse_args(argv)
 
 
@@ -75,17 +93,18 @@ def _positive(text: str) -> float:
 
 
 def chosen(only: list[str] | None) -> list[dict]:
-    """The jobs in order, as the record has them."""
+    """The entries of the chosen jobs in the record, in order."""
     jobs = [(section, name) for section, names in SECTIONS.items() for name in names()]
     wanted = lambda job: any(fnmatch.fnmatchcase("/".join(job), p) for p in only or "*")
     return [entry_of(*job) for job in jobs if wanted(job)]
 
 
 def cuda_toolkit() -> str | None:
-    """The root of a toolkit with ptxas and libdevice.
+    """The root of a CUDA toolkit with ptxas and libdevice, or None.
 
-    Where CUDA's libraries are wheels and its compiler is not, JAX 0.11 takes "None" for
-    the root, and XLA finds a toolkit in its usual place only.
+    XLA and Mosaic run ptxas, and read libdevice, when they compile a program. If the
+    libraries of CUDA are wheels and its compiler is not, JAX 0.11 uses the text "None"
+    as the root of the toolkit. Then XLA only finds a toolkit in ``/usr/local/cuda``.
     """
     wheels = importlib.util.find_spec("nvidia")
     roots = [os.environ.get("CUDA_ROOT"), os.environ.get("CUDA_HOME")]
@@ -110,7 +129,7 @@ def environment(args: argparse.Namespace, root: str | None) -> dict[str, str]:
     if args.rehearse:
         made["JAX_PLATFORMS"] = "cpu"
     elif made.get("JAX_PLATFORMS") in ("cuda", "gpu"):
-        made["JAX_PLATFORMS"] = "cuda,cpu"  # the reference is computed on the CPU
+        made["JAX_PLATFORMS"] = "cuda,cpu"  # the CPU computes the reference
     if root:
         made["CUDA_ROOT"] = root
         made["PATH"] = os.pathsep.join([f"{root}/bin", made.get("PATH", "")])
@@ -119,8 +138,8 @@ def environment(args: argparse.Namespace, root: str | None) -> dict[str, str]:
     return made
 
 
-def said_by(*command: str) -> str | None:
-    """The last line that a program writes, if there is such a program."""
+def last_line(*command: str) -> str | None:
+    """The last line that a program prints, or None if there is no such program."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -142,17 +161,17 @@ PACKAGES = (
 
 
 def described(args: argparse.Namespace, root: str | None) -> dict:
-    """Where the record comes from."""
+    """The part of the record that describes the command and the software."""
     ask = "--query-gpu=driver_version", "--format=csv,noheader"
     return {
-        # The path after --out has a meaning on one machine only.
+        # The path after --out is meaningless on another machine.
         "command": re.sub(r" --out \S+", "", records.command()),
         "ran": "",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "versions": {n: v for n in PACKAGES if (v := version(n))},
-        "driver": said_by("nvidia-smi", *ask),
-        "ptxas": said_by(f"{root}/bin/ptxas", "--version") if root else None,
+        "driver": last_line("nvidia-smi", *ask),
+        "ptxas": last_line(f"{root}/bin/ptxas", "--version") if root else None,
         "processors": os.cpu_count(),
         "size": args.size,
     }
@@ -167,17 +186,17 @@ def supervised(args, entries, env, workers, start, changed) -> None:
         env,
         workers,
         SHARED,
-        # What is left is for ending processes, and for the table.
+        # The last two seconds are for killing processes and printing the tables.
         start + 60 * minutes - 2,
         SILENCE * (10 if args.rehearse else 1),
         changed,
-        # Mosaic looks for libdevice here, and in no toolkit that it is told of.
+        # Mosaic looks for libdevice in the working directory, and ignores CUDA_ROOT.
         folder=env.get("CUDA_ROOT"),
     ).run()
 
 
 def device_of(args, env, start) -> tuple[dict | None, str]:
-    """What a process finds of the device, or None and why."""
+    """A description of the device, or None and the reason why JAX cannot start."""
     entry = entry_of("describe", "device")
     supervised(args, [entry], env, 1, start, lambda line: None)
     if entry["status"] != DONE:
@@ -195,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
         return page.draw()
     entries = chosen(args.only)
     if not entries:
-        print(f"no job is named {' or '.join(args.only)}; jobs are, for instance:")
+        print(f"--only: no job is named {' or '.join(args.only)}. The jobs are:")
         print(*(f"  {e['section']}/{e['name']}" for e in chosen(None)), sep="\n")
         return 2
     if refusal := _unwritable(args.out):
@@ -209,9 +228,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if found["platform"] != "gpu" and not args.rehearse and args.size != "small":
         print(
-            f"JAX finds no GPU here, but {found['device']}. With a GPU, see whether "
-            "jax's plugin for CUDA is installed. Without one, --rehearse H200 compiles "
-            "all programs, and --size small runs them on what there is."
+            f"JAX found no GPU, only {found['device']}. If this machine has one, check "
+            "that jax's plugin for CUDA is installed. Without a GPU, compile all "
+            "programs with --rehearse H200, or run small ones with --size small."
         )
         return 2
     return _run(args, entries, env, root, found, start)
@@ -224,7 +243,7 @@ def _unwritable(folder: pathlib.Path) -> str | None:
         probe.write_text("")
         probe.unlink()
     except OSError as error:
-        return f"--out {folder}: nothing can be written there ({error.strerror})"
+        return f"--out: cannot write to {folder} ({error.strerror})"
     return None
 
 
@@ -246,7 +265,7 @@ def _run(args, entries, env, root, found, start) -> int:
             print(f"{record['elapsed_seconds']:5.0f} s  {line}", flush=True)
 
     changed(f"{record['ran']}, jax {jax.__version__}; the record is {path}")
-    # A run that is asked to end says what it has.
+    # SystemExit lets the supervisor kill its processes and complete the record.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     cores = os.cpu_count() or 1
     workers = args.workers or (cores if args.rehearse else max(2, min(8, cores // 2)))

@@ -1,8 +1,12 @@
-"""The records of ``first_device`` as tables, and as a page of the documentation."""
+"""Render the records of ``first_device`` as Markdown.
+
+``rendered`` renders one record for the terminal. ``drawn`` renders the records in
+``docs/evidence`` at the end of ``docs/hardware.md``.
+"""
 
 import math
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from benchmarks import ROOT, records
 
@@ -12,21 +16,28 @@ MARK = "<!-- From here on: python -m benchmarks first_device --draw -->\n"
 
 
 def draw() -> int:
-    """Write the page of the records that are kept."""
+    """Render the records in ``docs/evidence`` again, and write the page."""
     PAGE.write_text(drawn())
     print(f"wrote {PAGE}")
     return 0
 
 
 def drawn() -> str:
-    """The page: what a person wrote, and the records, devices first."""
-    kept = [records.load(path) for path in sorted(RECORDS.glob("first_device_*.json"))]
-    kept.sort(key=is_rehearsal)
-    parts = [
-        f"## {record['ran'][0].upper()}{record['ran'][1:]}\n\n{rendered(record)}\n"
-        for record in kept
+    """The page: its handwritten part unchanged, then a section for each device.
+
+    If several records come from the same device, the section shows the newest result
+    of each job. Records of rehearsals come last.
+    """
+    kept = [records.load(path) for path in RECORDS.glob("first_device_*.json")]
+    by_device: dict[str, list[dict]] = {}
+    for record in sorted(kept, key=lambda record: record["date"]):
+        by_device.setdefault(record["ran"], []).append(record)
+    groups = sorted(by_device.values(), key=lambda group: is_rehearsal(group[0]))
+    sections = [
+        f"## {group[0]['ran'][0].upper()}{group[0]['ran'][1:]}\n\n{_section(group)}\n"
+        for group in groups
     ]
-    return PAGE.read_text().partition(MARK)[0] + MARK + "\n" + "\n".join(parts)
+    return PAGE.read_text().partition(MARK)[0] + MARK + "\n" + "\n".join(sections)
 
 
 def article(name: str) -> str:
@@ -35,82 +46,135 @@ def article(name: str) -> str:
 
 
 def is_rehearsal(record: dict) -> bool:
+    """Whether the programs were only compiled."""
     return "not run" in record["ran"]
 
 
 def is_good(record: dict) -> bool:
-    """Whether nothing failed, and no bit differs that must not."""
-    bad = [each for job in record["jobs"] for each in _failures(job)]
-    return not bad
+    """Whether no job failed and every result that must be exact is exact."""
+    return not any(_errors(record["jobs"])) and not any(_inexact(record["jobs"]))
 
 
 def rendered(record: dict) -> str:
-    """The record as Markdown."""
-    lines = [_origin(record), ""]
+    """The record as Markdown: its origin, its tables, and the jobs that failed."""
+    failed = [*_errors(record["jobs"]), *_inexact(record["jobs"])]
+    parts = [_origin([record])]
     if is_rehearsal(record):
-        lines += [compiled_table(record), ""]
+        parts += [_filled(compilation(record))]
     else:
-        for title, table in (
-            ("Do kernels give the reference's bits?", bits_table),
-            ("How long is a step?", times_table),
-            ("Does a GPT-2 124M train?", training_table),
-            ("How long is the first compile?", compile_table),
-        ):
-            lines += [f"### {title}", "", table(record), ""]
-    bad = [each for job in record["jobs"] for each in _failures(job)]
-    left = [f"{_name(j)}: {j['reason']}" for j in record["jobs"] if _is_left(j)]
-    lines += [_list("Failed", bad), _list("Not run, or not to the end", left)]
-    return "\n".join(lines).rstrip()
+        parts += _tables(record["jobs"])
+    parts += [_list("These trials failed", failed)]
+    parts += [_list("These jobs did not finish", _unfinished(record["jobs"]))]
+    return "\n\n".join(filter(None, parts))
 
 
-def _origin(record: dict) -> str:
+def _section(group: list[dict]) -> str:
+    """The records of one device, oldest first, as a section of the page."""
+    jobs = list(_newest(group))
+    if is_rehearsal(group[0]):
+        parts = [_filled(f"`{group[-1]['command']}`: {compilation(group[-1])}")]
+    else:
+        parts = [_origin(group), *_tables(jobs)]
+    parts += [_list("These trials failed", _errors(jobs))]
+    if unfinished := [job for job in jobs if _is_unfinished(job)]:
+        names = ", ".join(f"`{_name(job)}`" for job in unfinished)
+        parts.append(_filled(f"The time ran out before these jobs finished: {names}."))
+    return "\n\n".join(filter(None, parts))
+
+
+def _newest(group: list[dict]) -> Iterable[dict]:
+    """The newest result of each job; a job without a result replaces none."""
+    found: dict[str, dict] = {}
+    for record in group:
+        for job in record["jobs"]:
+            if job["trials"] or _name(job) not in found:
+                found[_name(job)] = job
+    return found.values()
+
+
+def _tables(jobs: list[dict]) -> Iterator[str]:
+    """A heading and a table for each section with results."""
+    for section, title, table in (
+        ("bits", "Are the results equal to those on a CPU?", bits_table),
+        ("step_times", "How long does a step take?", times_table),
+        ("training", "Does a GPT-2 124M train?", training_table),
+        ("first_compile", "How long does the first compilation take?", compile_table),
+    ):
+        ran = [job for job in jobs if job["section"] == section and job["trials"]]
+        if ran:
+            yield f"### {title}\n\n{table(ran)}"
+
+
+def _origin(group: list[dict]) -> str:
+    """The commands of the records, and the software that they ran with."""
+    commands = [
+        f"- `{record['command']}`: {record['elapsed_seconds'] / 60:.1f} minutes"
+        for record in group
+    ]
+    software = map(_filled, dict.fromkeys(map(_software, group)))
+    return "\n".join([*commands, "", *software])
+
+
+def _software(record: dict) -> str:
     versions = ", ".join(f"{n} {v}" for n, v in record["versions"].items())
-    said = [record["date"][:10], f"Python {record['python']}", versions]
-    said += [f"{n} {record[n]}" for n in ("driver", "ptxas") if record.get(n)]
-    said += [f"{record['processors']} processors"]
-    took = f"{record['elapsed_seconds'] / 60:.1f} minutes"
-    lines = textwrap.wrap("; ".join(said) + ".", 98, break_on_hyphens=False)
-    return "\n".join([f"`{record['command']}`, {took}.", *lines])
+    parts = [record["date"][:10], f"Python {record['python']}", versions]
+    parts += [f"{n} {record[n]}" for n in ("driver", "ptxas") if record.get(n)]
+    return "; ".join([*parts, f"{record['processors']} processors"]) + "."
 
 
-def _list(title: str, items: list[str]) -> str:
-    if not items:
-        return f"{title}: nothing.\n"
-    return "\n".join([f"{title}:", "", *(f"- {x}" for x in items), ""])
+def _filled(text: str) -> str:
+    return textwrap.fill(text, 98, break_on_hyphens=False, break_long_words=False)
+
+
+def _list(title: str, items: Iterable[str]) -> str:
+    lines = [f"- {item}" for item in items]
+    return "\n".join([f"{title}:", "", *lines]) if lines else ""
 
 
 def _name(job: dict) -> str:
     return f"{job['section']}/{job['name']}"
 
 
-def _is_left(job: dict) -> bool:
+def _is_unfinished(job: dict) -> bool:
     return job["status"] not in ("done", "failed")
 
 
-def _failures(job: dict) -> Iterator[str]:
-    """What went wrong in a job, a line each."""
-    if job["status"] == "failed" and not job["trials"]:
-        yield f"{_name(job)}: {_first_line(job['reason'])}"
-    for trial, found in job["trials"].items():
-        where = f"{_name(job)}, {trial}"
-        if "error" in found:
-            yield f"{where}: {_first_line(found['error'])}"
-            continue
-        figures = found["figures"]
-        if figures.get("exact") and figures["parameters"] + figures["state"]:
-            yield f"{where}: {figures['parameters'] + figures['state']} numbers differ"
-        if figures.get("finite") is False:
-            yield f"{where}: a loss is not finite"
-        elif figures.get("last_loss", 0) > figures.get("first_loss", 0):
-            yield f"{where}: the loss rose"
+def _unfinished(jobs: list[dict]) -> list[str]:
+    return [f"{_name(j)}: {j['reason']}" for j in jobs if _is_unfinished(j)]
+
+
+def _errors(jobs: list[dict]) -> Iterator[str]:
+    """A line for each trial that raised an error or did not train."""
+    for job in jobs:
+        if job["status"] == "failed" and not job["trials"]:
+            yield f"{_name(job)}: {_first_line(job['reason'])}"
+        for trial, found in job["trials"].items():
+            where = f"{_name(job)}, {trial}"
+            if "error" in found:
+                yield f"{where}: {_first_line(found['error'])}"
+                continue
+            figures = found["figures"]
+            if figures.get("finite") is False:
+                yield f"{where}: a loss is not finite"
+            elif figures.get("last_loss", 0) > figures.get("first_loss", 0):
+                yield f"{where}: the loss rose"
+
+
+def _inexact(jobs: list[dict]) -> Iterator[str]:
+    """A line for each trial that differs from the reference and must not."""
+    for job in jobs:
+        for trial, found in job["trials"].items():
+            figures = found.get("figures", {})
+            if figures.get("exact") and _differing(figures):
+                yield f"{_name(job)}, {trial}: {_differing(figures)} numbers differ"
+
+
+def _differing(figures: dict) -> int:
+    return figures["parameters"] + figures["state"]
 
 
 def _first_line(text: str) -> str:
     return " ".join(text.split())[:200]
-
-
-def _jobs(record: dict, section: str) -> list[dict]:
-    return [job for job in record["jobs"] if job["section"] == section]
 
 
 def _cell(found: dict | None, show: Callable[[dict], str]) -> str:
@@ -119,67 +183,60 @@ def _cell(found: dict | None, show: Callable[[dict], str]) -> str:
     return "failed" if "error" in found else show(found["figures"])
 
 
-def bits_table(record: dict) -> str:
-    """Elements that differ from the reference, by family, launcher and leaves."""
-    jobs = _jobs(record, "bits")
+def bits_table(jobs: list[dict]) -> str:
+    """How many numbers differ from the reference, by format and implementation."""
     trials = list(dict.fromkeys(t for job in jobs for t in job["trials"]))
-    launchers = list(dict.fromkeys(t.partition(", ")[2] for t in trials))
+    implementations = list(dict.fromkeys(t.partition(", ")[2] for t in trials))
     kinds = list(dict.fromkeys(t.partition(", ")[0] for t in trials))
 
-    def show(figures: dict) -> str:
-        count = figures["parameters"] + figures["state"]
-        if count == 0 or figures["exact"]:
-            return str(count)
-        return f"({count}; {figures['furthest']:.0e})"
+    def cell(job: dict, implementation: str) -> str:
+        found = [job["trials"].get(f"{kind}, {implementation}") for kind in kinds]
+        if not all(found):
+            return "not run"
+        if any("error" in each for each in found):
+            return "failed"
+        return str(sum(_differing(each["figures"]) for each in found))
 
-    rows = [
-        [
-            job["name"],
-            launcher,
-            *(_cell(job["trials"].get(f"{kind}, {launcher}"), show) for kind in kinds),
-        ]
-        for job in jobs
-        for launcher in launchers
-    ]
-    return (
-        "The table counts the numbers and words that differ from XLA's on the CPU\n"
-        "after two steps. A count is in brackets if roots and quotients may be\n"
-        "rounded differently. The figure next to it is the largest distance of a\n"
-        "parameter, relative to the largest parameter of its leaf.\n\n"
-    ) + records.table(["family", "by", *kinds], rows)
-
-
-def times_table(record: dict) -> str:
-    """Steps and copies."""
-    rows = []
-    for job in _jobs(record, "step_times"):
-        for leaves in ("16x4096", "gpt2"):
-            found = job["trials"].get(leaves)
-            show = lambda key, digits: lambda f: f"{f[key]:.{digits}f}"
-            per = lambda key: lambda f: f"{f[key] / f['parameters']:.2f}"
-            rows.append(
-                [
-                    job["name"],
-                    leaves,
-                    _cell(found, per("stored_bytes")),
-                    _cell(found, per("moved_bytes")),
-                    _cell(found, show("ps_per_parameter", 2)),
-                    _cell(found, show("gb_per_s", 0)),
-                ]
-            )
-    return (
-        "Picoseconds of a step per parameter. Medians of seven measurements of 0.1 s;\n"
-        "`gpt2` in loops of 20 steps on the device, `16x4096` called from Python\n"
-        "without waiting. GB/s: the bytes that a step moves at least, by its time.\n\n"
-    ) + records.table(
-        ["AdamW", "leaves", "stored B", "moved B", "step, ps", "GB/s"], rows
+    rows = [[job["name"], *(cell(job, x) for x in implementations)] for job in jobs]
+    text = (
+        "The table counts the numbers in parameters and state that differ from XLA's "
+        "results on the CPU after two steps. The counts add up four sets of leaves: "
+        "one matrix, leaves of odd sizes, matrices with vectors, and a stack of layers "
+        "that is updated inside the backward pass."
     )
+    return f"{_filled(text)}\n\n" + records.table(["format", *implementations], rows)
 
 
-def training_table(record: dict) -> str:
-    """Rows of training."""
+def times_table(jobs: list[dict]) -> str:
+    """Bytes and times of a step."""
+    show = lambda key, digits: lambda f: f"{f[key]:.{digits}f}"
+    per = lambda key: lambda f: f"{f[key] / f['parameters']:.2f}"
     rows = []
-    for job in _jobs(record, "training"):
+    for job in jobs:
+        matrices, gpt2 = map(job["trials"].get, ("16x4096", "gpt2"))
+        row = [job["name"], *(_cell(matrices, per(f"{x}_bytes")) for x in _BYTES)]
+        for found in (matrices, gpt2):
+            row += [_cell(found, show("ps_per_parameter", 2))]
+            row += [_cell(found, show("gb_per_s", 0))]
+        rows.append(row)
+    text = (
+        "Bytes and picoseconds (ps) are per parameter; lower is better. Times are "
+        "medians of seven measurements of 0.1 s. Python calls the step on 16 matrices "
+        "of 4096 x 4096. The step on GPT-2's 148 leaves runs in a loop on the device. "
+        "GB/s is the number of bytes that a step must move, divided by its time."
+    )
+    heads = ["AdamW", "bytes stored", "bytes moved"]
+    heads += ["16 matrices, ps", "GB/s", "GPT-2, ps", "GB/s"]
+    return f"{_filled(text)}\n\n" + records.table(heads, rows)
+
+
+_BYTES = ("stored", "moved")
+
+
+def training_table(jobs: list[dict]) -> str:
+    """Losses, speed and memory of the training runs."""
+    rows = []
+    for job in jobs:
         found = job["trials"].get("GPT-2")
         peak = lambda f: f"{f['peak_bytes'] / 2**30:.2f}" if f["peak_bytes"] else "?"
         rows.append(
@@ -190,47 +247,51 @@ def training_table(record: dict) -> str:
                 _cell(found, lambda f: f"{f['tokens_per_second']:,.0f}"),
                 _cell(found, lambda f: f"{f['stored_bytes'] / 2**30:.2f}"),
                 _cell(found, peak),
-                _program_cell(job, "step", "compile"),
+                _seconds(job, "compile"),
             ]
         )
-    heads = ["AdamW", "first loss", "last ten", "tokens/s", "stored GiB", "peak GiB"]
-    return records.table([*heads, "compile, s"], rows)
+    return records.table(
+        [
+            "AdamW",
+            "first loss",
+            "loss, last ten steps",
+            "tokens per second",
+            "parameters and state, GiB",
+            "peak memory, GiB",
+            "seconds to compile",
+        ],
+        rows,
+    )
 
 
-def _program_cell(job: dict, program: str, stage: str) -> str:
-    found = [p for p in job["programs"] if p["program"] == program]
-    return f"{found[-1]['seconds'][stage]:.1f}" if found else "not run"
-
-
-def compile_table(record: dict) -> str:
-    """Seconds of each stage."""
+def compile_table(jobs: list[dict]) -> str:
+    """Seconds of each stage of a compilation."""
     stages = ("trace", "lower", "compile")
-    rows = [
-        [job["name"], *(_program_cell(job, "step", stage) for stage in stages)]
-        for job in _jobs(record, "first_compile")
-    ]
+    rows = [[job["name"], *(_seconds(job, stage) for stage in stages)] for job in jobs]
     return (
-        "Times are in seconds, for an optimizer step on GPT-2's 148 leaves.\n\n"
+        "Times are seconds for one optimizer step on GPT-2's 148 leaves.\n\n"
     ) + records.table(["AdamW", *stages], rows)
 
 
-def compiled_table(record: dict) -> str:
-    """What each job's programs took to compile."""
-    rows = []
-    # Exact: the sums of Python 3.11 and 3.12 differ in their last digits.
-    seconds = lambda program: math.fsum(program["processor"].values())
-    for job in record["jobs"]:
-        spent = list(map(seconds, job["programs"]))
-        slowest = max(job["programs"], key=seconds, default=None)
-        rows.append(
-            [
-                f"`{_name(job)}`",
-                job["status"],
-                len(spent),
-                f"{math.fsum(spent):.1f}",
-                f"{max(spent):.1f}: {slowest['program']}" if slowest else "",
-            ]
-        )
+def _seconds(job: dict, stage: str) -> str:
+    found = [p for p in job["programs"] if p["program"] == "step"]
+    return f"{found[-1]['seconds'][stage]:.1f}" if found else "not run"
+
+
+def compilation(record: dict) -> str:
+    """How long the programs of a rehearsal took to compile."""
+    # fsum is exact: sums of Python 3.11 and 3.12 differ in their last digits.
+    spent = {
+        (_name(job), program["program"]): math.fsum(program["processor"].values())
+        for job in record["jobs"]
+        for program in job["programs"]
+    }
+    if not spent:
+        return "No program was compiled."
+    job, program = max(spent, key=spent.__getitem__)
     return (
-        "Seconds of processor time to trace, lower and compile.\n\n"
-    ) + records.table(["job", "", "programs", "all", "the longest"], rows)
+        f"jax {record['versions']['jax']} compiled {len(spent)} programs of "
+        f"{len(record['jobs'])} jobs and ran none of them. Compilation used "
+        f"{math.fsum(spent.values()) / 60:.1f} minutes of processor time. The slowest "
+        f"program, `{program}` of `{job}`, used {spent[job, program]:.0f} seconds."
+    )

@@ -1,8 +1,8 @@
-"""One job of ``first_device``, in a process of its own.
+"""Run one job of ``first_device`` in its own process.
 
-It reads a line of JSON that says what to do, and answers in lines of JSON. Before it
-needs the device to itself it says so, and waits until it is told to go on: then nothing
-else runs there, while other jobs may still compile.
+The process reads its task from standard input as a line of JSON, and answers in lines
+of JSON. Before it uses the device, it asks the supervisor and waits for an answer.
+After the answer, no other job runs on the device, but other jobs may still compile.
 """
 
 import contextlib
@@ -22,18 +22,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 LONGEST = 4000
-"""Characters of an error that are kept."""
+"""The number of characters of an error message that the record keeps."""
 
 
 @dataclasses.dataclass
 class Job:
-    """What a section's function works with.
+    """The task of this process, and its connection to the supervisor.
 
     Attributes:
-      small: sizes for a quick try, on any device.
-      mesh: of the GPU to compile for without running; None where programs run.
+      small: whether to use small sizes, for a quick try on any device.
+      mesh: a mesh of the GPU to compile for; None if the programs also run.
       skip: trials that are done, or that ended an earlier process of this job.
-      has_device: whether no other job uses the device.
+      has_device: whether this job is the only one that uses the device.
     """
 
     small: bool
@@ -43,7 +43,7 @@ class Job:
 
     @property
     def runs(self) -> bool:
-        """Whether programs run, and are not only compiled."""
+        """Whether programs run, rather than only compile."""
         return self.mesh is None
 
     @property
@@ -56,11 +56,11 @@ class Job:
         print(json.dumps(message), file=_answers, flush=True)
 
     def attempt(self, trial: str, measure: Callable[[], dict]) -> None:
-        """A part of the job whose failure does not stop the rest.
+        """Run a part of the job. If it fails, the job continues with the next part.
 
         Args:
-          trial: its name.
-          measure: what returns its figures.
+          trial: the name of the part.
+          measure: a function that returns the figures of the part.
         """
         if trial in self.skip:
             return
@@ -77,31 +77,31 @@ class Job:
             self.say(trial=trial, figures=figures)
 
     def take_device(self) -> None:
-        """Wait until no other job uses the device, and keep it for this trial."""
+        """Wait until no other job uses the device, and reserve it for this trial."""
         if self.has_device or not self.runs:
             return
         self.say(wants_device=True)
         _told.get()
         self.has_device = True
 
-    def in_force(self) -> contextlib.AbstractContextManager:
-        """The mesh of what is compiled for without running; else none."""
+    def target_mesh(self) -> contextlib.AbstractContextManager:
+        """A context that sets the mesh of the GPU to compile for, if there is one."""
         return contextlib.nullcontext() if self.runs else jax.set_mesh(self.mesh)
 
     def compile(self, name: str, fn: Callable, *args, donate=()) -> Callable:
-        """Compile a program, and say how long that took.
+        """Compile a program, and send the supervisor the time of each stage.
 
         Args:
-          name: of the program.
-          fn: what to compile.
-          *args: trees of arrays or ShapeDtypeStructs.
-          donate: argument numbers.
+          name: the name of the program in the record.
+          fn: the function to compile.
+          *args: its arguments, as trees of arrays or ShapeDtypeStructs.
+          donate: the numbers of the arguments to donate.
         """
         from tools.gpu_program.targets import trace_for
 
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         clocks = [_clocks()]
-        with self.in_force():
+        with self.target_mesh():
             if self.runs:
                 traced = jax.jit(fn, donate_argnums=donate).trace(*shapes)
             else:
@@ -126,19 +126,19 @@ STAGES = ("trace", "lower", "compile")
 
 
 def _clocks() -> tuple[float, float]:
-    """Wall time, and processor time of this process with its compilers."""
+    """Wall time, and processor time of this process and of the compilers it started."""
     return time.perf_counter(), sum(os.times()[:4])
 
 
 def seconds_of(call: Callable[[int], None], calls: int) -> float:
-    """Seconds a call, in a run of ``calls`` that ends when the last is done."""
+    """Seconds per call. ``call(n)`` makes ``n`` calls and waits for the last one."""
     start = time.perf_counter()
     call(calls)
     return (time.perf_counter() - start) / calls
 
 
 def describe(job: Job) -> None:
-    """What there is: the first job of all, so that no other process need ask."""
+    """Send a description of the device. This is the first job."""
     device = jax.devices()[0]
     stats = getattr(device, "memory_stats", lambda: None)() or {}
     job.say(
@@ -152,7 +152,7 @@ def describe(job: Job) -> None:
 
 
 def run_job(request: dict) -> None:
-    """Do what a request of the supervisor asks for."""
+    """Run the job that the supervisor requests."""
     mesh = None
     if request["target"]:
         from tools.gpu_program.targets import TARGETS, gpu_mesh
@@ -166,8 +166,8 @@ def run_job(request: dict) -> None:
 
 
 def listen() -> None:
-    """Pass on what the supervisor says, and end with it."""
-    # Python cannot end while a thread waits in a buffered file.
+    """Queue the lines that the supervisor sends, and exit when it exits."""
+    # Python cannot exit while a thread waits for input in a buffered file.
     with open(0, "rb", buffering=0) as lines:
         for line in lines:
             _told.put(line)
@@ -177,7 +177,7 @@ def listen() -> None:
 _told: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
 if __name__ == "__main__":
-    # What libraries print is not an answer.
+    # Libraries print to standard output too; send their output to standard error.
     _answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     threading.Thread(target=listen, daemon=True).start()

@@ -1,4 +1,4 @@
-"""The AdamW steps that are timed and trained with."""
+"""The AdamW variants that ``first_device`` times and trains with."""
 
 import functools
 import importlib
@@ -16,13 +16,14 @@ RATE, DECAY = 1e-3, 1e-4
 
 
 class Optimizer(typing.NamedTuple):
-    """An optimizer in one form for all.
+    """An optimizer with the same interface for every library.
 
     Attributes:
-      init: of bfloat16 parameters; the parameters as it stores them, and its state.
-      step: of these and gradients; both new.
-      tx: the transformation, if there is one.
-      reads_params: False where new parameters come of the state alone.
+      init: takes bfloat16 parameters; returns the parameters in the form in which the
+        optimizer stores them, and its state.
+      step: takes parameters, state and gradients; returns new parameters and state.
+      tx: the optax transformation, if there is one.
+      reads_params: False if the step computes new parameters from the state alone.
     """
 
     init: Callable
@@ -36,7 +37,7 @@ def _wide(tree):
 
 
 def _float32(rate) -> Optimizer:
-    """Optax, with parameters and moments in float32."""
+    """Optax with float32 parameters and moments."""
     tx = optax.adamw(rate, weight_decay=DECAY)
 
     def step(params, state, grads):
@@ -47,7 +48,7 @@ def _float32(rate) -> Optimizer:
 
 
 def _master(rate) -> Optimizer:
-    """Optax with a float32 master, and bfloat16 parameters for the model."""
+    """Optax with float32 master weights, and bfloat16 parameters for the model."""
     inside = _float32(rate)
 
     def step(params, state, grads):
@@ -97,17 +98,17 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "optax, float32": _float32,
     "flashoptim_jax": _flash,
 }
-"""By name, the most wanted first; each takes a learning rate."""
+"""Functions that take a learning rate, by name, the most important first."""
 
 PEER = "flashoptim_jax"
 
 
 def timed_here() -> list[str]:
-    """The names of those that can be imported here."""
+    """The names of the optimizers that can be imported here."""
     has_peer = importlib.util.find_spec(PEER) is not None
     return [name for name in OPTIMIZERS if has_peer or name != PEER]
 
 
 def nbytes(tree) -> int:
-    """Bytes of all arrays."""
+    """The number of bytes in all arrays of a tree."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

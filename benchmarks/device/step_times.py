@@ -1,10 +1,10 @@
-"""How long is a step, and how many bytes does it move in a second?
+"""Measure the time of a step, and the bytes that it moves per second.
 
-On 16 matrices of 4096 x 4096, Python calls one step after the other, and calls them
-faster than the device runs them. On GPT-2's 148 leaves, Python would be slower than the
-device, so each call runs a loop of 20 steps on the device. A measurement makes many
-calls, waits once for all of them, and takes about 0.1 s. The figure is the median of
-seven measurements.
+On 16 matrices of 4096 x 4096, Python calls one step after the other, faster than the
+device can run them. On GPT-2's 148 leaves, Python would be slower than the device, so
+each call runs a loop of 20 steps on the device. A measurement makes many calls, waits
+once for all of them, and takes about 0.1 s. The result is the median of seven
+measurements.
 """
 
 import functools
@@ -21,17 +21,17 @@ from benchmarks.device.optimizers import OPTIMIZERS, RATE, Optimizer, nbytes
 from benchmarks.leaf_sets import SETS, LeafSet
 
 LOOPED = {"16x4096": 1, "gpt2": 20}
-"""Sets of leaves, with how many steps a program has."""
+"""For each set of leaves, the number of steps that one program runs."""
 ROUNDS, MEASURE = 7, 0.1
 
 
 def steps_in_one(step: Callable, count: int) -> Callable:
-    """``count`` steps, so that one dispatch serves them all."""
+    """A function that runs ``count`` steps, so that one call dispatches all of them."""
     if count == 1:
         return step
 
     def body(_, carry):
-        # Without the barrier XLA could move work on the gradients out of the loop.
+        # Without the barrier, XLA could move work on the gradients out of the loop.
         params, state, grads = jax.lax.optimization_barrier(carry)
         return *step(params, state, grads), grads
 
@@ -44,26 +44,26 @@ def steps_in_one(step: Callable, count: int) -> Callable:
 
 
 def leaf_set_of(name: str, small: bool) -> LeafSet:
-    """A set, or some of its leaves at a 64th of their widths."""
+    """A set of leaves. If ``small``, 14 of its leaves at 1/64 of their widths."""
     if not small:
         return SETS[name]
     return LeafSet(name, SETS[name].shrunk(64).shapes[:14])
 
 
 def structs_of(leaf_set: LeafSet) -> list[jax.ShapeDtypeStruct]:
-    """Its leaves as bfloat16 shapes."""
+    """The shapes of the leaves, with dtype bfloat16."""
     return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in leaf_set.shapes]
 
 
 def gradients(shapes) -> list[np.ndarray]:
-    """bfloat16 numbers on the host: a million normal ones, again and again."""
+    """Gradients on the host, which repeat 2^20 normal numbers in bfloat16."""
     rng = np.random.default_rng(0)
     pattern = rng.standard_normal(2**20, np.float32).astype(jnp.bfloat16)
     return [np.resize(pattern, shape) for shape in shapes]
 
 
 def timed(advance: Callable[[int], None]) -> list[float]:
-    """Seconds a call, of each round."""
+    """Seconds per call, for each round."""
     advance(1)
     once = max(seconds_of(advance, 2), 1e-7)
     calls = max(1, min(2000, math.ceil(MEASURE / once)))
@@ -71,7 +71,7 @@ def timed(advance: Callable[[int], None]) -> list[float]:
 
 
 def time_donated(compiled: Callable, kept: tuple, *rest) -> list[float]:
-    """Seconds a call of a program that takes ``kept`` and gives it back."""
+    """Seconds per call of a program that updates ``kept``, which is donated."""
 
     def advance(calls: int) -> None:
         nonlocal kept
@@ -83,7 +83,14 @@ def time_donated(compiled: Callable, kept: tuple, *rest) -> list[float]:
 
 
 def measure(job: Job, optimizer: Optimizer, leaf_set: LeafSet, count: int) -> dict:
-    """Time of a step on a set of leaves."""
+    """Measure the step of an optimizer on a set of leaves.
+
+    Args:
+      job: compiles the program and waits for the device.
+      optimizer: the optimizer.
+      leaf_set: the leaves.
+      count: the number of steps per call.
+    """
     grads = structs_of(leaf_set)
     params, state = jax.eval_shape(optimizer.init, grads)
     moved = (1 + optimizer.reads_params) * nbytes(params)
@@ -102,15 +109,15 @@ def measure(job: Job, optimizer: Optimizer, leaf_set: LeafSet, count: int) -> di
     if not job.runs:
         return figures
     job.take_device()
-    # XLA takes up to a minute to compile some optimizers' init. After a step or two
-    # the numbers are those of training, from wherever they began.
+    # XLA needs up to a minute to compile the init of some optimizers. A state of zeros
+    # is good enough, because a step or two fill it with ordinary values.
     kept = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, state))
     steps = time_donated(step, kept, jax.device_put(gradients(leaf_set.shapes)))
     return figures | _summary([x / count for x in steps], leaf_set, moved)
 
 
 def _summary(steps, leaf_set: LeafSet, moved: int) -> dict:
-    """The median, least and largest of some times."""
+    """The median, minimum and maximum of the times."""
     step = statistics.median(steps)
     return {
         "ms": 1e3 * step,
@@ -122,7 +129,7 @@ def _summary(steps, leaf_set: LeafSet, moved: int) -> dict:
 
 
 def run(job: Job, name: str) -> None:
-    """Both sets of leaves by one optimizer."""
+    """Measure one optimizer on both sets of leaves."""
     for each, count in LOOPED.items():
         leaf_set = leaf_set_of(each, job.small)
         optimizer = OPTIMIZERS[name](RATE)

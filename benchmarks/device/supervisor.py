@@ -1,8 +1,8 @@
-"""Runs the jobs of ``first_device``, each in a process of its own.
+"""Run the jobs of ``first_device``, each in its own process.
 
-Several compile at once, and one has the device, in the order of the jobs. A process
-that ends or falls silent takes only the trial with it that it was at: the job goes on
-with the next trial in a new process.
+Several processes compile at the same time. One process at a time uses the device, in
+the order of the jobs. If a process crashes or stops answering, only its current trial
+is lost: the job continues with the next trial in a new process.
 """
 
 import contextlib
@@ -21,26 +21,26 @@ import typing
 from collections.abc import Callable, Mapping
 
 NOT_RUN, RUNNING, DONE, FAILED, CUT = "not run", "running", "done", "failed", "cut off"
-"""What becomes of a job: each is in the record from the start, as not run."""
+"""The status of a job. The record lists all jobs from the start, as not run."""
 
 _FRAME = re.compile(r"\s+@ |\*\*\* ")
 
 TAIL = 3000
-"""Characters that are kept of what a process wrote before it ended."""
+"""The number of characters that the record keeps of the output of a failed process."""
 
 
 @dataclasses.dataclass
 class Process:
-    """A job that runs.
+    """A process that runs a job.
 
     Attributes:
       entry: the job's part of the record.
       child: the process.
-      errors: the file of what it writes beside its answers.
-      heard: when it last answered.
-      trial: what it is at.
+      errors: a file with the output of the process, except for its answers.
+      heard: the time of its last answer.
+      trial: the name of its current trial.
       device: None, or "wanted", or "given".
-      killed: why, if it was.
+      killed: the reason for which it was killed, or None.
     """
 
     entry: dict
@@ -52,13 +52,13 @@ class Process:
     killed: str | None = None
 
     def kill(self, why: str) -> None:
-        """End it, and the compilers that it started."""
+        """Kill the process and the compilers that it started."""
         self.killed = self.killed or why
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.child.pid, signal.SIGKILL)
 
     def end(self) -> str:
-        """Why it ended."""
+        """Wait for the process to end, and return the reason."""
         code = self.child.wait()
         for pipe in (self.child.stdin, self.child.stdout):
             with contextlib.suppress(BrokenPipeError):
@@ -66,7 +66,7 @@ class Process:
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").split("\n")
         self.errors.close()
-        # Without the stack of what ended it, which says less than the line before.
+        # The line before the stack trace explains more than the stack trace.
         said = [x for x in lines if x.strip() and not _FRAME.match(x)] or ["nothing"]
         how = f"signal {-code}" if code < 0 else f"exit status {code}"
         whole = "\n".join(said)[-TAIL:]
@@ -75,19 +75,19 @@ class Process:
 
 @dataclasses.dataclass
 class Supervisor:
-    """What runs, and what is yet to run.
+    """The jobs that are running or waiting.
 
     Args:
       entries: the jobs in the record, in order; see :func:`entry_of`.
-      request: what all of them are asked, beside their section and name.
-      environment: of their processes.
-      workers: how many run at once.
-      shared: sections whose jobs use the device beside each other.
-      end: when all must be over, by ``time.monotonic``.
-      silence: seconds without an answer after which a process is given up.
-      changed: called when the record has changed, with a line to print or None.
-      command: of a process, which is told what to do.
-      folder: in which it runs.
+      request: the part of a task that is the same for all jobs.
+      environment: the environment variables of the processes.
+      workers: the number of processes that run at the same time.
+      shared: the sections whose jobs may use the device at the same time.
+      end: the value of ``time.monotonic`` at which all jobs must have ended.
+      silence: the number of seconds without an answer after which a process is killed.
+      changed: called after each change of the record, with a line to print or None.
+      command: the command that starts a process.
+      folder: the working directory of the processes.
     """
 
     entries: list[dict]
@@ -104,7 +104,7 @@ class Supervisor:
     answers: queue.Queue = dataclasses.field(default_factory=queue.Queue)
 
     def run(self) -> None:
-        """Run all that there is time for."""
+        """Run jobs until all have ended or the time is over."""
         try:
             while time.monotonic() < self.end:
                 waiting = [e for e in self.entries if e["status"] == NOT_RUN]
@@ -143,7 +143,7 @@ class Supervisor:
         self.answers.put((process, None))
 
     def _give_device(self) -> None:
-        """To the first job that wants it, once no other has it."""
+        """Give the free device to the first job that waits for it."""
         holds = lambda p: p.device == "given" or p.entry["section"] in self.shared
         if any(map(holds, self.running)):
             return
@@ -151,10 +151,10 @@ class Supervisor:
         first = min(wanting, key=lambda p: self.entries.index(p.entry), default=None)
         if first is not None:
             first.device, first.heard = "given", time.monotonic()
-            tell(first, "go on")
+            tell(first, "continue")
 
     def _listen(self) -> None:
-        """Take an answer, and give up who has been silent for too long."""
+        """Read an answer, and kill the processes that have been silent for too long."""
         with contextlib.suppress(queue.Empty):
             process, line = self.answers.get(timeout=0.5)
             process.heard = time.monotonic()
@@ -198,14 +198,14 @@ class Supervisor:
                 self.changed(f"{entry['section']}/{entry['name']}: {why}")
                 return
             self._note(process, process.trial, {"error": why})
-            entry["status"] = NOT_RUN  # the rest of it, in a new process
+            entry["status"] = NOT_RUN  # its other trials run in a new process
         else:
             failed = any("error" in found for found in entry["trials"].values())
             entry.update(status=FAILED if failed else DONE, reason="")
         self.changed(None)
 
     def _stop(self) -> None:
-        """End what still runs, and say of all what became of it."""
+        """Kill the processes that still run, and record which jobs did not finish."""
         for process in self.running:
             process.kill("no time left")
         while self.running:
@@ -232,7 +232,7 @@ def tell(process: Process, line: str) -> None:
 
 
 def entry_of(section: str, name: str) -> dict:
-    """A job in the record, before it runs."""
+    """The entry of a job in the record before it runs."""
     return {
         "section": section,
         "name": name,

@@ -1,8 +1,8 @@
-"""Does a GPT-2 124M train, at how many tokens per second, in how much memory?
+"""Train a GPT-2 124M, and measure its losses, tokens per second and memory.
 
-The text is the sources of Python's standard library, byte by byte, in a vocabulary of
-GPT-2's size. Weights are used in bfloat16, in every row. Each row has a process of its
-own, so that its peak is its own.
+The text is the source code of Python's standard library. Its bytes are the tokens, and
+the vocabulary has GPT-2's size. Every row of the table computes with bfloat16 weights.
+Each row runs in its own process, so its peak memory includes no other row.
 """
 
 import functools
@@ -27,18 +27,24 @@ ROWS = {
     "kahan_adamw": ("kahan_adamw", False),
     "optax, float32": ("optax, float32", False),
 }
-"""An optimizer each, and whether it steps inside the backward pass."""
+"""For each row, the optimizer and whether its step runs inside the backward pass."""
 
 
 def sizes(small: bool) -> tuple[GPT, int, int]:
-    """The model, examples of a batch, and steps."""
+    """The model, the number of examples in a batch, and the number of steps."""
     if small:
         return GPT(2, 64, 2, 32, "none", jnp.bfloat16), 4, 30
     return GPT(12, 768, 12, 1024, "none", jnp.bfloat16, 50257), 8, 200
 
 
 def measure(job: Job, optimizer_name: str, released: bool) -> dict:
-    """A run of a fixed number of steps."""
+    """Compile a training step, and train if programs run here.
+
+    Args:
+      job: compiles the programs and waits for the device.
+      optimizer_name: a key of ``OPTIMIZERS``.
+      released: whether the step runs inside the backward pass.
+    """
     model, batch, steps = sizes(job.small)
     optimizer = OPTIMIZERS[optimizer_name](RATE)
 
@@ -53,7 +59,7 @@ def measure(job: Job, optimizer_name: str, released: bool) -> dict:
         loss, grads = jax.value_and_grad(model.loss)(params, tokens)
         return loss, *optimizer.step(params, state, grads)
 
-    # XLA tries products on the device while it compiles.
+    # XLA times matrix products on the device while it compiles.
     job.take_device()
     key = jax.eval_shape(lambda: jax.random.key(0))
     params, state = jax.eval_shape(init, key)
@@ -72,21 +78,21 @@ def measure(job: Job, optimizer_name: str, released: bool) -> dict:
 
 
 def trained(start, step, batch: int, context: int, steps: int) -> dict:
-    """Losses, speed and peak of a run.
+    """Losses, speed and peak memory of a run.
 
     Args:
-      start: compiled, of a random key.
-      step: compiled.
-      batch: examples of a step.
-      context: bytes of an example.
-      steps: how many.
+      start: compiled function that takes a random key and returns parameters and state.
+      step: compiled training step.
+      batch: the number of examples per step.
+      context: the number of bytes per example.
+      steps: the number of steps.
     """
     text = stdlib_text.load().train
     windows = [
         jax.device_put(stdlib_text.random_windows(text, (i,), batch, context + 1))
         for i in range(steps)
     ]
-    # What init hands on twice may share a buffer.
+    # Arrays that init returns twice may share a buffer, which cannot be donated twice.
     params, state = jax.tree.map(jnp.copy, start(jax.random.key(0)))
     losses, seconds = [], []
     for first in range(0, steps, 10):
@@ -110,5 +116,5 @@ def trained(start, step, batch: int, context: int, steps: int) -> dict:
 
 
 def run(job: Job, name: str) -> None:
-    """One row."""
+    """Run one row of the table."""
     job.attempt("GPT-2", functools.partial(measure, job, *ROWS[name]))

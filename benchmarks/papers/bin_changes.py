@@ -75,28 +75,31 @@ def text(record: dict) -> str:
     return records.listing(["held-out loss"], record["held_out"], digits=3)
 
 
-@pictures.panels(3.2, (3, 2))
-def draw(record: dict, curves, losses) -> None:
-    lines = dict(zip(BITS, ("-", "--", ":"), strict=True))
+@pictures.panels(4.2, (3, 2))
+def draw(record: dict, curves, losses) -> str:
+    held_out, cases = record["held_out"], record["steps_moved"]
+    looks = pictures.looks(f"LPMM, {name}" for name in cases)
     x = (np.arange(POINTS) + 0.5) * record["options"]["steps"] / POINTS
-    for name, runs in record["steps_moved"].items():
-        bits, rounding = name.split(" bits, ")
-        mean = np.maximum(np.mean(runs, 0), 1e-5)
-        color, line = pictures.COLORS[rounding], lines[int(bits)]
-        curves.semilogy(x, mean, line, color=color, label=name)
-    curves.set(xlabel="step", ylabel="steps of its grid that a weight moves")
-    curves.legend(fontsize=8)
-    for i, rounding in enumerate(ROUNDINGS):
-        found = [record["held_out"][f"{bits} bits, {rounding}"] for bits in BITS]
+    curves.plot([], [], color="black", label="float32")
+    for (label, look), runs in zip(looks.items(), cases.values(), strict=True):
+        moved = np.mean(runs, 0)
+        look = look | {"marker": "", "label": label.removeprefix("LPMM, ")}
+        curves.semilogy(x, np.where(moved > 0, moved, np.nan), **look)
+    curves.set(title="change of a weight per step", xlabel="step", ylim=(1e-5, 30))
+    curves.set(ylabel="in spacings of the quantised numbers")
+    for rounding in ROUNDINGS:
+        found = [held_out[f"{bits} bits, {rounding}"] for bits in BITS]
         means, bars = ([each[part] for each in found] for part in ("mean", "std"))
-        style = {"color": pictures.COLORS[rounding], "capsize": 3, "fmt": "o-"}
-        x = np.arange(len(BITS)) + 0.06 * i
-        losses.errorbar(x, means, bars, label=rounding, **style)
-    master = record["held_out"]["float32"]
-    losses.axhline(master["mean"], color="black", label="float32", lw=1.2)
-    losses.set_xticks(range(len(BITS)), [f"{bits} bits" for bits in BITS])
-    losses.set(ylabel="loss on held-out text, mean ± std")
-    losses.legend()
+        look = looks[f"LPMM, {BITS[0]} bits, {rounding}"]
+        losses.errorbar(range(len(BITS)), means, bars, **look)
+    losses.axhline(held_out["float32"]["mean"], color="black")
+    losses.set_xticks(range(len(BITS)), BITS)
+    losses.set(title="loss at the end", xlabel="bits per weight")
+    losses.set(ylabel="held-out loss, nats per byte (lower is better)")
+    return (
+        "LPMM weights that are rounded to nearest stop moving before the training "
+        "ends; with stochastic rounding, they keep moving"
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

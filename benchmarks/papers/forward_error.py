@@ -102,28 +102,34 @@ def text(record: dict) -> str:
     return records.table(("", "16-bit part, first", "joined, last"), rows)
 
 
-@pictures.panels(widths=(1, 1))
-def draw(record: dict, one, many) -> None:
-    errors = record["errors"]
-    names = ["float16", "+8, nearest", "+8, stochastic", "+8, toward zero"]
-    values = [errors[name]["16-bit part"][0]["mean"] for name in names]
-    kinds = "nearest", "Kahan", "stochastic", "LPMM"
-    one.barh(names, values, color=[pictures.COLORS[kind] for kind in kinds])
-    one.invert_yaxis()
-    one.set(title="the 16-bit part after one addition", xlabel="relative error")
-    one.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
-    lines = {f"+{bits}, toward zero": str(0.8 - bits / 20) for bits in BITS}
-    lines["float16"] = pictures.COLORS["nearest"]
-    lines["float16, stochastic"] = pictures.COLORS["stochastic"]
+@pictures.panels(4, (2, 3))
+def draw(record: dict, one, many) -> str:
+    errors, extra = record["errors"], pictures.FORMATS["extra bits"][0]
+    for rounding in ("nearest", "stochastic", "toward zero"):
+        error = 1e4 * errors[f"+8, {rounding}"]["16-bit part"][0]["mean"]
+        one.barh(f"8 extra bits,\n{rounding}", error, color=extra)
+    lines = {f"+{n}, toward zero": pictures.tint(extra, 0.4 + n / 22) for n in BITS}
+    lines["float16"] = pictures.FORMATS["nearest"][0]
+    lines["float16, stochastic"] = pictures.FORMATS["stochastic"][0]
+    error = 1e4 * errors["float16"]["16-bit part"][0]["mean"]
+    one.barh("float16, nearest", error, color=lines["float16"])
+    one.set(title="16-bit part, one addition")
+    one.set(xlabel="relative error, 1e-4 (lower is better)")
     for name, color in lines.items():
         means = [each["mean"] for each in errors[name]["joined"]]
         # Sums of a few float16 numbers can be exact.
         many.loglog(STEPS, np.maximum(means, 1e-9), color=color)
-        label = name.removeprefix("float16, ").removesuffix(", toward zero")
-        above = 1.6 if name.endswith("stochastic") else 0.85
-        many.text(STEPS[-1] * 1.15, means[-1] * above, label, fontsize=8.5)
-    many.set(title="all bits, after many additions", xlabel="additions")
-    many.set(ylabel="relative error", xlim=(0.9, 6000), xticks=(1, 10, 100, 1000))
+        label = name.replace(", toward zero", " bits")
+        above = 5 if name.endswith("stochastic") else 1
+        many.text(STEPS[-1] * 1.3, means[-1] * above, label, va="center")
+    many.set(title="all bits, many additions", xlabel="additions", ylim=(5e-10, 0.2))
+    many.set(ylabel="relative error (lower is better)", xlim=(0.9, 1e6))
+    many.set(xticks=(1, 10, 100, 1000))
+    ends = [errors[name]["joined"][-1]["mean"] for name in ("float16", "+8, nearest")]
+    return (
+        "8 extra bits make the error of float16 after 1,000 additions "
+        f"{float(f'{ends[0] / ends[1]:.2g}'):.0f} times smaller"
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

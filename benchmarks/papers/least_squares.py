@@ -34,13 +34,13 @@ RUNS = {
     "weights stochastic": (lowbit_optax.stochastic_rounding(), True),
     "weights by Kahan": (lowbit_optax.kahan(), True),
 }
-LINES = {
-    "float32": (pictures.COLORS["float32"], "-"),
-    "nearest: all but weights": ("gray", "--"),
-    "nearest: only weights": (pictures.COLORS["nearest"], "--"),
-    "nearest: all": (pictures.COLORS["nearest"], "-"),
-    "weights stochastic": (pictures.COLORS["stochastic"], "-"),
-    "weights by Kahan": (pictures.COLORS["Kahan"], "-"),
+LABELS = {
+    "float32": "float32",
+    "nearest: all but weights": "float32 weights only",
+    "nearest: only weights": "nearest weights only",
+    "nearest: all": "nearest",
+    "weights stochastic": "stochastic",
+    "weights by Kahan": "Kahan",
 }
 
 
@@ -99,19 +99,25 @@ def text(record: dict) -> str:
     return records.listing(["loss at the end"], record["final"])
 
 
-@pictures.panels(3.4, (3, 2))
-def draw(record: dict, curves, bars) -> None:
-    steps = record["options"]["steps"]
+@pictures.panels(4.2, (1, 1))
+def draw(record: dict, curves, ends) -> str:
+    steps, final = record["options"]["steps"], record["final"]
     x = np.arange(1, POINTS + 1) * steps // POINTS
-    for name, (color, line) in LINES.items():
-        runs = np.array(record["curves"][name])
-        curves.semilogy(x, np.median(runs, 0), line, color=color)
-        final = record["final"][name]
-        bars.barh(name, final["mean"], xerr=final["std"], color=color)
-    curves.set(xlabel="step", ylabel="loss, median of the seeds")
-    curves.set_xticks(np.linspace(0, steps, 5))
-    bars.set(xscale="log", xlim=(0.05, 10), xlabel="loss at the end, mean ± std")
-    bars.invert_yaxis()
+    looks = pictures.looks(LABELS.values())
+    for name, label in LABELS.items():
+        look = looks[label] | {"marker": "", "label": label}
+        curves.semilogy(x, np.median(record["curves"][name], 0), **look)
+    curves.set(xlabel="step", ylabel="loss, median of the seeds (lower is better)")
+    curves.set_xticks(np.linspace(0, steps, 3))
+    found = {label: final[name] for name, label in LABELS.items()}
+    pictures.each_seed(ends, found, "loss at the end", digits=2)
+    ends.set(xscale="log", xlim=(0.08, 8))
+    ends.set_xticks([0.1, 1], ["0.1", "1"])
+    times = lambda label: found[label]["mean"] / found["float32"]["mean"]
+    return (
+        f"With bfloat16 weights, nearest rounding stops at {times('nearest'):.0f} "
+        f"times float32's loss, and Kahan summation at {times('Kahan'):.1f} times"
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

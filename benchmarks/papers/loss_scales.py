@@ -33,8 +33,6 @@ RULES = {
     ),
     "LogNormal": lowbit_optax.loss_scaling.log_normal_scale(**BOUNDS),
 }
-COLORS = dict(zip(RULES, ("gray", "#c44e52", "#4c72b0"), strict=True))
-LINES = dict(zip(RULES, ("-", "--", ":"), strict=True))
 
 
 def loss_fn(params, windows):
@@ -106,21 +104,29 @@ def text(record: dict) -> str:
     return records.listing(parts.values(), *columns, digits=5)
 
 
-@pictures.panels(3.2, (1, 1))
-def draw(record: dict, losses, scales) -> None:
+@pictures.panels(3.8, (1, 1), columns=2)
+def draw(record: dict, losses, scales) -> str:
     x = (np.arange(POINTS) + 0.5) * record["options"]["steps"] / POINTS
-    for name, found in record["rules"].items():
-        color = COLORS.get(name, "black")
-        width, line = (3, "-") if name == "float32" else (1.5, LINES[name])
-        losses.plot(x, found["loss"], line, color=color, label=name, lw=width)
-        if name in COLORS and name != "no scale":
-            rate = 100 * found["overflow_rate_after"]["mean"]
-            label = f"{name}: {rate:.2f}% overflow"
-            scales.plot(x, found["log2_scale"], color=color, label=label)
-    losses.set(xlabel="step", ylabel="training loss", ylim=(2, 5))
-    losses.legend()
-    scales.set(xlabel="step", ylabel="log2 of the scale, one seed")
-    scales.legend()
+    rules = record["rules"]
+    colors = "black", *(color for color, _ in pictures.OTHERS[::-1])
+    for i, (color, (name, found)) in enumerate(zip(colors, rules.items(), strict=True)):
+        look = {"color": color, "ls": pictures.LINES[max(i - 1, 0)], "lw": 1.8}
+        look["label"] = f"float16, {name}"
+        if name == "float32":
+            look |= {"lw": 4, "label": name}
+        losses.plot(x, found["loss"], **look)
+        if i > 1:
+            scales.plot(x, found["log2_scale"], **look)
+    losses.set(ylabel="training loss, nats per byte (lower is better)", ylim=(2, 5))
+    scales.set(ylabel="log2 of the loss scale, one seed")
+    for axes in (losses, scales):
+        axes.set(xlabel="step")
+    rate = rules["Backoff, period 100"]["overflow_rate_after"]["mean"]
+    return (
+        "float16 training fails without a loss scale; after step "
+        f"{record['options']['settled']}, Backoff overflows in {rate:.2%} of the "
+        "steps, and LogNormal in none"
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -95,35 +95,32 @@ def text(record: dict) -> str:
     return records.listing(heads, *columns)
 
 
-@pictures.panels(3.2, (1, 1))
-def draw(record: dict, losses, sizes) -> None:
+@pictures.panels(4.4, (1, 1))
+def draw(record: dict, losses, sizes) -> str:
     found = record["gaps_to_float32"]
-    colors = zip(BITS, ("#55a868", "#4c72b0", "#c44e52"), strict=True)
-    for i, (bits, color) in enumerate(colors):
-        style = {"color": color, "capsize": 3}
-        here = [found[f"{bits} bits, N={n}"] for n in FACTORS]
-        bars = [[each[key] for each in here] for key in ("mean", "std")]
-        x = np.arange(len(FACTORS)) + 0.05 * i
-        losses.errorbar(x, *bars, fmt="o-", label=f"{bits} bits", **style)
-        nearest = found[f"{bits} bits, nearest"]
-        bar = nearest["mean"], nearest["std"]
-        losses.errorbar(0.05 * i - 0.3, *bar, fmt="x", **style)
+    looks = pictures.looks(f"LPMM, {bits} bits" for bits in BITS)
+    orange, _ = pictures.FORMATS["nearest"]
+    for i, (bits, (name, look)) in enumerate(zip(BITS, looks.items(), strict=True)):
+        cases = [f"{bits} bits, nearest", *(f"{bits} bits, N={n}" for n in FACTORS)]
+        means, bars = ([found[case][key] for case in cases] for key in ("mean", "std"))
+        x = np.arange(len(cases)) + 0.12 * (i - 1)
+        losses.errorbar(x[:1], means[:1], bars[:1], **look | {"color": orange})
+        losses.errorbar(x[1:], means[1:], bars[1:], label=name, **look)
     base = [0] + [found[f"float32, N={n}"]["mean"] for n in FACTORS[1:]]
-    losses.plot(range(len(FACTORS)), base, "k-", label="float32")
-    losses.plot([], [], "x", color="gray", label="nearest, N=1")
-    losses.set_xticks(range(len(FACTORS)), [f"N={n}" for n in FACTORS])
-    losses.set(ylabel="loss, minus float32's with N=1", xlim=(-0.5, 2.3))
-    losses.legend()
-    for i, (name, share) in enumerate(record["shares_below"].items()):
-        n = name.split(", ")[1]
-        sizes.plot(SMALL, share, "-" if i else "--", color="#c44e52", label=n)
-    sizes.axvline(0.5, color="gray", lw=1)
-    style = {"color": "gray", "fontsize": 9, "ha": "right"}
-    sizes.text(0.46, 0.02, "half a step", **style)
-    sizes.set_xscale("log", base=2)
-    sizes.set_xlim(SMALL[0], 2)
-    sizes.set(xlabel="update, in steps of 8 bits", ylabel="share of weights below")
-    sizes.legend(loc="upper left")
+    losses.plot(range(1, len(base) + 1), base, "k", label="float32")
+    losses.set_xticks(range(len(FACTORS) + 1), ["1\nnearest", *map(str, FACTORS)])
+    losses.set(title="loss", xlabel="microbatches per update, N")
+    losses.set(ylabel="held-out loss minus float32's at N = 1 (lower is better)")
+    for (name, share), line in zip(record["shares_below"].items(), ":-", strict=True):
+        look = {"color": pictures.FORMATS["LPMM"][0], "base": 2}
+        sizes.semilogx(SMALL, share, line, label=f"updates of {name}", **look)
+    sizes.axvline(0.5, color="gray", lw=1, ls="--", label="half a spacing")
+    sizes.set(title="size of the updates", xlabel="spacings of the 8-bit numbers")
+    sizes.set(ylabel="share of the updates that are smaller", xlim=(SMALL[0], 2))
+    return (
+        "Summing more microbatches per update makes updates larger, and wins back most "
+        "of the loss that weights of 8 bits cost"
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,6 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import lowbit_optax
@@ -26,10 +27,14 @@ NEEDS = ("matplotlib", "sklearn")
 
 RATE, SMALL, SCALE = 1e-3, 1e-3, 2.0**10
 STRENGTHS = (1e-5, 1e-4, 1e-3)
-KINDS = ("no penalty", "float32", "master", "in the loss", "in the loss, scaled")
-COLORS = dict(
-    zip(KINDS, ("gray", "black", "#4c72b0", "#c44e52", "#dd8452"), strict=True)
-)
+KINDS = {
+    "no penalty": "no penalty",
+    "float32": "float32, in the loss",
+    "master": "float16, at the float32 master",
+    "in the loss": "float16, in the loss",
+    "in the loss, scaled": "float16, in the scaled loss",
+}
+"""The kinds of a run, and their labels."""
 PARTS = ("loss", "off", "lost")
 HALF = precision.FloatFormat.of(jnp.float16)
 
@@ -121,7 +126,7 @@ def measure(args) -> dict:
             end = train(kind, strength, args.steps, args.width, seeds, given)
             runs[kind] = dict(zip(PARTS, jax.device_get(end), strict=True))
             print(f"lambda {strength:g}, {kind}", flush=True)
-        gaps = records.gaps({k: each["loss"] for k, each in runs.items()}, KINDS[1])
+        gaps = records.gaps({k: each["loss"] for k, each in runs.items()}, "float32")
         found[f"{strength:g}"] = {
             kind: records.spreads(each)
             | ({"gap_to_float32": gaps[kind]} if kind in gaps else {})
@@ -141,25 +146,29 @@ def text(record: dict) -> str:
     return "\n".join(lines)
 
 
-@pictures.panels(3.2, (1, 1))
-def draw(record: dict, norms, losses) -> None:
-    labels = [f"{strength:g}" for strength in STRENGTHS]
-    for i, kind in enumerate(KINDS):
-        runs = [record["strengths"][label][kind] for label in labels]
-        style = {"color": COLORS[kind], "capsize": 3, "fmt": "o", "label": kind}
-        x = [place + 0.12 * (i - 2) for place in range(len(labels))]
+@pictures.panels(4.2, (1, 1), columns=2)
+def draw(record: dict, norms, losses) -> str:
+    strengths, x = record["strengths"], np.arange(len(STRENGTHS))
+    formats = map(pictures.FORMATS.get, ("float32", "float32 master", "nearest"))
+    looks = pictures.OTHERS[2], *formats, pictures.OTHERS[0]
+    for i, (kind, (color, mark)) in enumerate(zip(KINDS, looks, strict=True)):
+        look = {"color": color, "marker": mark, "ls": "", "label": KINDS[kind]}
         parts = ((norms, "off", 100), (losses, "gap_to_float32", 1))
         for axes, part, factor in parts[: 1 if kind == "float32" else 2]:
-            means = [factor * each[part]["mean"] for each in runs]
-            bars = [factor * each[part]["std"] for each in runs]
-            axes.errorbar(x, means, bars, **style)
+            found = [each[kind][part] for each in strengths.values()]
+            means, bars = ([factor * y[key] for y in found] for key in ("mean", "std"))
+            axes.errorbar(x + 0.14 * (i - 2), means, bars, **look)
     for axes in (norms, losses):
-        axes.set_xticks(range(len(labels)), labels)
-        axes.set(xlabel="lambda")
-    norms.set(ylabel="norm left of weights without data, %", ylim=(-5, 150))
-    norms.legend(loc="upper right", fontsize=8, ncols=2)
-    losses.set(ylabel="held-out loss, minus float32's")
+        axes.set_xticks(x, [f"{strength:g}" for strength in STRENGTHS])
+        axes.set(xlabel="strength of the penalty, lambda")
+    norms.set(ylabel="norm left of weights that only the penalty moves, %")
+    losses.set(ylabel="held-out loss minus float32's (lower is better)")
     losses.axhline(0, color="black", lw=1)
+    left = strengths["1e-05"]["in the loss"]["off"]["mean"]
+    return (
+        f"At lambda = 1e-5, a penalty in a float16 loss leaves {left:.0%} of the norm; "
+        "at the float32 master, it leaves less than 0.1%"
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -30,6 +30,10 @@ SIZES = (8, 32)
 """Batch sizes whose memory is compared; larger batches have more activations."""
 
 MODES = {"without": plain, "with": release.value_and_update}
+PARTS = {
+    "stored": "parameters and optimizer state",
+    "temporary": "gradients, activations, copies",
+}
 
 
 def optimizer(rate, min_size: int | None = None):
@@ -114,21 +118,19 @@ def text(record: dict) -> str:
     return "\n".join([*lines, records.listing(heads, record["loss"], gap, digits=5)])
 
 
-@pictures.panels(2.6)
-def draw(record: dict, bars) -> None:
+@pictures.panels(3.1)
+def draw(record: dict, bars) -> str:
+    cases, texts, saved = {}, {}, []
     for batch, modes in record["memory"].items():
         for mode, each in modes.items():
-            label = f"batch of {batch}, {mode} release"
-            peak, stored = each["peak"] / GIB, each["stored"] / GIB
-            rest = {"left": stored, "color": pictures.PARTS[2]}
-            bars.barh(label, stored, color=pictures.PARTS[0])
-            bars.barh(label, peak - stored, **rest)
-            share = each["peak"] / modes["without"]["peak"] - 1
-            text = f"{peak:.2f} GiB" + (f", {share:+.0%}" if share else "")
-            bars.text(peak + 0.1, label, text, va="center")
-    bars.invert_yaxis()
-    bars.margins(x=0.15)
-    bars.set(xlabel="GiB of one H200: parameters and state, and temporary memory")
+            name = f"16 extra bits{', release' * (mode == 'with')},\nbatch of {batch}"
+            cases[name] = each | {"temporary": each["peak"] - each["stored"]}
+            texts[name] = f"{each['peak'] / GIB:.2f}"
+        share = 1 - modes["with"]["peak"] / modes["without"]["peak"]
+        saved.append(f"{share:.0%} less memory in batches of {batch}")
+    pictures.stacked(bars, cases, PARTS, GIB, texts)
+    bars.set(xlabel="GiB on one H200, compiled and not run (lower is better)")
+    return f"With gradient release, FLAN-T5 large needs {' and '.join(saved)}"
 
 
 def main(argv: list[str] | None = None) -> None:

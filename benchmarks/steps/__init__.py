@@ -1,1 +1,1 @@
-"""Time of optimizer and training steps on this machine."""
+"""Benchmarks that time optimizer and training steps on this machine."""

@@ -1,10 +1,11 @@
-"""Time of a training step with gradient release against one without, on this machine.
+"""Time a training step with and without gradient release, on this machine.
 
     .venv/bin/python -m benchmarks release_time --rounds 11
 
-The model is a scan over layers ``tanh(h @ w)``. Both steps are jitted with donated
-parameters and state, and take turns; what is printed are medians of process time (all
-threads together, so that other programs disturb it less) and their ratio.
+The model is a scan over layers ``tanh(h @ w)``. Both steps are jitted, donate
+parameters and state, and run alternately. The table has the medians of their process
+time, and the ratio of the medians. Process time adds up all threads, so other programs
+disturb it less than wall time.
 """
 
 import argparse
@@ -33,7 +34,7 @@ OPTIMIZERS = {
 
 
 def loss_fn(params, h):
-    """The mean square of what the layers make of a batch."""
+    """The mean square of the output of the layers."""
 
     def body(h, w):
         return jnp.tanh(h @ w.astype(h.dtype)), None
@@ -43,7 +44,7 @@ def loss_fn(params, h):
 
 
 def medians(tx, dtype, args: argparse.Namespace) -> list[float]:
-    """Seconds of process time a step, without and with release."""
+    """Seconds of process time per step, without and with release."""
     shape = (args.layers, args.width, args.width)
     params = {"w": (jax.random.normal(jax.random.key(0), shape) * 0.03).astype(dtype)}
     batch = jax.random.normal(jax.random.key(1), (args.batch_size, args.width))
@@ -51,12 +52,12 @@ def medians(tx, dtype, args: argparse.Namespace) -> list[float]:
         jax.jit(make(loss_fn, tx), donate_argnums=(0, 1))
         for make in (plain, release.value_and_update)
     ]
-    held = [[jax.tree.map(jnp.copy, params), tx.init(params)] for _ in steps]
+    trees = [[jax.tree.map(jnp.copy, params), tx.init(params)] for _ in steps]
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(args.rounds + 2):
         for i, step in enumerate(steps):
             start = time.process_time()
-            _, *held[i] = jax.block_until_ready(step(*held[i], batch))
+            _, *trees[i] = jax.block_until_ready(step(*trees[i], batch))
             times[i].append(time.process_time() - start)
     return [statistics.median(each[2:]) for each in times]
 
@@ -72,7 +73,7 @@ def row(name: str, args: argparse.Namespace) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Steps with and without release.")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name, default in {
         "rounds": 11,
         "layers": 8,

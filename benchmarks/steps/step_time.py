@@ -1,11 +1,11 @@
-"""Times a jitted, donated optimizer step of every alias against optax, on this host.
+"""Compare the time of optimizer steps with optax, on this machine.
 
     .venv/bin/python -m benchmarks step_time --parameters 16777216
 
-All variants run in turn, round after round, so that a noisy machine disturbs them
-alike; the table gives the median time, and the medians over the rounds of the ratios to
-optax's float32 step, in time and in the processor time of all threads. Gradients are in
-the parameters' dtype, and every step donates parameters and state, the baselines' too.
+All variants run once per round, so that other programs disturb them equally. The table
+has the median time, and two ratios to optax's float32 step: wall time, and processor
+time of all threads. Each ratio is a median over the rounds. Gradients have the dtype of
+the parameters. Every step is jitted and donates parameters and state.
 """
 
 import argparse
@@ -37,7 +37,7 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A named optimizer: its parameters' dtype, transformation, and step."""
+    """A named optimizer, with the dtype of its parameters and its step."""
 
     name: str
     family: str
@@ -55,7 +55,12 @@ def applied(tx):
 
 
 def low_bit(family: str, **options) -> dict[str, optax.GradientTransformation]:
-    """The package's optimizers of a family by name."""
+    """The optimizers of this package, by name.
+
+    Args:
+      family: "adamw" or "sgd".
+      **options: options of every optimizer.
+    """
     if family == "sgd":
         options["momentum"] = MOMENTUM
 
@@ -76,22 +81,22 @@ def variants(implementation: str | None = None):
     adamw = optax.adamw(RATE, weight_decay=DECAY)
     sgd = optax.chain(optax.add_decayed_weights(DECAY), optax.sgd(RATE, MOMENTUM))
     for family, tx in {"adamw": adamw, "sgd": sgd}.items():
-        ours = low_bit(family, implementation=implementation)
+        optimizers = low_bit(family, implementation=implementation)
         yield Variant(f"optax {family} float32", family, jnp.float32, tx, applied(tx))
-        held = with_master(tx)
+        master = with_master(tx)
         yield Variant(
-            f"optax {family} float32 master", family, bf16, held, replaced(held)
+            f"optax {family} float32 master", family, bf16, master, replaced(master)
         )
         yield Variant(f"optax {family} bfloat16", family, bf16, tx, applied(tx))
-        for name, low in ours.items():
+        for name, low in optimizers.items():
             yield Variant(f"{name}, step", family, bf16, low, fast(low))
         name = f"kahan_{family}"
-        low = ours[name]
+        low = optimizers[name]
         yield Variant(f"{name}, update", family, bf16, low, applied(low))
 
 
 class Running:
-    """One variant's compiled step and its live parameters and state."""
+    """The compiled step of a variant, with its parameters and state."""
 
     def __init__(self, variant: Variant, leaf_set: LeafSet):
         keys = jax.random.split(jax.random.key(0), len(leaf_set.shapes))
@@ -102,7 +107,7 @@ class Running:
         ]
         self.state = variant.tx.init(self.params)
         if variant.name.endswith("master"):
-            # The master must not share a buffer with anything that is donated.
+            # A buffer cannot be donated twice, so the master needs its own.
             self.state = jax.tree.map(jnp.copy, self.state)
         self.step = jax.jit(variant.step, donate_argnums=(0, 1))
         live = sum(x.nbytes for x in jax.tree.leaves((self.params, self.state)))
@@ -128,16 +133,21 @@ def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=int, default=1 << 24)
     parser.add_argument("--leaves", type=int, default=1, help="equal square leaves")
-    parser.add_argument("--model", choices=MODELS, help="its leaves in place of these")
+    parser.add_argument("--model", choices=MODELS, help="use the leaves of this model")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--implementation", help="'xla': of whole leaves")
-    parser.add_argument("--only", help="with float32: names that contain this")
+    parser.add_argument(
+        "--implementation", help="implementation= of the optimizers, such as 'xla'"
+    )
+    parser.add_argument(
+        "--only",
+        help="besides optax's float32 step, only names that contain this text",
+    )
     parser.add_argument("--family", choices=("adamw", "sgd", "both"), default="both")
     return parser.parse_args(argv)
 
 
 def row(variant: Variant, run: Running, running: list) -> dict[str, str]:
-    """A variant's figures, and its time relative to the first of its family."""
+    """The figures of a variant. Ratios compare it with the first of its family."""
     base = next(r for v, r in running if v.family == variant.family)
     pairs = lambda some, others: zip(some, others, strict=True)
     ratio = lambda *both: statistics.median(a / b for a, b in pairs(*both))

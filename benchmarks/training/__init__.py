@@ -1,1 +1,1 @@
-"""Training runs: formats, optimizers and precision assignments compared."""
+"""Training runs that compare formats, optimizers and precision assignments."""

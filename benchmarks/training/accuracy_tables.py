@@ -1,13 +1,14 @@
-"""A table of test accuracy and memory: LPMM and 8-bit moments against float32.
+"""Test accuracy and memory of LPMM and moments of few bits, next to float32.
 
     python -m benchmarks accuracy_tables --width 8 --epochs 5 \
         --train-size 10000 --test-size 5000 --seeds 3 --output tables.json
 
-This command trains every row below except N = 16 with every seed, on the same batches.
-It prints tables 1 to 3 of LPMM's paper on a small scale: weights of 12, 10 and 8 bits,
-rounded to nearest or stochastically, with updates after every microbatch or after N of
-them. The learning rate of SGD is proportional to N, as in the paper. All other options
-are passed to `cifar_optimizers`. `--rows` chooses rows, including N = 16.
+This command prints tables 1 to 3 of LPMM's paper at small scale: weights of 12, 10 and
+8 bits, rounded to nearest or stochastically, with an update after every microbatch or
+after N microbatches. The learning rate of SGD is proportional to N, as in the paper.
+Every row uses the same seeds and the same batches. `--rows` selects rows; the rows with
+N = 16 are trained only if they are selected. `cifar_optimizers` documents all other
+options.
 
 References:
   "Training Neural Networks with Low-Precision Model Memory", section 6.
@@ -33,7 +34,7 @@ def _sgd(flags: str, n: int = 1) -> str:
     return f"--optimizer {flags} --microbatches {n} {rate}"
 
 
-# Rows by name, as options of `cifar_optimizers`.
+# The options that each row passes to `cifar_optimizers`.
 ROWS = {
     "sgd": _sgd("sgd"),
     "sgd-n4": _sgd("sgd", 4),
@@ -56,17 +57,17 @@ for _bits in BITS:
 
 
 def train(rows: list[str], rest: list[str], output: pathlib.Path) -> list[dict]:
-    """Trains rows with every seed; `output` has what is done after every run.
+    """Train rows with every seed, and write all finished runs after each run.
 
     Args:
         rows: names in `ROWS`.
         rest: more options of `cifar_optimizers`, for all rows.
-        output: a JSON file, written anew.
+        output: the JSON file to write; an existing file is replaced.
     """
     runs: list[dict] = []
     parse = cifar_optimizers.parse_args
     parsed = {row: parse([*ROWS[row].split(), *rest]) for row in rows}
-    # Seed by seed, so that a stopped grid has whole columns.
+    # One seed at a time, so that an interrupted run has all rows of some seeds.
     for seed in range(parsed[rows[0]].seeds):
         for row, args in parsed.items():
             dataset = flags.load(args)
@@ -89,10 +90,10 @@ def train(rows: list[str], rest: list[str], output: pathlib.Path) -> list[dict]:
 
 
 def table(runs: list[dict]) -> str:
-    """Markdown: every row with its memory."""
+    """Return a Markdown table of all rows, with their memory."""
     groups = {row: [run for run in runs if run["row"] == row] for row in ROWS}
     groups = {row: found for row, found in groups.items() if found}
-    heads = "row", "weights", "test accuracy, %", "training loss", "bytes/param"
+    heads = "row", "weights", "test accuracy, %", "training loss", "bytes per parameter"
     lines = [
         (
             f"`{row}`",
@@ -107,10 +108,10 @@ def table(runs: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Runs what the command line asks for; returns the runs in the tables."""
+    """Train the selected rows, print the table, and return the runs."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n")[0],
-        epilog="Other options go to cifar_optimizers, for all rows.",
+        epilog="Other options are passed to cifar_optimizers, for all rows.",
         allow_abbrev=False,
     )
     default = [row for row in ROWS if not row.endswith("-n16")]

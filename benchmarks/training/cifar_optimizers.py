@@ -1,4 +1,4 @@
-"""Trains a ResNet-18 on CIFAR-10 with weights of 16 bits or fewer.
+"""A ResNet-18 on CIFAR-10, trained with weights of 16 bits or fewer.
 
     python -m benchmarks cifar_optimizers --optimizer kahan_sgd
     python -m benchmarks cifar_optimizers --optimizer extra_bits_adamw --bits 8
@@ -7,10 +7,10 @@
         --dtype float16 --loss-scale backoff
     python -m benchmarks cifar_optimizers --compare --optimizer sgd --seeds 3
 
-`--compare` trains the same network from the same start on the same batches with
-float32, nearest, stochastic, Kahan and extra-bits weights, and with 8-bit moments, and
-shows them side by side. `accuracy_tables.py` does so for LPMM, whose weights are codes
-of 4 to 16 bits, with and without stochastic rounding and microbatches.
+`--compare` trains several formats and compares them: weights in float32, rounded to
+nearest, rounded stochastically, with Kahan summation and with extra bits, and 8-bit
+moments. All of them start from the same weights and use the same batches.
+`accuracy_tables.py` compares formats of LPMM, whose weights are codes of 4 to 16 bits.
 """
 
 import argparse
@@ -36,7 +36,7 @@ DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parses the options, and fills in the defaults that depend on others."""
+    """Parse the options, and fill in the defaults that depend on other options."""
     output = "cifar_optimizers"
     parser = flags.parser(__doc__, output, epochs=30, batch_size=128)
     add = parser.add_argument
@@ -44,18 +44,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "%(choices)s"
     default = "extra_bits_sgd"
     add("--optimizer", choices=names, default=default, help=text, metavar="NAME")
-    text = "many side by side, in the family that --optimizer ends in"
+    text = "compare several formats with SGD or AdamW, as in --optimizer"
     add("--compare", action="store_true", help=text)
-    add("--dtype", choices=DTYPES, help="of weights but BatchNorm's; not of lpmm_*")
-    add("--bits", type=int, help="extra bits of extra_bits_*; of the weights of lpmm_*")
+    add("--dtype", choices=DTYPES, help="of weights, except BatchNorm; not for lpmm_*")
+    add("--bits", type=int, help="extra bits (extra_bits_*), or weight bits (lpmm_*)")
     roundings = ("stochastic", "nearest", "toward_zero")
-    add("--rounding", choices=roundings, help="of extra_bits_* and lpmm_*")
-    text = "of float16 gradients: backoff, lognormal or a number"
+    add("--rounding", choices=roundings, help="for extra_bits_* and lpmm_*")
+    text = "for float16 gradients: backoff, lognormal or a number"
     add("--loss-scale", type=_loss_scale, metavar="SCALE", help=text)
     add("--width", type=int, default=64, help="channels of the first stage")
     computed = ("auto", "float32", "bfloat16", "float16")
-    add("--compute-dtype", choices=computed, default="auto", help="of activations")
-    text = "update every N steps, by the mean of N gradients"
+    add("--compute-dtype", choices=computed, default="auto", help="for activations")
+    text = "update every N steps, with the mean of N gradients"
     add("--microbatches", type=int, default=1, metavar="N", help=text)
     args = parser.parse_args(argv)
 
@@ -63,7 +63,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         given = [x for x in optimizer_choice.OPTIONS if getattr(args, x) is not None]
         for option in set(given) - optimizer_choice.options_of(args.optimizer):
             flag = "--" + option.replace("_", "-")
-            parser.error(f"{args.optimizer} does not take {flag}")
+            parser.error(f"{args.optimizer} does not support {flag}")
     _fill_in(args)
     return args
 
@@ -84,7 +84,7 @@ def _fill_in(args: argparse.Namespace) -> None:
     if args.weight_decay is None:
         args.weight_decay = WEIGHT_DECAY[family]
     if args.compute_dtype == "auto":
-        # A CPU's convolutions in 16 bits are slow.
+        # 16-bit convolutions are slow on CPUs.
         on_cpu = jax.default_backend() == "cpu"
         args.compute_dtype = "float32" if on_cpu else "bfloat16"
         if args.dtype == "float16" and args.loss_scale is not None:
@@ -98,7 +98,7 @@ def _loss_scale(text: str) -> str | float:
 def train(
     args: argparse.Namespace, dataset: cifar_data.Dataset, optimizer: str, seed: int
 ) -> reporting.Result:
-    """Trains a network with one optimizer, from one seed."""
+    """Train a network with one optimizer and one seed."""
     dtype = "float32" if optimizer_choice.is_float32(optimizer) else args.dtype
     run = training_loop.Run(seed, args.epochs, args.steps, args.batch_size)
     steps_per_epoch = run.steps_per_epoch(len(dataset.train.labels))
@@ -133,7 +133,7 @@ def train(
 
 
 def main(argv: list[str] | None = None) -> list[reporting.Result]:
-    """Runs what the command line asks for; returns what it reports."""
+    """Train the selected optimizers, show the results, and return them."""
     args = parse_args(argv)
     try:
         dataset = flags.load(args)
@@ -153,5 +153,5 @@ def main(argv: list[str] | None = None) -> list[reporting.Result]:
     common = flags.settings(args, dataset)
     reporting.write(args.output_dir / "results.json", settings=common, runs=runs)
     reporting.plot(results, args.output_dir / "curves.png")
-    print(f"curves and numbers in {args.output_dir}")
+    print(f"wrote results.json and curves.png to {args.output_dir}")
     return results

@@ -1,4 +1,4 @@
-"""A GPT trained compute-optimally in each format, to the end of its schedule.
+"""A GPT trained in each format, to the end of its learning rate schedule.
 
     .venv/bin/python -m benchmarks compute_optimal
     .venv/bin/python -m benchmarks compute_optimal --rows float32 lowbit --seeds 1
@@ -6,16 +6,18 @@
     .venv/bin/python -m benchmarks compute_optimal --large --seeds 1
     .venv/bin/python -m benchmarks compute_optimal --full --steps 20000
 
-20 bytes of text per parameter and more, none seen twice but by chance; a warmup and a
-cosine to a thousandth of the peak, b2 = 0.95, weight decay 0.1, clipping by global
-norm. The same starts and batches for all rows. The text is all of Python's standard
-library.
+The training is compute-optimal: it uses 20 bytes of text per parameter, and text
+repeats only by chance. AdamW has b2 = 0.95, weight decay 0.1, clipping by the global
+norm, and a learning rate that warms up and then decays to a thousandth of its peak in a
+cosine. All rows start from the same weights and use the same batches. The text is
+Python's standard library.
 
-Complete runs are kept in a file each, and with those of the record they are not
-trained again, so several processes may train different rows. With ``--torch`` the peers
-are trained too, by a Python that has torch and torchao; flashoptim-jax takes part if it
-is installed. ``--large`` is a model of a million parameters in fewer rows, with a
-record of its own. ``--full`` is GPT-2 124M on one GPU.
+Each complete run is stored in its own file. Runs that have a file, or are in the
+record, are not trained again, so several processes may train different rows.
+``--torch`` also trains PyTorch's AdamW and torchao, with a Python that has both;
+flashoptim-jax is trained if it is installed. ``--large`` trains a model with a million
+parameters in fewer rows, and has its own record. ``--full`` trains GPT-2 124M on one
+GPU.
 """
 
 import argparse
@@ -42,10 +44,10 @@ from tools.models.gpt import GPT
 NEEDS = ("flax", "matplotlib", "tqdm")
 
 POINTS = 100
-"""Of a curve: the mean losses of as many parts of the training."""
+"""The number of points of a curve; each is the mean loss of a part of the training."""
 
 TAIL = 10
-"""The last points, in which the loss on held-out text is measured too."""
+"""The number of last points at which the held-out loss is also measured."""
 
 _KEY = jax.random.key(0)
 TORCH = pathlib.Path(__file__).parent / "text" / "torch_gpt.py"
@@ -54,13 +56,13 @@ TORCH = pathlib.Path(__file__).parent / "text" / "torch_gpt.py"
 def main(argv: list[str] | None = None) -> None:
     parser = records.Options(__doc__, seeds=2)
     add = parser.add_argument
-    add("--rows", nargs="+", choices=ROWS, metavar="ROW", help="train these alone")
-    add("--torch", metavar="PYTHON", help="train the peers too, by this Python")
-    add("--large", action="store_true", help="a million parameters, fewer rows")
-    add("--full", action="store_true", help="GPT-2 124M, for a GPU; into runs/")
+    add("--rows", nargs="+", choices=ROWS, metavar="ROW", help="train only these")
+    add("--torch", metavar="PYTHON", help="also train torch and torchao")
+    add("--large", action="store_true", help="a model with a million parameters")
+    add("--full", action="store_true", help="GPT-2 124M on a GPU; into runs/")
     add("--steps", type=int, help=f"a multiple of {POINTS}")
     add("--batch-size", type=int, default=16, help="examples per step")
-    add("--learning-rate", type=float, help="the highest")
+    add("--learning-rate", type=float, help="at its peak")
     args = parser.parse_args(argv)
     args.size = "full" if args.full else "large" if args.large else "small"
     size = SIZES[args.size]
@@ -76,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
     if not args.draw:
         before = records.load(path) if path.exists() else None
         train_all(args, folder, before)
-        # Other runs are of the same record.
+        # These options select runs, and do not describe the record.
         del args.rows, args.torch, args.large
         records.save(path, args, records.ran_here(), **gathered(folder, before, args))
     record = records.load(path)
@@ -85,14 +87,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _options(args) -> list:
-    """The options on which the numbers of a run depend."""
+    """Return the options that the losses of a run depend on."""
     return [args.steps, args.batch_size, args.learning_rate]
 
 
 def train_all(
     args: argparse.Namespace, folder: pathlib.Path, record: dict | None
 ) -> None:
-    """Trains what is asked for and not complete yet; a file for each run."""
+    """Train the selected runs that are not complete, and write a file for each."""
     folder.mkdir(parents=True, exist_ok=True)
     complete = _complete(folder, record)
     text = stdlib_text.load_whole()
@@ -115,7 +117,7 @@ def train_all(
 
 
 def train(name: str, seed: int, model: GPT, text, settings: dict) -> dict:
-    """One run."""
+    """Train one row with one seed."""
     row, steps = ROWS[name], settings["steps"]
     tx = row.build(schedule(settings["learning_rate"], steps))
     params, opt_state = row.start(tx, model.init(jax.random.key(seed)))
@@ -141,12 +143,12 @@ def train(name: str, seed: int, model: GPT, text, settings: dict) -> dict:
 
 
 def schedule(peak: float, steps: int) -> optax.Schedule:
-    """Warmup over a fiftieth of the steps, then a cosine to a thousandth."""
+    """Return a warmup over 2% of the steps, then a cosine to a thousandth."""
     return optax.warmup_cosine_decay_schedule(0.0, peak, steps // 50, steps, peak / 1e3)
 
 
 def part(text, seed: int, point: int, model: GPT, settings: dict) -> np.ndarray:
-    """int32 [steps of a part, batch, context + 1]."""
+    """Return the batches of a part: int32 [steps, batch, context + 1]."""
     steps, batch = settings["steps"] // POINTS, settings["batch_size"]
     windows = stdlib_text.random_windows(
         text.train, (seed, point), steps * batch, model.context + 1
@@ -155,7 +157,7 @@ def part(text, seed: int, point: int, model: GPT, settings: dict) -> np.ndarray:
 
 
 def held_out_windows(model: GPT, text) -> np.ndarray:
-    """int32 [many, 16, context + 1]: 64 KiB of held-out text."""
+    """Return 64 KiB of held-out text: int32 [batches, 16, context + 1]."""
     count = 2**16 // model.context
     windows = stdlib_text.even_windows(text.held_out, count, model.context + 1)
     return windows.reshape(-1, 16, model.context + 1)
@@ -176,7 +178,7 @@ def _losses(model: GPT, params, windows):
 
 
 def _train_peers(python: str, model: GPT, text, settings: dict, folder) -> None:
-    """Hands the start and the text to PyTorch's process, which goes on by itself."""
+    """Run PyTorch in another process, with the same weights, text and schedule."""
     seed = settings["seed"]
     job = folder / f"peers_{seed}.npz"
     weights = traverse_util.flatten_dict(model.init(jax.random.key(seed)), sep="/")
@@ -208,7 +210,7 @@ def _slug(name: str) -> str:
 
 
 def gathered(folder: pathlib.Path, record: dict | None, args) -> dict:
-    """The record's figures, from the files of complete runs and the record before."""
+    """Return the figures of the record, from the old record and new complete runs."""
     found = _complete(folder, record)
     model = SIZES[args.size].model
     size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.init, _KEY)))
@@ -225,7 +227,7 @@ def gathered(folder: pathlib.Path, record: dict | None, args) -> dict:
 
 
 def _complete(folder: pathlib.Path, record: dict | None) -> dict[str, dict[int, dict]]:
-    """Complete runs, by row and seed."""
+    """Return the complete runs by row and seed."""
     found: dict[str, dict[int, dict]] = {}
     for name, run in record["runs"].items() if record else ():
         each = zip(run["seeds"], run["curves"], run["tails"], strict=True)
@@ -241,7 +243,7 @@ def _complete(folder: pathlib.Path, record: dict | None) -> dict[str, dict[int, 
 
 
 def _figures(name: str, found: dict) -> dict:
-    """Curves of a row, its ends, and how far these are from its base's."""
+    """Return the curves and final losses of a row, and its differences to its base."""
     own = dict(sorted(found[name].items()))
     base = found.get(_base(name), {})
     both = [seed for seed in own if seed in base]
@@ -275,18 +277,15 @@ def _base(name: str) -> str:
 
 
 def table(runs: dict) -> str:
-    """Markdown: seeds, bytes, both losses, and how far they are from float32's."""
-    heads = ["", "seeds", "bytes", "last tenth of the training", "minus float32's"]
-    heads += ["held-out text", "minus float32's"]
+    """Return a Markdown table of held-out losses, next to the losses in float32."""
+    heads = ["format", "seeds", "bytes per parameter", "held-out loss"]
     lines = []
     for name, run in runs.items():
         line = [name, len(run["seeds"]), f"{run['bytes_per_parameter']:.2f}"]
-        for end in ("training", "held_out"):
-            is_base = name == _base(name) or end not in run["gaps"]
-            line.append(_shown(run[end]))
-            line.append("" if is_base else _shown(run["gaps"][end]))
-        lines.append(line)
-    return records.table(heads, lines)
+        is_base = name == _base(name) or "held_out" not in run["gaps"]
+        gap = "" if is_base else _shown(run["gaps"]["held_out"])
+        lines.append([*line, _shown(run["held_out"]), gap])
+    return records.table([*heads, "loss minus float32's"], lines)
 
 
 def _shown(found: dict) -> str:
@@ -295,37 +294,17 @@ def _shown(found: dict) -> str:
     return records.shown(found, 4)
 
 
-def mean_curve(run: dict, base: dict) -> tuple[np.ndarray, np.ndarray]:
-    """A row's curve, and how far it is above its base's, seed by seed.
-
-    The row may have fewer seeds. So its curve is the base's mean plus that mean
-    distance.
-    """
-    of_seed = lambda run: dict(zip(run["seeds"], run["curves"], strict=True))
-    own, bases = of_seed(run), of_seed(base)
-    gap = np.mean([np.subtract(own[x], bases[x]) for x in own if x in bases], 0)
-    return np.mean([*bases.values()], 0) + gap, gap
-
-
-@pictures.panels(3.8, (4, 5))
-def draw(record: dict, losses, gaps) -> None:
-    """The whole curves, and how far from float32 the rows end."""
-    runs = record["runs"]
-    parts = np.arange(1, POINTS + 1) / POINTS
-    smooth = lambda curve: np.convolve(curve, np.ones(5) / 5, "valid")
-    shown = {name: run for name, run in runs.items() if name in ROWS}
-    for name, run in shown.items():
-        row = ROWS[name]
-        look = {"color": row.color, "ls": row.style, "lw": 1.2, "label": name}
-        curve, gap = mean_curve(run, runs[row.base])
-        losses.plot(parts[4:], smooth(curve), **look)
-        if name != row.base:
-            gaps.plot(parts[4:], smooth(gap), **look)
-    losses.set(xlabel="part of the training", ylabel="training loss, nats per byte")
-    lowest = min(np.min(run["curves"]) for run in shown.values())
-    losses.set(ylim=(lowest - 0.05, lowest + 1))
-    gaps.axhline(0, color="black", lw=0.8)
-    gaps.set(xlabel="part of the training", ylabel="minus that of float32")
-    gaps.set(xlim=(0.5, 1))
-    lines = losses.get_lines()
-    gaps.legend(handles=lines, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+@pictures.panels(5)
+def draw(record: dict, axes) -> str:
+    runs = {
+        f"lowbit, {name}" if name in ("low moments", "4-bit moments") else name: run
+        for name, run in record["runs"].items()
+        if name != _base(name) and "held_out" in run["gaps"]
+    }
+    found = {name: run["gaps"]["held_out"] for name, run in runs.items()}
+    sizes = {name: run["bytes_per_parameter"] for name, run in runs.items()}
+    label = "held-out loss minus float32's, nats per byte"
+    pictures.each_seed(axes, found, label, sizes=sizes)
+    ends = {name: f"{each['mean']:.3f} above float32" for name, each in found.items()}
+    plain, lowbit = map(ends.get, ("bfloat16, nearest", "lowbit"))
+    return f"Plain bfloat16 ends {plain}; lowbit ends {lowbit}"

@@ -1,4 +1,4 @@
-"""Ways to train a GPT, each compared with the same optimizer in float32."""
+"""Optimizers and formats for a GPT, each compared with a float32 optimizer."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,40 +10,37 @@ import numpy as np
 import optax
 
 import lowbit_optax
-from benchmarks import pictures, records
+from benchmarks import records
 from lowbit_optax import extra_bits, stochastic_rounding
 from tools.models.gpt import GPT
 
 OF_BYTES = GPT(12, 768, 12, 1024)
-"""The sizes of GPT-2, for 256 bytes."""
+"""GPT-2 with a vocabulary of 256 bytes, for the bytes per parameter."""
 
 MUON = 5
-"""How many times AdamW's learning rate Muon's matrices take."""
+"""The learning rate of Muon divided by the learning rate of AdamW."""
 
 
 class Row(NamedTuple):
-    """An optimizer, how it keeps its weights, and its curve.
+    """An optimizer, and how it keeps its weights.
 
     Attributes:
       build: a function from a schedule of learning rates to the optimizer.
       dtype: the dtype of the weights; ``"mxfp8"`` if ``block_scale`` makes them, None
         if ``quantize_params`` does.
-      base: the row in float32 that it is compared with; its own name if it is that one.
-      color, style: the color and the line style of its curve.
-      has_master: whether the state takes the float32 start's low bits.
+      base: the name of the float32 row to compare with; its own name for this row.
+      has_master: whether the state keeps the low bits of the float32 weights.
       factor: a factor that multiplies the float32 weights at the start.
     """
 
     build: Callable[[optax.Schedule], optax.GradientTransformation]
     dtype: Any = jnp.bfloat16
     base: str = "float32"
-    color: str = "black"
-    style: str = "-"
     has_master: bool = True
     factor: float = 1.0
 
     def start(self, tx, master):
-        """Parameters and state from float32 weights; norms stay float32."""
+        """Return parameters and state from float32 weights; norms stay float32."""
         master = jax.tree.map(lambda x: x * self.factor, master)
         if self.dtype is None:
             params = lowbit_optax.lpmm.quantize_params(master, bits=12)
@@ -63,7 +60,7 @@ class Row(NamedTuple):
         return params, tx.init(params)
 
     def bytes_per_parameter(self, model: GPT) -> float:
-        """Stored bytes per parameter of a model; no array is allocated."""
+        """Return the stored bytes per parameter of a model, from its shapes."""
         tx = self.build(optax.constant_schedule(1e-3))
         master = jax.eval_shape(model.init, jax.random.key(0))
         params, _ = jax.eval_shape(functools.partial(self.start, tx), master)
@@ -71,25 +68,25 @@ class Row(NamedTuple):
 
 
 def is_norm(path: str, leaf) -> bool:
-    """Whether a leaf is of a normalisation, which stays float32."""
+    """Return whether a leaf belongs to a normalisation, which stays float32."""
     del leaf
     return "norm" in path
 
 
 def _summed_axis(path: str) -> int | None:
-    """The axis that a product of the weight sums over; None for norms."""
+    """Return the axis that products with this weight sum over; None for norms."""
     if "norm" in path:
         return None
     return -1 if "embedding" in path or "positions" in path else -2
 
 
 def of_float32(inner: Callable, **options) -> Row:
-    """The row of an optimizer in float32."""
+    """Return the row of an optimizer in float32."""
     return Row(inner, jnp.float32, has_master=False, **options)
 
 
 def of(inner: Callable, weights: Any = None, moments: Any = None, **options) -> Row:
-    """The row of an optimizer in ``lowbit``, by its formats."""
+    """Return the row of an optimizer inside ``lowbit``, with these formats."""
     build = lambda rate: lowbit_optax.lowbit(
         inner(rate), weights=weights, moments=moments
     )
@@ -97,7 +94,7 @@ def of(inner: Callable, weights: Any = None, moments: Any = None, **options) -> 
 
 
 def muon(rate: optax.Schedule, **options) -> optax.GradientTransformation:
-    """Muon for the layers' matrices, at five times the learning rate of the others.
+    """Return Muon for the matrices of the layers, at ``MUON`` times the learning rate.
 
     Adam trains the embeddings and norms.
     """
@@ -113,41 +110,36 @@ def muon(rate: optax.Schedule, **options) -> optax.GradientTransformation:
 
 
 def adamw() -> dict[str, Row]:
-    """Rows of AdamW."""
-
-    def row(weights, moments, color: str, style: str = "-", dtype=jnp.bfloat16):
-        look = {"color": pictures.COLORS[color], "style": style, "dtype": dtype}
-        return of(optax.adamw, weights, moments, **look)
-
+    """Return the rows of AdamW."""
     into = stochastic_rounding(error_feedback="mu")
+    plain = lowbit_optax.cast(jnp.bfloat16)
+    row = functools.partial(of, optax.adamw)
     return {
         "float32": of_float32(optax.adamw),
-        "bfloat16, nearest": row(
-            lowbit_optax.nearest(), lowbit_optax.cast(jnp.bfloat16), "nearest"
-        ),
-        "8 extra bits": row(extra_bits(8), None, "lowbit"),
-        "8 extra bits, low moments": row(extra_bits(8), "low", "lowbit", "--"),
-        "stochastic": row(stochastic_rounding(), None, "stochastic"),
-        "error into mu": row(into, None, "extra bits"),
-        "error into mu, low moments": row(into, "low", "extra bits", "--"),
-        "float16, 8 extra bits": row(extra_bits(8), None, "lowbit", ":", jnp.float16),
+        "bfloat16, nearest": row(lowbit_optax.nearest(), plain),
+        "8 extra bits": row(extra_bits(8)),
+        "8 extra bits, low moments": row(extra_bits(8), "low"),
+        "stochastic": row(stochastic_rounding()),
+        "error into mu": row(into),
+        "error into mu, low moments": row(into, "low"),
+        "float16, 8 extra bits": row(extra_bits(8), dtype=jnp.float16),
     }
 
 
 class Run(NamedTuple):
-    """What a seed of training gives: losses of all steps, and figures at the end."""
+    """The losses of all steps of a run, and its figures at the end."""
 
     losses: Sequence[float]
     ends: dict[str, float]
 
 
 def figures(found: dict[str, list[Run]], rows: dict[str, Row], points: int) -> dict:
-    """For the record: by row, the spreads of its figures and of gaps to its base.
+    """Return the record of each row: its spreads, and its differences to its base.
 
     Args:
-      found: by row, a run for each seed.
-      rows: by name.
-      points: how many a curve has; each is the mean loss of as many steps.
+      found: for each row, a run per seed.
+      rows: the rows by name.
+      points: the number of points of a curve; each is the mean loss of several steps.
     """
     curves = {
         name: np.reshape([run.losses for run in runs], (len(runs), points, -1)).mean(2)
@@ -170,17 +162,23 @@ def figures(found: dict[str, list[Run]], rows: dict[str, Row], points: int) -> d
     return {name: of(name) for name in found}
 
 
-def table(runs: dict, rows: dict[str, Row], ends: dict[str, int]) -> str:
-    """Markdown: bytes, then each figure of ``ends`` by its digits, and its gap."""
-    heads = ["", "bytes"]
-    for end in ends:
-        heads += [end, "minus float32's"]
+def table(runs: dict, rows: dict[str, Row], ends: dict[str, str]) -> str:
+    """Return a Markdown table of losses, next to the losses in float32.
+
+    Args:
+      runs: the figures of each row, from :func:`figures`.
+      rows: the rows by name.
+      ends: the headers of the figures to show.
+    """
+    heads = ["format", "bytes per parameter"]
+    for head in ends.values():
+        heads += [head, "loss minus float32's"]
     lines = []
     for name, each in runs.items():
         line = [name, f"{each['bytes_per_parameter']:.2f}"]
-        for end, digits in ends.items():
-            gap = records.shown(each["gaps"][end], digits) if end in each else ""
-            own = records.shown(each[end], digits) if end in each else ""
+        for end in ends:
+            gap = records.shown(each["gaps"][end], 4) if end in each else ""
+            own = records.shown(each[end], 4) if end in each else ""
             line += [own, "" if rows[name].base == name else gap]
         lines.append(line)
     return records.table(heads, lines)

@@ -1,10 +1,11 @@
-"""Four bits for both moments: ideas of how, beside float32, on digits.
+"""Experimental codes that store both moments in 4 bits, trained on digits.
 
     .venv/bin/python -m benchmarks four_bit_moments
 
-The network, the starts and the batches are those of ``low_moments``. Weights are
-float32, and the ideas are round trips of moments written down here: none is a format.
-All rows store ``mu`` over the root of ``nu`` before it is rounded, in 4 bits.
+The network, its initial weights and the batches are the same as in ``low_moments``.
+Weights are float32. This module encodes and decodes the moments itself, and none of
+these codes is a format of the package. Except in the float32 rows, the ratio of ``mu``
+to the root of ``nu`` is rounded to 4 bits.
 """
 
 import jax
@@ -25,11 +26,11 @@ NEEDS = ("sklearn",)
 B1, B2, EPS = 0.9, 0.999, 1e-8
 OF_RANK_ONE = (np.arange(16) / 15) ** 4
 RESET = 100
-"""After how many steps moments that are reset begin again."""
+"""The number of steps after which moments are set to zero, in rows with a reset."""
 
 
 def blocks(x):
-    """Rows and columns as blocks of 32 neighbours, the axes 1 and 3 of each."""
+    """Return x as blocks of 32 neighbours, whose axes are 1 and 3."""
     return x.reshape(-1, TILE_ROWS, x.shape[1] // TILE_COLUMNS, TILE_COLUMNS)
 
 
@@ -42,7 +43,7 @@ def unit(words):
 
 
 def coded(name, bits, signed):
-    """The round trip of a code of the library."""
+    """Return a function that encodes and decodes with a code of the library."""
     code = code_of(name, bits, signed, "bfloat16")
 
     def trip(x, words):
@@ -55,7 +56,7 @@ def coded(name, bits, signed):
 
 
 def dithered(x, words):
-    """15 equal steps; the same dither is added and, as it is read, subtracted."""
+    """Round to 15 equal steps, with dither that is subtracted again on reading."""
     scale = largest(jnp.abs(blocks(x)))
     step = jnp.where(scale > 0, scale, 1) / 7
     dither = unit(blocks(words)) - 0.5
@@ -65,7 +66,7 @@ def dithered(x, words):
 
 
 def octaves(x, words):
-    """The largest of the block and 14 halves, rounded in the logarithm."""
+    """Round to the largest value of the block times 2^0 to 2^-14."""
     scale, positive = largest(blocks(x)), blocks(x) > 0
     share = jnp.where(positive, blocks(x) / jnp.where(scale > 0, scale, 1), 1)
     power = jnp.clip(jnp.floor(jnp.log2(share) + unit(blocks(words))), -14, 0)
@@ -73,7 +74,7 @@ def octaves(x, words):
 
 
 def of_rank_one(x, words):
-    """A scale per row and column, the smaller of the two maxima; ``(c/15)^4``."""
+    """Round to ``(c/15)^4`` times the smaller of the maxima of row and column."""
     scale = jnp.minimum(x.max(1, keepdims=True), x.max(0, keepdims=True))
     share, levels = x / jnp.where(scale > 0, scale, 1), jnp.float32(OF_RANK_ONE)
     below = jnp.clip(jnp.searchsorted(levels, share, side="right") - 1, 0, 14)
@@ -86,9 +87,10 @@ def of_rank_one(x, words):
 
 
 def of_factors(x, words):
-    """Nested codes of x over a power of two per row and one per column.
+    """Divide x by powers of two per row and column, and use nested codes.
 
-    Together they are near Adafactor's estimate, ``row mean * column mean / mean``.
+    The product of the powers is close to the estimate of Adafactor, which is
+    ``row mean * column mean / mean``.
     """
     power = lambda mean: jnp.round(jnp.log2(jnp.maximum(mean, 1e-37)))
     rows, columns = power(x.mean(1, keepdims=True)), power(x.mean(0, keepdims=True))
@@ -98,7 +100,7 @@ def of_factors(x, words):
 
 SAME = lambda x, words: x
 FOUR, NESTED = coded("companded", 4, True), coded("nested", 4, False)
-# Round trips of mu over the root and of nu, bytes of both, and whether they are reset.
+# The codes of mu and of nu, their bytes per parameter, and whether moments are reset.
 IDEAS = {
     "float32": (SAME, SAME, 8, False),
     "6-bit nu: low": (FOUR, coded("nested", 6, False), 1.375, False),
@@ -114,12 +116,12 @@ IDEAS = {
 
 
 def padded(x):
-    """With columns for whole blocks."""
+    """Return x, with columns of zeros up to whole blocks."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % TILE_COLUMNS)))
 
 
 def updated(idea, mu, nu, grad, age, key):
-    """The update of one leaf, and its moments as they are read again."""
+    """Return the update of one leaf, and its decoded moments."""
     of_mu, of_nu, _, _ = idea
     mu = B1 * mu + (1 - B1) * grad
     nu = B2 * nu + (1 - B2) * grad**2

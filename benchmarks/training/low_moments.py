@@ -1,10 +1,11 @@
-"""Training by moments of 8, 6 and 4 bits, beside float32.
+"""Training with moments of 8, 6 and 4 bits, compared with float32.
 
     .venv/bin/python -m benchmarks low_moments
 
-A network of two hidden layers learns scikit-learn's digits by AdamW: the same starts
-and batches for all rows, over several seeds. Weights of all rows but the first are
-bfloat16 with 8 extra bits, so that the rows differ in their moments alone.
+A network with two hidden layers learns scikit-learn's digits with AdamW and several
+seeds. All rows start from the same weights and use the same batches. Except in the
+first row, weights are bfloat16 with 8 extra bits, so that the rows differ only in their
+moments.
 """
 
 import functools
@@ -27,7 +28,7 @@ NEEDS = ("sklearn",)
 SIZES = (64, 256, 256, 10)
 TRAINING = 1400
 MEANS = 20
-"""Of how many steps a point of the curves is the mean loss."""
+"""The number of steps per point of a curve; a point is their mean loss."""
 
 FOUR = block_quantized(4)
 MOMENTS = {
@@ -39,13 +40,13 @@ MOMENTS = {
 
 
 def digits() -> tuple[jax.Array, jax.Array]:
-    """Images and labels; the first ``TRAINING`` of them are for training."""
+    """Return images and labels; the first ``TRAINING`` are for training."""
     images, labels = load_digits(return_X_y=True)
     return jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
 
 
 def begin(seed: int, steps: int) -> tuple[list[jax.Array], jax.Array]:
-    """float32 weights, and the examples of each step."""
+    """Return float32 weights, and the indices of the examples of each step."""
     random = np.random.default_rng(seed)
     master = [
         jnp.asarray(random.standard_normal(shape) * np.sqrt(2 / shape[0]), jnp.float32)
@@ -56,7 +57,7 @@ def begin(seed: int, steps: int) -> tuple[list[jax.Array], jax.Array]:
 
 
 def stored_in(dtype, master):
-    """What ``from_master`` takes for weights of a dtype, or of "mxfp8"."""
+    """Return the dtype argument of ``from_master``, for a dtype or "mxfp8"."""
     scale = functools.partial(lowbit_optax.block_scaling.block_scale, min_size=0)
     return jax.eval_shape(scale, master) if dtype == "mxfp8" else dtype
 
@@ -71,11 +72,11 @@ def loss(params, images, labels):
 
 @functools.partial(jax.jit, static_argnums=0)
 def run(tx, params, state, images, labels, chosen):
-    """Losses of all steps, the last of all training images, and that of the others."""
+    """Return the losses of all steps, and the final training and held-out losses."""
 
     def step(carry, batch):
         params, state = carry
-        # Gradients of float8 arrays would be float8.
+        # Gradients have the dtype of the weights, and float8 is too narrow for them.
         wide = [w.astype(jnp.bfloat16) for w in lowbit_optax.lpmm.dequantize(params)]
         value, grads = jax.value_and_grad(loss)(wide, images[batch], labels[batch])
         return lowbit_optax.step(tx, params, state, grads), value
@@ -96,12 +97,12 @@ def train(name: str, args) -> dict:
 
 
 def figures(tx, args, dtype=jnp.bfloat16) -> dict:
-    """What several seeds of training give.
+    """Train with several seeds, and return bytes, a curve and the final losses.
 
     Args:
       tx: the optimizer.
-      args: options; ``seeds`` and ``steps`` are read.
-      dtype: of the weights, or "mxfp8".
+      args: the options ``seeds`` and ``steps``.
+      dtype: the dtype of the weights, or "mxfp8".
     """
     found, given = [], digits()
     for seed in range(args.seeds):
@@ -126,9 +127,9 @@ def measure(args) -> dict:
 
 
 def options(doc: str | None) -> records.Options:
-    """The options of a benchmark that trains this network."""
+    """Return the options of a benchmark that trains this network."""
     made = records.Options(doc, seeds=8, steps=600)
-    made.add_argument("--learning-rate", type=float, default=1e-3, help="the first")
+    made.add_argument("--learning-rate", type=float, default=1e-3, help="at the start")
     return made
 
 
@@ -138,14 +139,18 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def table(found: dict, what: str) -> str:
-    """The figures of several runs, those of the first column's head ``what``."""
-    ends, others = (
-        {n: x[p] for n, x in found.items()} for p in ("training", "held_out")
-    )
-    gaps = records.gaps({name: x["values"] for name, x in ends.items()}, "float32")
-    named = {
-        name: f"{name}, {x['bytes_per_parameter']:.2f}" for name, x in found.items()
-    }
-    columns = [{named[n]: x for n, x in each.items()} for each in (ends, gaps, others)]
-    heads = "training loss", "minus float32's", "held-out loss"
-    return f"{what}, bytes\n{records.listing(heads, *columns, digits=5)}"
+    """Return a Markdown table of the figures; ``what`` is the first header."""
+    ends = {name: x["training"]["values"] for name, x in found.items()}
+    gaps = records.gaps(ends, "float32")
+    rows = [
+        (
+            name,
+            f"{x['bytes_per_parameter']:.2f}",
+            records.shown(x["training"], 5),
+            records.shown(gaps[name], 5) if name in gaps else "",
+            records.shown(x["held_out"], 5),
+        )
+        for name, x in found.items()
+    ]
+    heads = [what, "bytes per parameter", "training loss"]
+    return records.table([*heads, "minus float32's", "held-out loss"], rows)

@@ -1,10 +1,11 @@
-"""Muon with its momentum in several codes, beside float32, on a small GPT.
+"""Muon with several codes for its momentum, compared with float32, on a small GPT.
 
     .venv/bin/python -m benchmarks muon_momentum
 
-The model, text, starts and batches of ``gpt_formats``, by more seeds. Weights have 8
-extra bits in all rows but the first, and AdamW's second moment, of embeddings and
-norms, has 8 bits where the momentum has codes.
+The model, the text, the initial weights and the batches are the same as in
+``gpt_formats``, with more seeds. Except in the first row, weights have 8 extra bits.
+AdamW trains the embeddings and norms, and its second moment has 8 bits if the momentum
+has codes.
 """
 
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ def _row(moments) -> Row:
 
 
 def _codes(**options) -> Row:
-    """With these codes for AdamW's first moment as well."""
+    """Return a row with these codes for Muon's momentum and AdamW's first moment."""
     return _row({"mu": block_quantized(8, **options), "nu": block_quantized(8)})
 
 
@@ -47,9 +48,9 @@ ROWS = {
 
 
 def measure(args) -> dict:
-    """The figures of all rows, without curves.
+    """Train all rows, and return their figures without curves.
 
-    A run's training loss is the mean loss of the second half of its steps.
+    The training loss of a run is the mean loss of the second half of its steps.
     """
     half = lambda run: float(np.mean(run.losses[len(run.losses) // 2 :]))
     runs = {
@@ -65,7 +66,7 @@ def measure(args) -> dict:
 
 
 def text(record: dict) -> str:
-    ends = {"held-out loss": 4, "training": 4}
+    ends = {"held-out loss": "held-out loss", "training": "training loss"}
     return format_rows.table(record["runs"], ROWS, ends)
 
 

@@ -1,19 +1,20 @@
-"""Bits per parameter against the loss at the end: which formats no other beats.
+"""Bits per parameter and final loss of formats, and the best formats for their bits.
 
     .venv/bin/python -m benchmarks pareto
 
-Adam by weight formats and moment formats trains two small models with a
-learning rate that falls by a thousandth in a cosine, where formats of few bits fall
-behind: a network of two hidden layers on scikit-learn's digits, and a linear function
-of 64 inputs with noisy targets, whose loss shows noise of the weights alone. The same
-starts and batches for all, over several seeds; each is compared with itself in float32.
+Adam trains two small models with each pair of a weight format and a moment format. The
+models are a network with two hidden layers on scikit-learn's digits, and a linear
+function of 64 inputs with noisy targets, whose loss shows only the noise of the
+weights. The learning rate decays to a thousandth in a cosine, because formats with few
+bits fall behind at small learning rates. All runs of a seed start from the same weights
+and use the same batches, and each is compared with the float32 run of its seed.
 
-Bits are weights, what is kept of their
-masters, and moments, by ``memory_report`` of 4096 x 4096 parameters.
+Bits count weights, residuals and moments: ``memory_report`` of 4096 x 4096 parameters.
 """
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -44,25 +45,22 @@ MOMENTS = {
     "low": "low",
     "4": {"mu": FOUR, "nu": FOUR},
 }
-COLORS = {
-    "nearest": pictures.COLORS["nearest"],
-    "stochastic": pictures.COLORS["stochastic"],
-    "error into mu": "#8172b3",
-    "+": pictures.COLORS["extra bits"],
-    "Kahan": pictures.COLORS["Kahan"],
-    "LPMM": "#937860",
+LABELS = {
+    "32": "moments in float32",
+    "8": "moments in 8 bits",
+    "low": '"low" moments',
+    "4": "moments in 4 bits",
 }
-MARKS = dict(zip(MOMENTS, "os^v", strict=True))
 FLOAT32 = "float32"
 
 
 def names() -> list[str]:
-    """Of the runs: ``float32``, then weights and moments."""
+    """Return the names of the runs: ``float32``, then "weights, moments"."""
     return [FLOAT32, *(f"{w}, {m}" for w in WEIGHTS for m in moments_of(w))]
 
 
 def moments_of(weights: str) -> tuple[str, ...]:
-    """Those that are worth a run: of a few formats all."""
+    """Return the moment formats to train with: all of them for a few formats."""
     if weights in ("stochastic", "error into mu", "+8"):
         return tuple(MOMENTS)
     few = {"nearest": ("32", "8"), "+16": ("32", "8", "low"), "Kahan": ("32", "8")}
@@ -81,7 +79,7 @@ def optimizer(name: str, rate) -> optax.GradientTransformation:
 
 
 def start(name: str, tx, master):
-    """Parameters and state from float32 weights."""
+    """Return parameters and state from float32 weights."""
     if name.startswith("LPMM"):
         bits = int(name.split(", ")[0].split()[1])
         params = lowbit_optax.lpmm.quantize_params(master, bits=bits, min_size=0)
@@ -92,7 +90,7 @@ def start(name: str, tx, master):
 
 
 def bits_of(name: str) -> float:
-    """Per parameter."""
+    """Return the stored bits per parameter."""
     tx = optimizer(name, 1e-3)
     master = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)]
     params, _ = jax.eval_shape(functools.partial(start, name, tx), master)
@@ -117,10 +115,11 @@ def _linear_loss(params, x, y):
 
 LOSSES = {"digits": _digits_loss, "linear": _linear_loss}
 RATES = {"digits": 2e-3, "linear": 1e-2}
+TITLES = {"digits": "network on digits", "linear": "linear function, noisy targets"}
 
 
 def given(task: str, seed: int) -> tuple[list, jax.Array, jax.Array, float]:
-    """Start, inputs, targets and the least loss."""
+    """Return initial weights, inputs, targets and the minimum of the loss."""
     random = np.random.default_rng(seed)
     normal = lambda *shape: random.standard_normal(shape).astype(np.float32)
     if task == "digits":
@@ -146,7 +145,7 @@ def given(task: str, seed: int) -> tuple[list, jax.Array, jax.Array, float]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def train(task: str, name: str, steps: int, master, inputs, targets, chosen):
-    """The loss of all examples, the mean over ten points of the last hundredth."""
+    """Return the loss on all examples, as a mean over the last 1% of the steps."""
     rate = optax.cosine_decay_schedule(RATES[task], steps, 1e-3)
     tx, loss_fn = optimizer(name, rate), LOSSES[task]
     differentiate = lpmm.value_and_grad(loss_fn)
@@ -168,7 +167,7 @@ def train(task: str, name: str, steps: int, master, inputs, targets, chosen):
 
 
 def loss(task: str, name: str, steps: int, seed: int) -> float:
-    """Above the least."""
+    """Return the final loss minus the minimum."""
     master, inputs, targets, least = given(task, seed)
     random = np.random.default_rng((seed, 1))
     chosen = jnp.asarray(random.integers(0, TRAINING, (steps, BATCH)))
@@ -176,7 +175,7 @@ def loss(task: str, name: str, steps: int, seed: int) -> float:
 
 
 def front(bits: dict[str, float], loss: dict[str, float]) -> list[str]:
-    """The runs that none of fewer or as many bits beats, by rising bits."""
+    """Return the runs with a lower loss than all runs of fewer bits, in order."""
     found: list[str] = []
     for name in sorted(bits, key=lambda name: (bits[name], loss[name])):
         if not found or loss[name] < loss[found[-1]]:
@@ -185,65 +184,55 @@ def front(bits: dict[str, float], loss: dict[str, float]) -> list[str]:
 
 
 def excess(runs: dict, task: str) -> dict[str, dict]:
-    """Losses minus float32's of the same seed, in percent of float32's mean."""
+    """Return losses minus float32's loss, in percent of the mean float32 loss."""
     values = {name: each[task]["values"] for name, each in runs.items()}
     mean = np.mean(values[FLOAT32])
     gaps = {name: (100 * np.array(v) / mean) for name, v in values.items()}
     return {FLOAT32: records.spread(0 * gaps[FLOAT32])} | records.gaps(gaps, FLOAT32)
 
 
-def _color(name: str) -> str:
-    return next((c for kind, c in COLORS.items() if name.startswith(kind)), "black")
+def _format(name: str) -> str:
+    """Return the format of a run's weights, named as in other pictures."""
+    return re.sub(r"\+\d+", "extra bits", re.sub(r"( \d+)?, .*", "", name))
 
 
-@pictures.panels(4.6, (2, 3))
-def draw(record: dict, *both) -> None:
-    runs = record["runs"]
-    bits = {name: each["bits"] for name, each in runs.items()}
+@pictures.panels(5.2, (1, 1))
+def draw(record: dict, *both) -> str:
+    bits = {name: each["bits"] for name, each in record["runs"].items()}
+    looks = pictures.looks(map(_format, bits))
+    fills = dict(zip(LABELS, pictures.FILLS, strict=True))
     for axes, task in zip(both, LOSSES, strict=True):
-        # On digits, the runs differ by less than their seeds, so no front is drawn.
-        _scatter(axes, bits, excess(runs, task), has_front=task == "linear")
-        axes.set(xlabel="bits per parameter", title=task)
+        found = excess(record["runs"], task)
+        for name, each in found.items():
+            fill = fills.get(name.split(", ")[-1], "full")
+            look = looks[_format(name)] | {"ls": "", "fillstyle": fill}
+            axes.errorbar(bits[name], each["mean"], each["std"], **look, elinewidth=0.8)
+        axes.set_yscale("symlog", linthresh=10)
+        axes.set_xscale("log")
+        axes.set_xticks([20, 32, 48, 64, 96], ["20", "32", "48", "64", "96"])
+        axes.set_yticks([-10, 0, 10, 100, 1000], ["-10", "0", "10", "100", "1000"])
+        axes.minorticks_off()
+        axes.set(xlabel="bits per parameter", title=TITLES[task])
     digits, linear = both
-    digits.set(ylabel="final loss, % above float32's of the same seed")
-    for kind, color in COLORS.items():
-        label = "extra bits" if kind == "+" else kind
-        digits.plot([], [], "o", color=color, label=label)
-    for moments, mark in MARKS.items():
-        digits.plot([], [], mark, color="gray", label=f"moments: {moments}")
-    digits.legend(fontsize=7.5, ncols=2, loc="upper center")
-    digits.set_ylim(top=2e5)
-    digits.set_yticks([-10, 0, 10, 100], ["-10", "0", "10", "100"])
-    linear.set_yticks([0, 10, 100, 1000], ["0", "10", "100", "1000"])
-    best = front(bits, _means(excess(runs, "linear")))
-    lines = [f"{i}  {name} ({bits[name]:.0f})" for i, name in enumerate(best, 1)]
-    place = {"transform": linear.transAxes, "fontsize": 7.5, "va": "bottom"}
-    linear.text(0.02, 0.02, "\n".join(lines), **place)
-    linear.set_ylim(bottom=-30)
+    digits.set(ylabel="final loss, % above float32's (lower is better)")
+    # On digits, the runs differ by less than their seeds, so no front is drawn.
+    means = _means(found)
+    best = [(bits[name], means[name]) for name in front(bits, means)]
+    look = {"color": "gray", "lw": 1, "zorder": 0, "label": "best for its bits"}
+    linear.plot(*zip(*best, strict=True), **look)
+    for name, look in looks.items():
+        linear.plot([], [], **look | {"ls": "", "fillstyle": "full"}, label=name)
+    for moments, fill in fills.items():
+        look = {"color": "gray", "fillstyle": fill, "markerfacecoloralt": "white"}
+        linear.plot([], [], "s", **look, label=LABELS[moments])
+    return (
+        "On digits, only nearest rounding raises the loss; with noisy targets, 8 extra "
+        f"bits and 8-bit moments end {means['+8, 8']:.0f}% above float32"
+    )
 
 
 def _means(found: dict[str, dict]) -> dict[str, float]:
     return {name: each["mean"] for name, each in found.items()}
-
-
-def _scatter(axes, bits: dict, found: dict, has_front: bool) -> None:
-    """A point for each run, and a line of numbered ones through the front."""
-    for name, each in found.items():
-        mark = MARKS.get(name.split(", ")[-1], "*")
-        style = {"fmt": mark, "ms": 4, "color": _color(name), "capsize": 2}
-        axes.errorbar(bits[name], each["mean"], each["std"], **style, lw=0.8)
-    if has_front:
-        points = [
-            (bits[name], found[name]["mean"]) for name in front(bits, _means(found))
-        ]
-        axes.plot(*zip(*points, strict=True), color="gray", lw=1, zorder=0)
-        for i, point in enumerate(points, 1):
-            place = {"xytext": (-5, -10), "textcoords": "offset points"}
-            axes.annotate(str(i), point, **place, fontsize=7.5)
-    axes.set_yscale("symlog", linthresh=10)
-    axes.set_xscale("log")
-    axes.set_xticks([20, 24, 32, 48, 64, 96], ["20", "24", "32", "48", "64", "96"])
-    axes.minorticks_off()
 
 
 def measure(args) -> dict:
@@ -259,9 +248,10 @@ def text(record: dict) -> str:
     columns = [
         {n: each[n] for n in sorted(bits, key=bits.get)} for each in found.values()
     ]
-    heads = [f"{task}, % above float32's" for task in LOSSES]
+    heads = [f"{task}: loss minus float32's, %" for task in LOSSES]
     best = [f"{n} ({bits[n]:.1f} bits)" for n in front(bits, _means(found["linear"]))]
-    return f"{records.listing(heads, *columns, digits=1)}\nfront: {'; '.join(best)}"
+    table = records.listing(heads, *columns, digits=1)
+    return f"{table}\nbest for their bits: {'; '.join(best)}"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,19 +1,19 @@
-"""Trains small networks under precision assignments and draws accuracy over memory.
+"""Small networks trained with precision assignments, and their accuracy.
 
     python -m benchmarks precision_assignment
     python -m benchmarks precision_assignment --models resnet --ratios 0 0.5 1
     python -m benchmarks precision_assignment --orders decreasing random
 
-Every network trains in float32, under the uniform and the two operator-based
-assignments, and under those that `precision.demote` finds for the given low-precision
-ratios, with and without promotion of the tensors that overflow. Low precision is the
-paper's HFP8 pair of 8-bit formats and high precision is fp(6, 9), both emulated.
-Accuracy is that of the float32 master weights on the test images, so it shows what the
-training lost and not what low-precision inference would.
+Each network is trained in float32, with the uniform and the two operator-based
+assignments, and with the assignments that `precision.demote` finds for the given
+low-precision ratios, with and without promotion of tensors that overflow. Low precision
+is the paper's HFP8 pair of 8-bit formats, and high precision is fp(6, 9); both are
+emulated. Test accuracy is measured with the float32 master weights, so it includes
+losses in training but not in low-precision inference.
 
-Two assignments that are the same tensor by tensor are one run: demotion goes group by
-group, so that neighbouring ratios may agree. So are runs with and without promotion
-where nothing overflowed. Results are written after every run.
+Equal assignments are trained only once. Demotion changes whole groups of tensors, so
+neighbouring ratios may give the same assignment. Runs with and without promotion are
+also equal if nothing overflows. Results are written after every run.
 
 References:
   Lee, Sharma, Aiken 2023, "Training with Mixed-Precision Floating-Point Assignments",
@@ -22,20 +22,21 @@ References:
 
 import argparse
 import hashlib
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 
+from benchmarks import records
 from benchmarks.training.images import (
     cifar_data,
     flags,
     mixed_training,
     reporting,
-    tradeoff,
     training_loop,
 )
 from lowbit_optax import precision
@@ -43,15 +44,17 @@ from tools.models.resnet import ResNet
 from tools.models.squeezenet import SqueezeNet
 
 MINUTES = 20
-NEEDS = ("flax", "matplotlib", "sklearn", "tqdm")
+NEEDS = ("flax", "sklearn", "tqdm")
 
-# By a multiplier of their widths. Both halve the image first and are narrower (by 4
-# and 8) and less deep than the originals, so that a CPU trains one in a minute.
+# Functions of a factor for the width. Both networks halve the image first, and are
+# narrower (by 4 and 8) and less deep than the originals, so that a CPU trains one in a
+# minute.
 MODELS = {
     "squeezenet": lambda width: SqueezeNet(width / 4, stem_stride=2),
     "resnet": lambda width: ResNet(round(8 * width), (1, 1, 1, 1), stem_stride=2),
 }
 BASELINES = ("float32", "uniform", "operator_based", "operator_based_outputs")
+ORDERS = ("decreasing", "increasing", "random")
 RATIOS = tuple(tenths / 10 for tenths in range(11))
 
 
@@ -60,9 +63,9 @@ class Job(NamedTuple):
 
     Attributes:
         assignment: "demote", or a name in `BASELINES`.
-        order, ratio: of "demote" only.
+        order, ratio: the arguments of `precision.demote`; None for `BASELINES`.
         promotion: whether tensors that overflow are promoted.
-        seed: of the initialisation and the order of the images.
+        seed: determines the initial weights and the order of the images.
     """
 
     model: str
@@ -74,7 +77,7 @@ class Job(NamedTuple):
 
 
 class Trainer(NamedTuple):
-    """What all runs of a model share, so that they share compilations."""
+    """The objects that all runs of a model share, so that they share compilations."""
 
     model: Any
     plan: Any
@@ -84,27 +87,26 @@ class Trainer(NamedTuple):
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     numbers = {"learning_rate": 0.1, "weight_decay": 5e-4, "epochs": 10}
     numbers |= {"batch_size": 64, "train_size": 5000, "test_size": 2000}
     parser = flags.parser(__doc__, "precision_assignment", **numbers)
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), help=" ")
-    text = "least low-precision ratios of the demoted assignments"
+    text = "minimal low-precision ratios of the demoted assignments"
     add("--ratios", nargs="*", type=float, default=RATIOS, metavar="R", help=text)
-    text = "of the groups' sizes, in which they are demoted"
-    orders = tradeoff.ORDERS
-    add("--orders", nargs="+", choices=orders, default=["decreasing"], help=text)
+    text = "order by size in which groups are demoted"
+    add("--orders", nargs="+", choices=ORDERS, default=["decreasing"], help=text)
     add("--width", type=float, default=1.0, help="multiplies the channels")
     return parser.parse_args(argv)
 
 
 def jobs(args) -> list[Job]:
-    """What the flags ask for, seed by seed so that a stopped grid has whole columns."""
+    """Return the selected jobs, ordered by seed, so that each seed is completed."""
     demoted = [
         ("demote", order, ratio, promotion)
         for order in args.orders
-        # With promotion first: where it changed nothing, runs without need not be made.
+        # With promotion first: if it changes nothing, both runs are equal.
         for promotion in (True, False)
         for ratio in args.ratios
     ]
@@ -117,7 +119,7 @@ def jobs(args) -> list[Job]:
 
 
 def make_trainer(model: Any, args, per_epoch: int, flip: bool) -> Trainer:
-    """Traces the model and makes its training step and its optimizers."""
+    """Trace the model, and build its training step and optimizers."""
     rate = optax.cosine_decay_schedule(args.learning_rate, args.epochs * per_epoch)
     optimizer = lambda period: mixed_training.make_optimizer(
         rate, args.weight_decay, period
@@ -132,7 +134,7 @@ def make_trainer(model: Any, args, per_epoch: int, flip: bool) -> Trainer:
 
 
 def assign(plan: Any, job: Job) -> Any:
-    """The precision assignment at the start of `job`; None is float32."""
+    """Return the precision assignment at the start of `job`; None is float32."""
     if job.assignment == "float32":
         return None
     if job.assignment == "uniform":
@@ -144,7 +146,7 @@ def assign(plan: Any, job: Job) -> Any:
 
 
 def fingerprint(assignment: Any) -> str:
-    """Equal for assignments of one plan that agree in all tensors."""
+    """Return a hash, which is equal for equal assignments of one plan."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(assignment):
         digest.update(np.asarray(leaf).tobytes())
@@ -154,7 +156,7 @@ def fingerprint(assignment: Any) -> str:
 def train(
     trainer: Trainer, job: Job, dataset: cifar_data.Dataset, run: training_loop.Run
 ) -> dict:
-    """Trains a network; returns a run for results.json."""
+    """Train a network, and return its entry for results.json."""
     assignment = assign(trainer.plan, job)
     is_float32 = assignment is None
     tx = trainer.float32 if is_float32 else trainer.mixed
@@ -183,7 +185,7 @@ def _rounded(value: Any) -> float:
 
 
 def repeated(job: Job, mark: str, runs: list[dict]) -> dict | None:
-    """The run in `runs`, if any, that has the very numbers `job` would have."""
+    """Return a run in `runs` with the same results as `job` would have, or None."""
     for run in runs:
         same = (run["model"], run["seed"], run["fingerprint"])
         without = run["promotion"] and not run["promoted"]
@@ -194,14 +196,49 @@ def repeated(job: Job, mark: str, runs: list[dict]) -> dict | None:
     return None
 
 
+def label(run: dict) -> str:
+    """Return the name of a run, which is the same for all ratios and seeds."""
+    if run["assignment"] == "demote":
+        promotion = "promotion" if run["promotion"] else "no promotion"
+        return f"{run['order']}, {promotion}"
+    return run["assignment"]
+
+
+def table(runs: Sequence[dict]) -> str:
+    """Return a table with a row for each model, assignment and ratio."""
+    heads = ["model", "assignment", "requested ratio", "low-precision ratio"]
+    heads += ["last accuracy, %", "best accuracy, %", "training loss", "diverged"]
+    groups: dict[tuple, list[dict]] = {}
+    for run in runs:
+        groups.setdefault((run["model"], label(run), run["ratio"]), []).append(run)
+    rows = []
+    for (model, name, ratio), found in groups.items():
+        lows = [run["low_ratio"] for run in found]
+        percent = lambda key, found=found: reporting.spread(
+            [100 * run[key] for run in found], 1
+        )
+        row = [
+            model,
+            name,
+            "" if ratio is None else f"{ratio:g}",
+            "" if None in lows else reporting.spread(lows, 3),
+            percent("last_accuracy"),
+            percent("best_accuracy"),
+            reporting.spread([run["train_loss"] for run in found], 3),
+            f"{sum(not math.isfinite(x['train_loss']) for x in found)}/{len(found)}",
+        ]
+        rows.append(row)
+    return records.table(heads, rows)
+
+
 def describe(job: Job) -> str:
-    """Such as "resnet, decreasing, promotion 0.3, seed 0"."""
+    """Return a description such as "resnet, decreasing, promotion 0.3, seed 0"."""
     ratio = "" if job.ratio is None else f" {job.ratio:g}"
-    return f"{job.model}, {tradeoff.label(job._asdict())}{ratio}, seed {job.seed}"
+    return f"{job.model}, {label(job._asdict())}{ratio}, seed {job.seed}"
 
 
 def train_all(args, dataset: cifar_data.Dataset) -> list[dict]:
-    """Makes the runs that the flags ask for, and writes them after each."""
+    """Train the selected runs, and write all results after each run."""
     run = training_loop.Run(0, args.epochs, args.steps, args.batch_size)
     per_epoch = run.steps_per_epoch(len(dataset.train.labels))
     trainers = {
@@ -222,14 +259,13 @@ def train_all(args, dataset: cifar_data.Dataset) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Runs what the command line asks for; returns the runs in the figure."""
+    """Train the selected runs, print the table, and return the runs."""
     args = parse_args(argv)
     try:
         dataset = flags.load(args)
     except cifar_data.DataError as error:
         sys.exit(f"error: {error}")
     runs = train_all(args, dataset)
-    print(tradeoff.table(runs))
-    tradeoff.plot(args.output_dir / "tradeoff.png", runs)
-    print(f"figure and numbers in {args.output_dir}")
+    print(table(runs))
+    print(f"numbers in {args.output_dir}")
     return runs

@@ -1,14 +1,15 @@
-"""Training with weights whose rounding errors are lost, kept or put into the momentum.
+"""Training with rounding errors that are lost, stored, or added to the momentum.
 
     .venv/bin/python -m benchmarks rounding_errors
 
-A network of two hidden layers learns scikit-learn's digits by AdamW, as in
-``low_moments``: the same starts and batches for all rows, over several seeds. Moments
-have 8 bits in all rows but the first.
+A network with two hidden layers learns scikit-learn's digits with AdamW and several
+seeds, as in ``low_moments``. All rows start from the same weights and use the same
+batches. Except in the first row, moments have 8 bits.
 
-Its loss hardly sees the noise of bfloat16. So the same weights also learn a linear
-function of 64 inputs with 64 outputs by noisy targets, at a constant learning rate: how
-far the loss stays above its least, over how far it does with float32 weights.
+The loss of this network hardly depends on the noise of bfloat16. So the same formats
+also train a linear function of 64 inputs and 64 outputs on noisy targets, at a constant
+learning rate. Its excess loss, the loss minus its minimum, is divided by the excess
+loss with float32 weights.
 """
 
 import functools
@@ -53,13 +54,13 @@ def train(name: str, args) -> dict:
 
 @functools.cache
 def adam(name: str, rate: float):
-    """Of a row; the same object for all seeds, which then share a program."""
+    """Return the optimizer of a row, cached so that all seeds share a program."""
     weights, _, moments = ROWS[name]
     return lowbit_optax.lowbit(optax.adam(rate), weights=weights, moments=moments)
 
 
 def excess(name: str, rate: float, seed: int, steps: int) -> float:
-    """The mean loss above the least, over the last 30 steps on the linear function."""
+    """Return the mean excess loss of the linear function over the last 30 steps."""
     dtype = jnp.float32 if name == "float32" else ROWS[name][1]
     tx = adam(name, rate)
     random = np.random.default_rng(seed)
@@ -87,7 +88,7 @@ def _excess(tx, begun, x, y, best, chosen):
 
 
 def linear(args) -> dict:
-    """By row and learning rate, the spread of excess losses over float32's."""
+    """Return excess losses divided by float32's, by row and learning rate."""
     found = {
         rate: {
             name: [excess(name, rate, seed, args.steps) for seed in range(args.seeds)]
@@ -113,12 +114,14 @@ def text(record: dict) -> str:
         {name: each[str(rate)] for name, each in record["linear"].items()}
         for rate in RATES
     ]
-    excess = records.listing([str(rate) for rate in RATES], *columns, digits=2)
+    heads = [f"learning rate {rate:g}" for rate in RATES]
+    excess = records.listing(heads, *columns, digits=2)
     runs = low_moments.table(record["runs"], "weights")
-    return f"{runs}\nexcess loss over float32's, by learning rate\n{excess}"
+    return f"{runs}\nexcess loss of a linear function, divided by float32's\n{excess}"
 
 
 def main(argv: list[str] | None = None) -> None:
     options = low_moments.options(__doc__)
-    options.add_argument("--last", type=float, default=0.1, help="its share at the end")
+    text_of_last = "the last learning rate, as a share of the first"
+    options.add_argument("--last", type=float, default=0.1, help=text_of_last)
     records.run(__name__, options.parse_args(argv), measure, text)

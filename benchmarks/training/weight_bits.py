@@ -1,9 +1,9 @@
-"""Training loss by the bits of weights, on scikit-learn's digits, on this machine.
+"""Training loss on scikit-learn's digits with weights of 10 to 16 bits.
 
     python -m benchmarks weight_bits --steps 3000
 
 Weights are stored in bfloat16 and rounded to ``FloatFormat(8, m)``, as in figure 10 of
-Zamirai et al. 2020. Momentum and arithmetic are float32. Three seeds each.
+Zamirai et al. 2020. Momentum and arithmetic are float32. Each row has three seeds.
 """
 
 import argparse
@@ -27,7 +27,7 @@ TRAINED, BATCH, SEEDS = 1400, 64, 3
 
 
 def formats(bits):
-    """The weight formats of this many bits."""
+    """Return the weight formats with this number of bits."""
     fmt = FloatFormat(8, bits - 9)
     return {
         "nearest": lowbit_optax.nearest(float_format=fmt),
@@ -40,7 +40,7 @@ def formats(bits):
 
 
 def digits():
-    """``(images, labels)`` of training, then of the test."""
+    """Return ``(images, labels)`` of the training set and of the test set."""
     data = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     x = jnp.asarray(data.data[order] / 16, jnp.float32)
@@ -49,7 +49,7 @@ def digits():
 
 
 def loss_and_accuracy(params, x, y):
-    """Of the network; both are scalars."""
+    """Return the loss and the accuracy of the network, which are scalars."""
     for i in range(len(LAYERS)):
         x = (jax.nn.relu(x) if i else x) @ params[f"w{i}"].astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(x, y)
@@ -57,7 +57,7 @@ def loss_and_accuracy(params, x, y):
 
 
 def trained(weights, steps, train, test, key):
-    """Training loss and test accuracy; float32 weights if ``weights`` is None."""
+    """Train, and return loss and test accuracy; ``weights`` is None for float32."""
     inner = optax.sgd(optax.cosine_decay_schedule(0.1, steps), momentum=0.9)
     keys = jax.random.split(key, len(LAYERS))
     params = {
@@ -92,7 +92,7 @@ def row(weights, steps, train, test) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print a line per format."""
+    """Print a row for each format."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=3000)
     steps = parser.parse_args(argv).steps

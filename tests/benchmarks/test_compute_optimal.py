@@ -51,14 +51,6 @@ def test_each_size_has_a_record_and_other_numbers_are_kept_apart(
     assert found.value.code.name == name
 
 
-def test_curves_of_fewer_seeds_are_compared_seed_by_seed():
-    base = {"seeds": [0, 1], "curves": [[4.0, 2.0], [2.0, 0.0]]}
-    run = {"seeds": [1], "curves": [[2.5, 0.25]]}
-    curve, gap = compute_optimal.mean_curve(run, base)
-    np.testing.assert_array_equal(gap, [0.5, 0.25])
-    np.testing.assert_array_equal(curve, [3.5, 1.25])
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

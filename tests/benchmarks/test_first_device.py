@@ -130,6 +130,32 @@ def test_the_page_is_that_of_the_records():
     assert first_device_page.PAGE.read_text() == first_device_page.drawn()
 
 
+def test_a_section_shows_the_newest_result_of_each_job(tmp_path, monkeypatch):
+    def record(date, name, differ, ran="NVIDIA A"):
+        job = entry_of("bits", name) | {"status": "done"}
+        figures = {"exact": True, "parameters": differ, "state": 0, "furthest": 0.0}
+        job["trials"] = {"even, triton": {"figures": figures}}
+        late = entry_of("training", "kahan_adamw")
+        found = {"ran": ran, "date": date, "jobs": [job, late], "command": date}
+        found |= {"python": "", "versions": {}, "processors": 1}
+        return found | {"elapsed_seconds": 60.0}
+
+    kept = [record("2", "kahan", 0), record("1", "kahan", 7), record("1", "sr", 5),
+            record("3", "kahan", 9, "NVIDIA B")]  # fmt: skip
+    for number, each in enumerate(kept):
+        path = tmp_path / f"first_device_{number}.json"
+        path.write_text(json.dumps(each))
+    monkeypatch.setattr(first_device_page, "RECORDS", tmp_path)
+    page = first_device_page.drawn().partition(first_device_page.MARK)[2]
+    a, b = page.split("\n## ")[1:]
+    assert a.startswith("NVIDIA A")
+    assert "| kahan | 0 |" in a
+    assert "| kahan | 7 |" not in a
+    assert "| sr | 5 |" in a
+    assert "`training/kahan_adamw`" in a
+    assert "| kahan | 9 |" in b
+
+
 def test_a_toolkit_without_wheels_is_found(tmp_path, monkeypatch):
     for name in ("bin/nvcc", "bin/ptxas", "nvvm/libdevice/libdevice.10.bc"):
         file = tmp_path / name
@@ -157,9 +183,9 @@ def run(*options, **environment):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--out", "."), "JAX finds no GPU here, but cpu."),
-        (("--out", "./file"), "nothing can be written there"),
-        (("--only", "bit/*"), "no job is named bit/*"),
+        (("--out", "."), "--rehearse H200"),
+        (("--out", "./file"), "--out"),
+        (("--only", "bit/*"), "bit/*"),
     ],
 )
 def test_what_cannot_be_done_is_a_sentence(options, said, tmp_path):
@@ -190,8 +216,10 @@ def record(tmp_path_factory):
         "--size", "small", "--out", str(folder), "--only", *SMALL, XLA_FLAGS=flags
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "| kahan | pallas | 0 | 0 | 0 | 0 |" in done.stdout
-    assert "Not run, or not to the end: nothing." in done.stdout
+    assert "| format | pallas |" in done.stdout
+    assert "| kahan | 0 |" in done.stdout
+    assert "not run" not in done.stdout
+    assert "failed" not in done.stdout
     return json.loads((folder / "first_device_cpu_small.json").read_text())
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks.training import precision_assignment
 from benchmarks.training.images import mixed_training, training_loop
+from tools.models.resnet import ResNet
+from tools.models.squeezenet import SqueezeNet
 
 pytestmark = [pytest.mark.example, pytest.mark.standard_promotion]
 
@@ -73,7 +75,6 @@ def test_all_assignments_of_a_model_train_with_two_compilations(
 
     written = json.loads((tmp_path / "results.json").read_text())["runs"]
     assert written == runs
-    assert (tmp_path / "tradeoff.png").exists()
 
 
 def test_a_run_without_promotion_is_no_stand_in_for_one_with_it():
@@ -131,3 +132,54 @@ def test_a_started_state_leaves_what_it_was_made_from():
     ]
     chex.assert_trees_all_equal(*results)
     assert isinstance(state, training_loop.TrainState)
+
+
+def _run(assignment="demote", ratio=None, promotion=False, seed=0, **found):
+    order = "decreasing" if assignment == "demote" else None
+    return {
+        "model": "resnet",
+        "assignment": assignment,
+        "order": order,
+        "ratio": ratio,
+        "promotion": promotion,
+        "seed": seed,
+        "low_ratio": None if assignment == "float32" else (ratio or 0.5),
+        "last_accuracy": 0.5,
+        "best_accuracy": 0.5,
+        "train_loss": 1.0,
+    } | found
+
+
+def test_a_run_that_diverged_stays_in_the_means_and_is_marked():
+    lost = {"last_accuracy": 0.1, "best_accuracy": 0.3, "train_loss": np.nan}
+    runs = [_run(ratio=1, **lost), _run(ratio=1, seed=1, last_accuracy=0.5)]
+    row = precision_assignment.table(runs).splitlines()[-1].strip("| ").split(" | ")
+    assert row[-4:] == ["30.0 ± 28.3", "40.0 ± 14.1", "nan ± nan", "1/2"]
+
+
+@pytest.mark.parametrize(
+    ("model", "last_features"),
+    [
+        (SqueezeNet(0.25, stem_stride=2), (8, 2, 2, 10)),
+        (ResNet(8, (1, 1, 1, 1), stem_stride=2), (8, 2, 2, 64)),
+    ],
+)
+def test_a_stem_of_stride_2_quarters_what_is_computed(model, last_features):
+    """From 2 x 2 features at the end, where stride 1 leaves 4 x 4."""
+
+    def traced(model):
+        images = jnp.zeros((8, 32, 32, 3))
+        run = lambda key: model.init_with_output(key, images, train=True)[0]
+        with jax.numpy_dtype_promotion("standard"):
+            jaxpr = jax.make_jaxpr(run)(jax.random.key(0))
+        (logits,) = jaxpr.out_avals
+        assert logits.shape == (8, 10)
+        return str(jaxpr)
+
+    batch, height, width, channels = last_features
+    twice = batch, 2 * height, 2 * width, channels
+    for network, features in (
+        (model, last_features),
+        (model.clone(stem_stride=1), twice),
+    ):
+        assert f"f32[{','.join(map(str, features))}]" in traced(network)

@@ -88,7 +88,7 @@ FUNCTIONS = {
     p.tanh_p: lax.tanh,
     p.xor_p: of_conditions(lax.bitwise_xor),
 }
-# For large arguments they use memory that the interpreter does not know.
+# For large arguments they use memory that the interpreter does not support.
 NOT_EXECUTED = (p.cos_p, p.sin_p, p.tan_p)
 
 # Of a program's text XLA leaves out constants of more than ten numbers.

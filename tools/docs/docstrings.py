@@ -1,19 +1,20 @@
-"""Docstrings as Markdown, for the API reference: doctests and references to names.
+"""Convert docstrings to Markdown for the API reference.
 
-An extension of griffe, by which mkdocstrings reads the sources; see ``mkdocs.yml``.
+mkdocstrings uses griffe to read the sources, and this is an extension of griffe. See
+``mkdocs.yml``.
 """
 
 import re
 
 import griffe
 
-# :func:`lowbit_optax.step`, :class:`TrainState`, as they are in the sources.
+# Matches :func:`lowbit_optax.step` and :class:`TrainState`.
 _ROLE = re.compile(r":(?:func|class|meth|mod):`([^`]+)`")
 _PROMPT = re.compile(r"^( *)>>> ")
 
 
 class DocstringsAsMarkdown(griffe.Extension):
-    """Fences doctests, and makes links of the names that the reference has."""
+    """Fences doctests, and links the names that the reference documents."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs) -> None:
         """Rewrite the docstring of one object."""
@@ -23,7 +24,7 @@ class DocstringsAsMarkdown(griffe.Extension):
 
 
 def as_markdown(text: str) -> str:
-    """A docstring in which doctests are fenced and roles are links.
+    """Fence the doctests of a docstring, and turn its roles into links.
 
     >>> as_markdown("Doubles. >>> is not at the start of a line here.")
     'Doubles. >>> is not at the start of a line here.'
@@ -52,7 +53,7 @@ def as_markdown(text: str) -> str:
 
 
 def _link(role: re.Match[str]) -> str:
-    """A link, or code where the reference does not have the name."""
+    """A link to a name, which is plain code if the reference does not document it."""
     name = role[1]
     is_whole = name.startswith(("lowbit_optax", "pallas_kernels"))
     target = name if is_whole else f"lowbit_optax.{name}"

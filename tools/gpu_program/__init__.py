@@ -1,1 +1,1 @@
-"""Compiles training steps for GPUs without one, and reads and runs the programs."""
+"""Compile training steps for GPUs without a GPU, and read or execute the programs."""

@@ -1,4 +1,4 @@
-"""Compiles a program and keeps the texts that XLA writes of it."""
+"""Compile a program, and collect the texts that XLA and Mosaic dump."""
 
 import dataclasses
 import pathlib
@@ -12,14 +12,14 @@ from tools.gpu_program.targets import compile_lowered
 
 @dataclasses.dataclass(frozen=True)
 class Dump:
-    """A compiled program in XLA's own words.
+    """A compiled program, and XLA's descriptions of it.
 
     Args:
       compiled: the program.
-      ptx: the sources of its kernels, but for Mosaic's.
+      ptx: the PTX of its kernels, except for Mosaic's.
       mosaic: Mosaic's kernels, by the names of the instructions that launch them.
-      thunks: what it launches and copies, in order, with grids.
-      annotations: which instructions these are.
+      thunks: the launches and copies of the program in order, with their grids.
+      annotations: the instructions to which the thunks belong.
       hlo: the scheduled instructions.
       buffers: the assignment of values to memory.
     """
@@ -37,17 +37,17 @@ def compile_with_dump(lowered: jax.stages.Lowered) -> Dump:
     """Compile a program for GPUs.
 
     Args:
-      lowered: from ``targets.lower_for``.
+      lowered: the program, from ``targets.lower_for``.
 
     Raises:
       RuntimeError: if XLA wrote no PTX.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # JAX 0.12 writes no PTX unless the second option asks for it.
+        # JAX 0.12 only writes PTX with the second option.
         options: dict[str, str | bool] = {
             "xla_dump_to": folder,
             "xla_dump_emitter_re": "ptx",
-            # Else the text of a constant of more than ten elements is left out.
+            # Without this option, XLA omits constants of more than ten elements.
             "xla_dump_large_constants": True,
         }
         compiled = compile_lowered(lowered, options)

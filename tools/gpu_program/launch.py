@@ -1,4 +1,4 @@
-"""How often a kernel runs."""
+"""The grid of a kernel launch."""
 
 import dataclasses
 import math
@@ -6,9 +6,9 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel: its blocks, the threads of each, and shared memory.
+    """One launch of a kernel: its blocks, the threads of a block, and shared memory.
 
-    A launch in a loop of the program is one, however often the loop runs.
+    A launch inside a loop of the program counts once.
     """
 
     grid: tuple[int, int, int]
@@ -17,5 +17,5 @@ class Launch:
 
     @property
     def threads(self) -> int:
-        """The threads of all blocks."""
+        """The number of threads in all blocks."""
         return math.prod(self.grid) * math.prod(self.block)

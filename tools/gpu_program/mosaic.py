@@ -1,7 +1,8 @@
-"""Mosaic GPU's kernels in a compiled program.
+"""Find the PTX and the launches of Mosaic GPU's kernels in a compiled program.
 
-XLA sees only calls. Mosaic writes the kernels' PTX, and the host code that launches
-them, to the folder that an environment variable names while the program is compiled.
+In the HLO of a program, a Mosaic kernel is only a custom call. While the program
+compiles, Mosaic writes the PTX of its kernels, and the host code that launches them,
+to the folder that an environment variable names.
 """
 
 import contextlib
@@ -20,14 +21,14 @@ _ENTRY, _LOG = "_mosaic_gpu_kernel", ".mlir-passes.log"
 
 @dataclasses.dataclass(frozen=True)
 class MosaicKernel:
-    """A kernel as a call launches it.
+    """A kernel and its launch.
 
     Args:
-      name: of the kernel, different from those of others in the program.
-      ptx: its source.
-      launch: its grid.
-      arguments: for each parameter, which of the call's operands and results it is,
-        counted through.
+      name: a name that no other kernel of the program has.
+      ptx: the source of the kernel.
+      launch: the grid.
+      arguments: for each parameter of the kernel, the index of an operand or result of
+        the call. Results are numbered after the operands.
     """
 
     name: str
@@ -36,46 +37,46 @@ class MosaicKernel:
     arguments: tuple[int, ...]
 
 
-# By the hash of its module: Mosaic compiles a kernel once in a process.
+# Mosaic compiles a kernel only once per process, so kernels are kept by their hash.
 _known: dict[str, MosaicKernel] = {}
 
 
 def dumped_to(folder: str) -> contextlib.AbstractContextManager:
-    """Has Mosaic write what it compiles into this folder."""
+    """A context in which Mosaic writes the kernels that it compiles into a folder."""
     wanted = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1"}
     return mock.patch.dict(os.environ, wanted)
 
 
 def remember(hlo: str, folder: str) -> None:
-    """Keep the kernels of a program that were compiled for it.
+    """Store the kernels that Mosaic compiled for a program.
 
     Args:
-      hlo: the compiled program.
-      folder: where :func:`dumped_to` had them written.
+      hlo: the HLO of the compiled program.
+      folder: the folder of :func:`dumped_to`.
     """
     of_name = {}
     for file in sorted(pathlib.Path(folder).glob("*" + _LOG), key=_number):
         of_name.setdefault(_name(file), []).append(file)
     for _, name, digest in _calls(hlo):
         if digest not in _known and of_name.get(name):
-            # They are compiled in the order in which they are called.
+            # Mosaic compiles kernels in the order of their calls.
             _known[digest] = _read(name, of_name[name].pop(0))
 
 
 def kernels_of(hlo: str) -> dict[str, MosaicKernel]:
-    """The kernels of a program's calls, by the names of the instructions.
+    """The Mosaic kernels of a program, by the names of the calling instructions.
 
     Args:
-      hlo: the compiled program.
+      hlo: the HLO of the compiled program.
 
     Raises:
-      RuntimeError: if a kernel was compiled before, without being dumped.
+      RuntimeError: if a kernel was compiled earlier, outside of :func:`dumped_to`.
     """
     found, entries = {}, {}
     for instruction, name, digest in _calls(hlo):
         if digest not in _known:
             raise RuntimeError(
-                f"Mosaic wrote no PTX of {name}: was it compiled before?"
+                f"Mosaic wrote no PTX for {name}: was it compiled earlier?"
             )
         known, name = _known[digest], _known[digest].name
         if digest not in entries:
@@ -87,11 +88,12 @@ def kernels_of(hlo: str) -> dict[str, MosaicKernel]:
 
 
 def _calls(hlo: str) -> Iterator[tuple[str, str, str]]:
-    """Of each call the instruction's name, the kernel's, and its module's hash."""
+    """Yield the instruction, the kernel's name and the module's hash of each call."""
     for line in hlo.splitlines():
         if _TARGET in line:
             (instruction,) = re.findall(r"^\s*(?:ROOT )?%(\S+) =", line)
-            # In the module: of a kernel on shards XLA knows only where it was called.
+            # Read the name from the module. For a kernel on shards, XLA's metadata has
+            # the name of the caller instead.
             (name,) = re.findall(r"\\00(?!stable)(\w+)_mosaic_gpu\\00", line)
             (digest,) = re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', line)
             yield instruction, name, digest
@@ -111,7 +113,7 @@ def _number(file: pathlib.Path) -> int:
 
 
 def _host_code(log: str) -> tuple[Launch, tuple[int, ...]]:
-    """The launch, and the numbers of its arguments, from the code of the host."""
+    """Read the launch and the indices of its arguments from the host code."""
     text = log.partition("IR Dump Before SCFToControlFlowPass")[2].partition("\n//")[0]
     constants = _table(r"(%\w+) = arith.constant (\d+) : \w+", text)
     numbers = _table(r"(%\w+) = llvm.getelementptr %\w+\[(\d+)\]", text)
@@ -123,7 +125,7 @@ def _host_code(log: str) -> tuple[Launch, tuple[int, ...]]:
     )
     grid, block = ([constants[x] for x in part.split(", ")] for part in found[:2])
     arguments = (x.split(" ")[0] for x in found[3].split(", "))
-    # The first is loaded from where the others are counted from.
+    # The first argument has no offset in the host code.
     launch = Launch((*grid,), (*block,), constants[found[2]])
     return launch, tuple(numbers.get(loads[x], 0) for x in arguments)
 

@@ -1,8 +1,8 @@
-"""Two models of stacked layers, and their training steps, to compile for H200s.
+"""Compile training steps of two models with stacked layers for H200s.
 
-A step without release computes all gradients and then calls ``lowbit_optax.step``. The
-usual mixed precision keeps float32 parameters and moments, and makes a bfloat16 copy of
-the parameters for every step.
+A step without gradient release computes all gradients and then calls
+``lowbit_optax.step``. The usual mixed precision stores parameters and moments in
+float32, and casts the parameters to bfloat16 in every step.
 """
 
 import dataclasses
@@ -26,23 +26,23 @@ BF16 = jnp.bfloat16
 MIB = 2**20
 
 MEMORY_FIRST: dict[str, str | bool] = {"xla_gpu_enable_latency_hiding_scheduler": False}
-"""XLA schedules for little memory, as it does by default before JAX 0.12.
+"""Make XLA schedule for little memory, which is the default before JAX 0.12.
 
-The other scheduler hides communication. Until memory is nearly full it ignores what it
-keeps alive: the gradient of a layer is computed while its weights are still needed.
+The other scheduler hides communication, and ignores memory until it is nearly full. For
+example, it computes the gradient of a layer while the layer's weights are still needed.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Shapes of a model, and its loss.
+    """The shapes of a model, and its loss.
 
     Args:
-      loss_fn: of parameters and a batch.
+      loss_fn: a function of parameters and a batch.
       params: ShapeDtypeStructs; ``["layers"]`` is stacked.
       batch: a ShapeDtypeStruct.
-      carry: bytes of what one layer hands to the next.
-      layers: how many.
+      carry: the bytes that one layer passes to the next.
+      layers: the number of layers.
     """
 
     loss_fn: Callable
@@ -53,12 +53,12 @@ class Model:
 
     @property
     def one_layer(self) -> int:
-        """Bytes of one layer's parameters, or of its gradients."""
+        """The bytes of the parameters, or of the gradients, of one layer."""
         return bytes_of(self.params["layers"]) // self.layers
 
 
 def matrices(layers=12, width=4096, batch=512, remat=True) -> Model:
-    """``tanh(h @ w)``, with all of a layer computed again for its gradient or none."""
+    """Layers ``tanh(h @ w)``. If ``remat``, the backward pass recomputes each layer."""
 
     def loss_fn(params, h):
         body = lambda h, w: (jnp.tanh(h @ w), None)
@@ -74,7 +74,7 @@ def matrices(layers=12, width=4096, batch=512, remat=True) -> Model:
 def transformer(
     layers=12, width=2048, heads=16, context=1024, batch=4, remat=True
 ) -> Model:
-    """The GPT of `tools/models`."""
+    """The GPT of ``tools/models``."""
     gpt = GPT(layers, width, heads, context, "full" if remat else "none", BF16)
     params = jax.eval_shape(lambda: to_bfloat16(gpt.init(jax.random.key(0))))
     tokens = jax.ShapeDtypeStruct((batch, context + 1), jnp.int32)
@@ -82,7 +82,7 @@ def transformer(
 
 
 def plain(loss_fn: Callable, tx: optax.GradientTransformation) -> Callable:
-    """All gradients, then the optimizer's step."""
+    """A training step that computes all gradients, and then runs the optimizer."""
 
     def train_step(params, opt_state, batch):
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
@@ -92,7 +92,7 @@ def plain(loss_fn: Callable, tx: optax.GradientTransformation) -> Callable:
 
 
 def plain_scaled(loss_fn: Callable, tx: optax.GradientTransformation) -> Callable:
-    """All gradients of a scaled loss, then the step of ``with_loss_scale``."""
+    """The same with a scaled loss, for an optimizer inside ``with_loss_scale``."""
 
     def train_step(params, opt_state, batch):
         differentiate = lowbit_optax.scaled_value_and_grad(loss_fn)
@@ -103,7 +103,7 @@ def plain_scaled(loss_fn: Callable, tx: optax.GradientTransformation) -> Callabl
 
 
 def in_float16(model: Model) -> Model:
-    """The model with float16 in place of bfloat16."""
+    """The model with float16 arrays instead of bfloat16 arrays."""
 
     def cast(x):
         dtype = jnp.float16 if x.dtype == BF16 else x.dtype
@@ -116,7 +116,7 @@ def in_float16(model: Model) -> Model:
 def usual_mixed_precision(
     loss_fn: Callable, tx: optax.GradientTransformation
 ) -> Callable:
-    """Optax on float32 parameters, by bfloat16 gradients at a copy of them."""
+    """A step of optax on float32 parameters, with gradients of a bfloat16 copy."""
 
     def train_step(params, opt_state, batch):
         copies = to_bfloat16(params)
@@ -129,12 +129,12 @@ def usual_mixed_precision(
 
 
 def to_float32(params):
-    """The float32 parameters of the usual mixed precision."""
+    """The shapes of parameters, with dtype float32."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
 
 
 def by_rows(array) -> P:
-    """Stacked arrays sharded along the rows of their layers; others replicated."""
+    """Shard the rows of stacked layers. Other arrays are replicated."""
     return P(None, "d") if array.ndim == 3 else P()
 
 
@@ -157,14 +157,14 @@ class CompiledStep:
 
     @functools.cached_property
     def peak(self) -> int:
-        """Bytes of arguments, results and temporary memory together."""
+        """Bytes of arguments, results and temporary memory."""
         found = memory(self.program)
         held = found.argument_size_in_bytes + found.output_size_in_bytes
         return held - found.alias_size_in_bytes + found.temp_size_in_bytes
 
     @functools.cached_property
     def collectives(self) -> set[str]:
-        """Kinds of collectives in the program."""
+        """The kinds of collectives in the program."""
         return set(collectives(self.program))
 
 
@@ -175,15 +175,15 @@ def compile_step(
     devices: int = 1,
     options: Mapping[str, str | bool] = MEMORY_FIRST,
 ) -> CompiledStep:
-    """A step with donated parameters and state, for so many H200s.
+    """Compile a step for H200s, with donated parameters and state.
 
     Args:
       make_step: :func:`plain`, :func:`usual_mixed_precision` or
         ``release.value_and_update``.
-      model: what to train; for several devices its layers are sharded by rows.
+      model: the model to train. On several devices, the rows of its layers are sharded.
       tx: the optimizer.
-      devices: up to 8.
-      options: of XLA.
+      devices: the number of H200s, at most 8.
+      options: compiler options of XLA.
     """
     usual = make_step is usual_mixed_precision
     params = to_float32(model.params) if usual else model.params
@@ -199,14 +199,15 @@ def compile_step(
 def compile_placed(
     step: Callable, tx, params, of_params, batch, options=None
 ) -> CompiledStep:
-    """A step with donated parameters and state, for the devices that these lie on.
+    """Compile a step for a mesh, with donated parameters and state.
 
     Args:
       step: the training step.
       tx: its optimizer.
-      params, of_params: ShapeDtypeStructs, and their NamedShardings.
+      params: ShapeDtypeStructs.
+      of_params: the NamedShardings of ``params``.
       batch: a ShapeDtypeStruct with its NamedSharding.
-      options: of XLA.
+      options: compiler options of XLA.
     """
     of_state = lowbit_optax.state_shardings(tx, params, of_params)
     state = jax.eval_shape(tx.init, params)

@@ -1,7 +1,7 @@
-"""Transformer blocks on meshes of H200s, and their training steps, to compile.
+"""Compile training steps of transformer blocks for meshes of H200s.
 
-FSDP shards the batch and the rows of each parameter over the axis ``data``; a parameter
-is gathered where it is used. Tensor parallelism shards the heads and the hidden units
+FSDP shards the batch and the rows of each parameter over the axis ``data``, and gathers
+a parameter where it is used. Tensor parallelism shards the heads and the hidden units
 of each block over the axis ``model``.
 """
 
@@ -25,7 +25,7 @@ from tools.models.llama import rms_norm
 FSDP = {"in": P("data"), "out": P("data")}
 TENSOR_PARALLEL = {"in": P(None, "model"), "out": P("model")}
 BOTH = {"in": P("data", "model"), "out": P("model", "data")}
-"""PartitionSpecs of the matrices that a block's hidden units come from and go to."""
+"""PartitionSpecs of the matrices before ("in") and after ("out") the hidden units."""
 
 MESHES = {
     "fsdp on 8": (8, 1, FSDP),
@@ -33,15 +33,18 @@ MESHES = {
     "tensor parallel on 8": (1, 8, TENSOR_PARALLEL),
     "both on 256": (32, 8, BOTH),
 }
-"""Devices along ``data`` and ``model``, and how parameters are sharded over them."""
+"""The lengths of ``data`` and ``model``, and the PartitionSpecs of the parameters."""
 
 _ONE_BY_ONE: dict[str, str | bool] = {
     "xla_gpu_all_gather_combine_threshold_bytes": "0",
     "xla_gpu_reduce_scatter_combine_threshold_bytes": "0",
     "xla_gpu_all_reduce_combine_threshold_bytes": "0",
 }
-"""Collectives are not combined. XLA combines those of up to 30 MB, which here would be
-the gathers of all layers, and of a large model's are none."""
+"""Options that do not combine collectives.
+
+XLA combines collectives of up to 30 MB. In these small models, it would combine the
+gathers of all layers, which it does not do in a large model.
+"""
 
 _MATRICES = {"qkv": "in", "mixed": "out", "up": "in", "down": "out"}
 
@@ -53,11 +56,11 @@ def mesh_of(data: int, model: int) -> Mesh:
 
 
 def blocks(batch: int, is_scanned: bool) -> Model:
-    """Four transformer blocks without biases, each computed again for its gradient.
+    """Four transformer blocks without biases. The backward pass recomputes each block.
 
     Args:
-      batch: of all devices together.
-      is_scanned: whether the blocks are stacked, under ``lax.scan``.
+      batch: the batch size of all devices together.
+      is_scanned: whether the blocks are stacked and run in ``lax.scan``.
     """
     layers, width, heads, context = 4, 512, 8, 64
 
@@ -93,13 +96,13 @@ def blocks(batch: int, is_scanned: bool) -> Model:
 def compile_sharded(
     make_step: Callable, model: Model, tx, mesh: Mesh, specs: dict[str, P]
 ) -> CompiledStep:
-    """A step on :func:`blocks` with donated parameters and state.
+    """Compile a step of :func:`blocks`, with donated parameters and state.
 
     Args:
       make_step: ``release_steps.plain`` or ``release.value_and_update``.
-      model: what to train.
+      model: the model, from :func:`blocks`.
       tx: the optimizer.
-      mesh: from :func:`mesh_of`.
+      mesh: the mesh, from :func:`mesh_of`.
       specs: :data:`FSDP`, :data:`TENSOR_PARALLEL` or :data:`BOTH`.
     """
 

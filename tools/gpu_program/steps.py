@@ -1,6 +1,6 @@
-"""Optimizer steps to compile for H200s, and the leaves of models to compile them for.
+"""Compile optimizer steps for H200s, and read bytes, memory and kernels.
 
-Parameters and gradients are bfloat16 unless told; parameters and state are donated.
+Parameters and gradients are bfloat16 by default. Parameters and state are donated.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def fast(tx):
-    """A step by ``lowbit_optax.step``."""
+    """A step that calls ``lowbit_optax.step``."""
     return lambda params, state, grads: lowbit_optax.step(tx, params, state, grads)
 
 
 def applied(tx):
-    """A step by ``update`` and ``apply_updates``, as optax's users write it."""
+    """A step that calls ``update`` and ``apply_updates``, as programs with optax do."""
 
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
@@ -35,7 +35,7 @@ def applied(tx):
 
 
 def with_master(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The usual mixed precision: the updates are the copies of a float32 master."""
+    """The usual mixed precision. ``update`` returns copies of float32 masters."""
 
     def init(params):
         master = jax.tree.map(lambda x: x.astype(F32), params)
@@ -53,7 +53,10 @@ def with_master(inner: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def replaced(tx):
-    """A step whose update is the new parameters, as of :func:`with_master`."""
+    """A step for transformations whose updates are the new parameters.
+
+    An example is :func:`with_master`.
+    """
 
     def step(params, state, grads):
         return tx.update(grads, state, params)
@@ -63,12 +66,12 @@ def replaced(tx):
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerStep:
-    """A lowered step, compiled when asked for.
+    """A lowered step, which is compiled on first use.
 
     Args:
       lowered: the step.
-      parameters: how many it updates.
-      stored: bytes of these and of the state.
+      parameters: the number of parameters.
+      stored: the bytes of the parameters and the state.
     """
 
     lowered: jax.stages.Lowered
@@ -78,7 +81,7 @@ class OptimizerStep:
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled program."""
-        # Mosaic compiles a kernel once in a process, and then writes no PTX of it.
+        # Mosaic compiles a kernel only once per process, so its PTX is dumped now.
         return compile_with_dump(self.lowered).compiled
 
     @functools.cached_property
@@ -88,24 +91,24 @@ class OptimizerStep:
 
     @property
     def fused(self) -> Kernel:
-        """The only leaf's fused kernel."""
+        """The fused kernel of a step that has only one leaf."""
         (kernel,) = (k for n, k in self.machine_code.items() if n == "fused_update")
         return kernel
 
     @property
     def launches(self) -> list[tuple[str, int]]:
-        """Names of its kernels, and the bytes that each reads and writes."""
+        """The names of the kernels, and the bytes that each reads and writes."""
         return kernels(self.compiled)
 
     @property
     def fused_launches(self) -> int:
-        """Launches of kernels by Pallas."""
+        """The number of launches of Pallas kernels."""
         launches = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
         return sum(text(self.compiled).count(launch) for launch in launches)
 
     @property
     def large(self) -> int:
-        """Kernels that read and write more than a byte per parameter."""
+        """The number of kernels that move more than a byte per parameter."""
         return sum(size > self.parameters for _, size in self.launches)
 
     @property
@@ -120,22 +123,23 @@ class OptimizerStep:
 
     @property
     def in_place(self) -> bool:
-        """Whether parameters and state are all written where they were read."""
+        """Whether the step updates all parameters and all of the state in place."""
         return memory(self.compiled).alias_size_in_bytes == self.stored
 
 
 def lower_step(
     tx, params, make_step=fast, mesh=None, spec=None, grads=None
 ) -> OptimizerStep:
-    """A step of ``tx``.
+    """Lower a step that donates parameters and state.
 
     Args:
       tx: a transformation.
-      params: tree of ShapeDtypeStructs, or of QuantizedTensors of them.
-      grads: such a tree; ``params`` if None, without QuantizedTensors.
+      params: a tree of ShapeDtypeStructs, or of QuantizedTensors of them.
+      grads: a tree of ShapeDtypeStructs; if None, ``params``, which then must not
+        contain QuantizedTensors.
       make_step: :func:`fast` or :func:`applied`.
-      mesh: one H200 if None.
-      spec: as in ``targets.lower_for``.
+      mesh: the devices; if None, one H200.
+      spec: see ``targets.trace_for``.
     """
     state = jax.eval_shape(tx.init, params)
     mesh = gpu_mesh() if mesh is None else mesh
@@ -148,20 +152,21 @@ def lower_step(
 
 
 def lower_lpmm_step(tx, like, bits=12, block_size=2048, **options) -> OptimizerStep:
-    """A step of ``tx`` on quantised weights.
+    """Lower a step on quantised weights.
 
     Args:
       tx: a transformation.
-      like: tree of ShapeDtypeStructs, the gradients.
-      bits, block_size: of the weights.
-      **options: as for :func:`lower_step`.
+      like: a tree of ShapeDtypeStructs, which are the gradients.
+      bits: the number of bits of a weight.
+      block_size: the number of weights that share a scale.
+      **options: options of :func:`lower_step`.
     """
     params = quantized_like(like, bits, block_size)
     return lower_step(tx, params, grads=like, **options)
 
 
 def quantized_like(like, bits=12, block_size=2048):
-    """A tree of ShapeDtypeStructs as QuantizedTensors of them."""
+    """QuantizedTensors with the shapes of a tree of ShapeDtypeStructs."""
     options = {"bits": bits, "block_size": block_size}
     return jax.eval_shape(
         lambda x: lowbit_optax.lpmm.quantize_params(x, **options), like
@@ -169,7 +174,7 @@ def quantized_like(like, bits=12, block_size=2048):
 
 
 def bytes_of(*trees) -> int:
-    """Bytes of all arrays in the trees."""
+    """The bytes of all arrays in the trees."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trees))
 
 
@@ -202,7 +207,13 @@ def gpt2():
 
 
 def bytes_of_accesses(kernel: Kernel, bits: int, store: bool | None = None) -> float:
-    """Bytes that a kernel moves in accesses of so many bits: all, stores, or loads."""
+    """Bytes that all threads of a kernel move in accesses of a given width.
+
+    Args:
+      kernel: the kernel.
+      bits: the width of the accesses.
+      store: True counts only stores, and False only loads; None counts both.
+    """
     threads = sum(launch.threads for launch in kernel.launches)
     found = (a for a in kernel.accesses if a.bits == bits and store in (None, a.store))
     return sum(a.executed for a in found) * bits / 8 * threads

@@ -1,9 +1,8 @@
-"""Lowers and compiles programs for GPUs on a machine without one.
+"""Lower and compile programs for GPUs on a machine without a GPU.
 
-XLA's CUDA compiler runs without a device when it is given the target's description. It
-needs the ``gpu-program`` extra, or jax's plugin for CUDA 13 and ptxas, and nothing else
-of CUDA. What it returns is the real XLA:GPU program: fusions, buffer assignment,
-collectives.
+XLA's CUDA compiler needs only a description of the device. It needs the ``gpu-program``
+extra, or jax's plugin for CUDA 13 and ptxas, and no other part of CUDA. The result is
+the real XLA:GPU program, with its fusions, buffer assignment and collectives.
 """
 
 import dataclasses
@@ -22,14 +21,14 @@ from tools.gpu_program import mosaic
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What GPUs of one compute capability have in common.
+    """The properties that all GPUs of one compute capability share.
 
     Args:
-      capability: the compute capability, as CUDA writes it.
-      fpus: float32 lanes of a streaming multiprocessor.
-      threads: that it holds at most.
-      shared_memory: bytes of it.
-      of_a_block: bytes that one block can have of these.
+      capability: the compute capability, such as "9.0".
+      fpus: the number of float32 lanes of a streaming multiprocessor.
+      threads: the maximum number of threads of a streaming multiprocessor.
+      shared_memory: the bytes of shared memory of a streaming multiprocessor.
+      of_a_block: the bytes of shared memory that one block can use.
     """
 
     capability: str
@@ -40,7 +39,7 @@ class Architecture:
 
 
 # https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/compute-capabilities.html
-# has the threads and the memory, and its table of arithmetic throughput the lanes.
+# lists threads and memory. The lanes are from its table of arithmetic throughput.
 _KIB = 1024
 _TURING = Architecture("7.5", 64, 1024, 64 * _KIB, 64 * _KIB)
 _AMPERE = Architecture("8.0", 64, 2048, 164 * _KIB, 163 * _KIB)
@@ -55,14 +54,14 @@ class Target:
     """A GPU to compile for.
 
     Args:
-      name: of the product.
-      kind: what JAX calls it.
-      architecture: what it is one of.
-      cores: streaming multiprocessors.
-      bandwidth: of its memory, bytes per second.
-      memory: bytes.
-      l2_cache: bytes.
-      clock_ghz: of its cores.
+      name: the name of the product.
+      kind: JAX's ``device_kind``.
+      architecture: its architecture.
+      cores: the number of streaming multiprocessors.
+      bandwidth: the memory bandwidth in bytes per second.
+      memory: the size of the memory in bytes.
+      l2_cache: the size of the L2 cache in bytes.
+      clock_ghz: the clock rate of the cores.
     """
 
     name: str
@@ -76,7 +75,7 @@ class Target:
 
     @property
     def description(self) -> str:
-        """The GPU as XLA's compiler wants it described."""
+        """The description of the GPU for XLA's compiler."""
         of_all = self.architecture
         major, minor = of_all.capability.split(".")
         return f"""
@@ -106,10 +105,10 @@ device_description_str: "{self.kind}"
 """
 
 
-# A100, H100, H200, B200 and RTX PRO 6000: XLA's own descriptions,
+# The figures of A100, H100, H200, B200 and RTX PRO 6000 are from XLA's descriptions,
 # https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs.
-# T4, L4, RTX 4090 and RTX 5090: NVIDIA's data sheets and architecture white papers
-# (Turing, Ada, RTX Blackwell), with nominal memory and the boost clock.
+# The figures of T4, L4, RTX 4090 and RTX 5090 are from NVIDIA's data sheets and white
+# papers (Turing, Ada, RTX Blackwell), with nominal memory and the boost clock.
 _GIB, _MIB = 2**30, 2**20
 T4 = Target(
     *("T4", "Tesla T4", _TURING),
@@ -148,16 +147,18 @@ B200 = Target(
     *(148, 7_672_320_000_000, 191514411008, 132644864, 1.965),
 )
 TARGETS = {target.name: target for target in (H100, H200, B200)}
-"""Those of the benchmarks."""
+"""The GPUs for which the benchmarks compile."""
 
 
 def gpu_mesh(
     count: int = 1, axis: AxisType = AxisType.Auto, target: Target = H200
 ) -> Mesh:
-    """A mesh of ``count`` GPUs, 8 per host, with the one axis ``d`` of a type."""
+    """A mesh of ``count`` GPUs, at most 8 per host, with one axis ``d``."""
     of_a_host = min(count, 8)
     if count % of_a_host:
-        raise ValueError(f"gpu_mesh: count is {count}, not at most 8 or 8 per host")
+        raise ValueError(
+            f"gpu_mesh: count must be at most 8 or a multiple of 8, got {count}"
+        )
     topology = topologies.get_topology_desc(
         platform="cuda",
         topology_name=target.name.lower().replace(" ", "_"),
@@ -174,18 +175,19 @@ def trace_for(
     spec: P | Callable[[typing.Any], P] | None = None,
     donate: Sequence[int] = (),
 ) -> jax.stages.Traced:
-    """Trace ``fn`` for a mesh. What is returned must be lowered under ``jax.set_mesh``.
+    """Trace ``fn`` for a mesh. Call ``lower()`` of the result under ``jax.set_mesh``.
 
     Args:
-      mesh: from :func:`gpu_mesh`.
-      fn: of the arguments; its outputs are placed like arguments of their shape.
+      mesh: the devices, from :func:`gpu_mesh`.
+      fn: a function of ``args``. An output is sharded like arguments of its shape.
       *args: trees of arrays or ShapeDtypeStructs.
-      spec: PartitionSpec of every array of rank 2 or more, or a function from such an
-        array to its PartitionSpec; replicated if None.
-      donate: argument numbers.
+      spec: the PartitionSpec of every array of rank 2 or more, or a function that
+        takes such an array and returns its PartitionSpec. If None, all arrays are
+        replicated.
+      donate: the numbers of the arguments to donate.
     """
     out = NamedSharding(mesh, P())
-    if spec is not None:  # then their shapes matter, for which fn is traced
+    if spec is not None:  # the specs depend on the shapes of the outputs
         out = shardings_for(mesh, jax.eval_shape(fn, *args), spec)
     jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out, keep_unused=True)
     with jax.set_mesh(mesh):
@@ -193,7 +195,7 @@ def trace_for(
 
 
 def shardings_for(mesh: Mesh, tree, spec: P | Callable[[typing.Any], P] | None):
-    """The NamedShardings of a tree's arrays, as :func:`trace_for` places them."""
+    """The NamedShardings that :func:`trace_for` uses for the arrays of a tree."""
 
     def of(x) -> NamedSharding:
         chosen = P()
@@ -205,21 +207,21 @@ def shardings_for(mesh: Mesh, tree, spec: P | Callable[[typing.Any], P] | None):
 
 
 def placed(tree, shardings) -> typing.Any:
-    """ShapeDtypeStructs of a tree with these shardings."""
+    """A tree of ShapeDtypeStructs with these shardings."""
     place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
     return jax.tree.map(place, tree, shardings)
 
 
 def shards(tree, shardings) -> typing.Any:
-    """ShapeDtypeStructs of what one device has of a tree with these shardings."""
+    """The ShapeDtypeStructs of the shards that one device stores."""
     shard = lambda x, where: jax.ShapeDtypeStruct(where.shard_shape(x.shape), x.dtype)
     return jax.tree.map(shard, tree, shardings)
 
 
 def lower_for(mesh: Mesh, fn, *args, **options) -> jax.stages.Lowered:
-    """Lower ``fn`` for a mesh; the arguments are those of :func:`trace_for`."""
+    """Lower ``fn`` for a mesh, with the arguments of :func:`trace_for`."""
     traced = trace_for(mesh, fn, *args, **options)
-    # From JAX 0.11 Pallas reads the GPU that it lowers for from the mesh in force.
+    # From JAX 0.11 on, Pallas lowers for the GPUs of the current mesh.
     with jax.set_mesh(mesh):
         return traced.lower()
 
@@ -229,7 +231,7 @@ def compile_lowered(
 ) -> jax.stages.Compiled:
     """Compile a program from :func:`lower_for`.
 
-    Kernels on shards are lowered only now, so the mesh must be in force again.
+    XLA lowers kernels on shards when it compiles, so this function sets the mesh again.
     """
     mesh = jax.tree.leaves(lowered.out_info)[0].sharding.mesh
     with tempfile.TemporaryDirectory() as folder, mosaic.dumped_to(folder):
@@ -240,5 +242,5 @@ def compile_lowered(
 
 
 def compile_for(mesh: Mesh, fn, *args, **options) -> jax.stages.Compiled:
-    """Compile ``fn`` for a mesh; the arguments are those of :func:`lower_for`."""
+    """Compile ``fn`` for a mesh, with the arguments of :func:`trace_for`."""
     return compile_lowered(lower_for(mesh, fn, *args, **options))

@@ -1,1 +1,1 @@
-"""Models that are compiled, trained and measured here."""
+"""Models that the tests and benchmarks compile and train."""

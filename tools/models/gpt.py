@@ -1,8 +1,8 @@
-"""A decoder-only transformer over bytes, its layers stacked and scanned over.
+"""A decoder-only transformer over bytes, whose layers are stacked.
 
-Every leaf of `params["layers"]` has a leading axis of layers. `jax.lax.scan` runs over
-it: inside `release.value_and_update` its backward loop updates one layer at a time, and
-outside it is `jax.lax.scan`.
+Every leaf of `params["layers"]` has a leading axis of layers, and `jax.lax.scan` loops
+over this axis. With `release.value_and_update`, the backward loop updates one layer at
+a time.
 """
 
 import math
@@ -20,18 +20,20 @@ REMAT = {
     "none": lambda body: body,
     "full": jax.checkpoint,
 }
-"""What of a layer is computed again for its gradient."""
+"""Which part of a layer is recomputed during the backward pass."""
 
 
 class GPT(NamedTuple):
     """The sizes of a model.
 
     Attributes:
-        layers, width, heads: of the stack; the MLP is four times as wide.
-        context: the most bytes that are seen at once.
+        layers: the number of layers.
+        width: the width of the residual stream; the MLP is four times as wide.
+        heads: the number of attention heads.
+        context: the maximum length of a sequence.
         remat: a key of `REMAT`.
-        dtype: of the computation. Weights are cast to it where they are used.
-        vocabulary: rows of the embedding; larger models have more than bytes need.
+        dtype: the dtype of the computation. Weights are cast to it where they are used.
+        vocabulary: the number of rows of the embedding, at least 256.
     """
 
     layers: int
@@ -43,17 +45,17 @@ class GPT(NamedTuple):
     vocabulary: int = BYTES
 
     def init(self, key: jax.Array, dtype: Any = jnp.float32) -> dict:
-        """Parameters: matrices in `dtype`, scales of norms in float32."""
+        """Random parameters: matrices in `dtype`, and scales of norms in float32."""
         depth, width = self.layers, self.width
         keys = iter(jax.random.split(key, 6))
 
         def normal(*shape, scale=1.0):
-            # 0.02 at GPT-2's width of 768.
+            # The deviation is 0.02 for GPT-2's width of 768.
             deviation = scale * 0.02 * math.sqrt(768 / width)
             values = deviation * jax.random.normal(next(keys), shape, jnp.float32)
             return values.astype(dtype)
 
-        shrunk = 1 / math.sqrt(2 * depth)  # of what is added to the residual stream
+        shrunk = 1 / math.sqrt(2 * depth)  # for additions to the residual stream
         return {
             "embedding": normal(self.vocabulary, width),
             "positions": normal(self.context, width),
@@ -69,12 +71,12 @@ class GPT(NamedTuple):
         }
 
     def logits(self, params: dict, tokens: jax.Array) -> jax.Array:
-        """float32 [batch, length, vocabulary] of int32 [batch, length]."""
+        """float32 [batch, length, vocabulary] for int32 tokens [batch, length]."""
 
         @REMAT[self.remat]
         def body(x, layer):
-            # Cast in here, one layer at a time: a cast before the scan would make a
-            # second stack of all weights, and of all gradients.
+            # The weights of one layer are cast here. A cast before the scan would
+            # create a second stack of all weights and of all gradients.
             return self._block(x, self._weights(layer)), None
 
         embedding = self._weights(params["embedding"])
@@ -82,14 +84,14 @@ class GPT(NamedTuple):
         x = embedding[tokens] + positions[: tokens.shape[1]]
         x, _ = jax.lax.scan(body, x, params["layers"])
         x = _norm(x, self._weights(params["norm"]))
-        # The head is the embedding: it is updated once, with the sum of both gradients.
+        # The head is the embedding, whose gradient is the sum of both gradients.
         return (x @ embedding.T).astype(jnp.float32)
 
     def loss(self, params: dict, tokens: jax.Array) -> jax.Array:
-        """The mean loss in nats per byte of predicting each byte from those before it.
+        """The mean loss in nats per byte. Each byte is predicted from earlier bytes.
 
         Args:
-            params: from `init`, or those quantised.
+            params: parameters from `init`, which may be quantised.
             tokens: int32 [batch, length + 1].
         """
         logits = self.logits(params, tokens[:, :-1])
@@ -97,7 +99,7 @@ class GPT(NamedTuple):
         return losses.mean()
 
     def _weights(self, tree):
-        """What is multiplied with, of parameters as they are stored."""
+        """Dequantise the parameters, and cast them to the dtype of the computation."""
         arrays = lowbit_optax.lpmm.dequantize(tree, self.dtype)
         return jax.tree.map(lambda x: x.astype(self.dtype), arrays)
 
@@ -115,7 +117,7 @@ class GPT(NamedTuple):
 
 
 def to_bfloat16(params):
-    """Matrices in bfloat16; scales of norms, which start at 1, stay float32."""
+    """Cast matrices to bfloat16. Scales of norms, which start at 1, stay float32."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: x if "norm" in path[-1].key else x.astype(jnp.bfloat16), params
     )

@@ -1,8 +1,9 @@
-"""Llama: a decoder whose layers are stacked, for memory at sizes that people train.
+"""Llama with stacked layers, for measuring the memory of large models.
 
-Attention and the loss go over the sequence in pieces that are computed again for their
-gradients, so no array has the size of a sequence squared, or of a sequence by the
-vocabulary. On a mesh parameters are gathered where they are used (FSDP).
+Attention and the loss loop over pieces of the sequence, and recompute each piece during
+the backward pass. Therefore no array has the size of the squared sequence length, or of
+the sequence length times the vocabulary. On a mesh, parameters are gathered where they
+are used (FSDP).
 """
 
 from typing import NamedTuple
@@ -16,12 +17,16 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 class Llama(NamedTuple):
-    """The sizes of a model; those of Llama 3.1 8B by default.
+    """The sizes of a model. The defaults are the sizes of Llama 3.1 8B.
 
     Attributes:
-        layers, width, inner, heads, vocabulary: of the model.
-        shared_heads: of keys and values, each for several heads of queries.
-        piece: positions that attention and the loss compute at a time.
+        layers: the number of layers.
+        width: the width of the residual stream.
+        inner: the width of the MLP.
+        heads: the number of query heads.
+        shared_heads: the number of key and value heads, each for several query heads.
+        vocabulary: the number of tokens.
+        piece: the number of positions that attention and the loss compute at a time.
     """
 
     layers: int = 32
@@ -33,7 +38,7 @@ class Llama(NamedTuple):
     piece: int = 512
 
     def shapes(self) -> dict:
-        """ShapeDtypeStructs: matrices in bfloat16, scales of norms in float32."""
+        """ShapeDtypeStructs of the parameters: bfloat16 matrices, float32 scales."""
         depth, width, inner = self.layers, self.width, self.inner
         keys = width // self.heads * self.shared_heads
         matrix = lambda *shape: jax.ShapeDtypeStruct(shape, BF16)
@@ -56,10 +61,10 @@ class Llama(NamedTuple):
         }
 
     def loss(self, params: dict, tokens: jax.Array) -> jax.Array:
-        """The mean loss in nats per token of predicting each from those before it.
+        """The mean loss in nats per token. Each token is predicted from earlier tokens.
 
         Args:
-            params: as `shapes` says.
+            params: arrays with the shapes of `shapes`.
             tokens: int32 [batch, length + 1]; `piece` divides the length.
         """
         x = whole(params["embedding"]).at[tokens[:, :-1]].get(out_sharding=_rows())
@@ -111,25 +116,25 @@ class Llama(NamedTuple):
 
         pieces = self._pieces(q), places.reshape(-1, self.piece)
         _, mixed = jax.lax.scan(piece, None, pieces)
-        # On explicit axes a reshape merges dimensions of one place only.
+        # With explicit axes, a reshape cannot merge dimensions of different shardings.
         mixed = jnp.moveaxis(mixed, 0, 1).reshape(batch, -1, self.piece, width)
         return mixed.reshape(x.shape) @ layer["out"]
 
 
 def by_rows(path, x) -> P:
-    """How a parameter is spread over the axis `d`: its rows; scales are whole."""
+    """Shard the rows of a parameter over the axis `d`. Scales are replicated."""
     if "norm" in path[-1].key:
         return P()
     return P(None, "d") if x.ndim == 3 else P("d")
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """A parameter gathered from the devices, on a mesh of explicit axes."""
+    """Gather a parameter from the devices, on a mesh with explicit axes."""
     return x if _mesh().empty else jax.sharding.reshard(x, P())
 
 
 def rms_norm(x: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
-    """RMSNorm, computed in float32."""
+    """RMSNorm, which is computed in float32."""
     wide = x.astype(F32)
     mean = jnp.mean(wide * wide, -1, keepdims=True)
     return (wide * jax.lax.rsqrt(mean + 1e-5) * scale).astype(x.dtype)
@@ -144,7 +149,7 @@ def _rows() -> P | None:
 
 
 def _turned(x: jax.Array) -> jax.Array:
-    """Rotary positions: halves of each head turned by the position."""
+    """Rotary position embedding: rotate the halves of each head by the position."""
     length, half = x.shape[1], x.shape[-1] // 2
     rates = 500000.0 ** (-jnp.arange(half) / half)
     angles = jnp.arange(length)[:, None, None] * rates

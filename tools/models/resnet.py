@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a skip connection, projected where shapes differ."""
+    """Two 3x3 convolutions and a skip connection, projected if shapes differ."""
 
     features: int
     stride: int
@@ -18,7 +18,7 @@ class BasicBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """Features [batch, height / stride, width / stride, features]."""
+        """Compute features [batch, height / stride, width / stride, features]."""
         conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
         norm = functools.partial(
             nn.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype
@@ -27,7 +27,7 @@ class BasicBlock(nn.Module):
         y = conv(self.features, (3, 3), strides=strides, padding=1)(x)
         y = nn.relu(norm()(y))
         y = conv(self.features, (3, 3), padding=1)(y)
-        # A zero scale makes every block start as the identity.
+        # With a scale of zero, every block is the identity at the start of training.
         y = norm(scale_init=nn.initializers.zeros)(y)
         if x.shape != y.shape:
             x = norm()(conv(self.features, (1, 1), strides=strides)(x))
@@ -35,14 +35,14 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet with a 3x3 stem and no max pool, as is usual for 32x32 images.
+    """ResNet with a 3x3 stem and without a max pool, as is usual for 32x32 images.
 
     Attributes:
-        width: channels of the first stage; each later stage doubles them.
-        blocks: blocks per stage; the default is ResNet-18.
-        stem_stride: 2 halves the image before anything else.
+        width: the number of channels of the first stage; each later stage doubles it.
+        blocks: the number of blocks per stage; the default is ResNet-18.
+        stem_stride: the stride of the first convolution; 2 halves the image.
         dtype: the dtype of the computation. Parameters are initialised in float32;
-            `cast_weights` chooses what they are stored in.
+            `cast_weights` casts them.
     """
 
     width: int = 64
@@ -52,7 +52,7 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
-        """Logits, float32 [batch, 10], of images [batch, 32, 32, 3]."""
+        """Compute float32 logits [batch, 10] for images [batch, 32, 32, 3]."""
         conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
         strides = (self.stem_stride, self.stem_stride)
         x = conv(self.width, (3, 3), strides=strides, padding=1)(images)
@@ -67,10 +67,10 @@ class ResNet(nn.Module):
 
 
 def cast_weights(params: Any, dtype: Any) -> Any:
-    """Casts all parameters but BatchNorm's scales and biases to `dtype`.
+    """Cast all parameters to `dtype`, except for the scales and biases of BatchNorm.
 
-    BatchNorm has under one parameter in a hundred of a ResNet and multiplies whole
-    channels; in float32 it costs nothing worth saving.
+    BatchNorm has fewer than 1% of the parameters of a ResNet, and it scales whole
+    channels. Its parameters stay float32, because casting them would save little.
     """
 
     def cast(path, leaf):

@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-# Channels of each fire module: of its 1x1 squeeze, and of each half of its expansion.
+# For each fire module, the channels of its squeeze and of each half of its expansion.
 FIRES = ((16, 64), (16, 64), (32, 128), (32, 128), (48, 192), (48, 192), (64, 256))
 LAST_FIRE = (64, 256)
 POOLED_AFTER = (2, 6)  # indices into FIRES
@@ -15,7 +15,7 @@ STEM = 96
 
 
 class Fire(nn.Module):
-    """A 1x1 convolution to few channels, then 1x1 and 3x3 ones side by side."""
+    """A 1x1 convolution to few channels, followed by parallel 1x1 and 3x3 ones."""
 
     squeezed: int
     expanded: int
@@ -23,7 +23,7 @@ class Fire(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """Features [batch, height, width, 2 * expanded]."""
+        """Compute features [batch, height, width, 2 * expanded]."""
         conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
         norm = functools.partial(
             nn.BatchNorm, not train, momentum=0.9, dtype=self.dtype
@@ -37,8 +37,8 @@ class SqueezeNet(nn.Module):
     """SqueezeNet with BatchNorm, three max pools and no dropout, as usual on CIFAR-10.
 
     Attributes:
-        width: multiplies all numbers of channels.
-        stem_stride: 2 halves the image before anything else.
+        width: a factor for all numbers of channels.
+        stem_stride: the stride of the first convolution; 2 halves the image.
         dtype: the dtype of the computation; parameters are initialised in float32.
     """
 

@@ -1,1 +1,1 @@
-"""Programs compiled for TPUs on a machine without one, and what they move."""
+"""Compile programs for TPUs on a machine without one, and read what they move."""

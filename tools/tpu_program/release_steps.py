@@ -1,4 +1,4 @@
-"""Steps on stacked layers compiled for TPUs, with their state in host memory."""
+"""Compile training steps of stacked layers for TPUs, with the state in host memory."""
 
 import dataclasses
 import functools
@@ -16,12 +16,15 @@ Space = jax.memory.Space
 
 
 def is_stack(x) -> bool:
-    """Whether an array of a state is a stack of layers; a blank is not."""
+    """Whether an array of a state is a stack of layers, and not a blank."""
     return x.ndim == 3 and x.dtype not in (NOT_HELD, NO_RESIDUAL)
 
 
 def moved_whole(loss_fn: Callable, tx) -> Callable:
-    """The step without release on a state that it takes out of host memory and back."""
+    """A step without gradient release, which moves the whole state from the host.
+
+    After the step, it moves the state back.
+    """
     step = plain(loss_fn, tx)
 
     def train_step(params, opt_state, batch):
@@ -34,52 +37,52 @@ def moved_whole(loss_fn: Callable, tx) -> Callable:
 
 
 streamed = functools.partial(release.value_and_update, state_memory="pinned_host")
-"""The step with release, and the state in host memory."""
+"""A step with gradient release, and with the state in host memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HostStep:
-    """A compiled step, and the bytes of its memory on the device and on the host."""
+    """A compiled step, and the memory that it needs on the device and on the host."""
 
     program: jax.stages.Compiled
 
     @property
     def arguments(self) -> int:
-        """Of the device: parameters, state, batch."""
+        """Bytes of the arguments on the device: parameters, state and batch."""
         return memory(self.program).argument_size_in_bytes
 
     @property
     def temporary(self) -> int:
-        """Of the device."""
+        """Bytes of temporary memory on the device."""
         return memory(self.program).temp_size_in_bytes
 
     @property
     def host(self) -> int:
-        """Of the host: arguments and temporary memory."""
+        """Bytes of arguments and temporary memory on the host."""
         found = memory(self.program)
         return found.host_argument_size_in_bytes + found.host_temp_size_in_bytes
 
     @property
     def is_in_place(self) -> bool:
-        """Whether all of the state in host memory is written where it was read."""
+        """Whether the step updates all of the state on the host in place."""
         found = memory(self.program)
         return found.host_alias_size_in_bytes == found.host_argument_size_in_bytes
 
     @functools.cached_property
     def copied_slices(self) -> int:
-        """Asynchronous copies of slices out of host memory, and back."""
+        """The number of asynchronous copies of slices from and to host memory."""
         lines = text(self.program).splitlines()
         starts = ("dynamic-slice-start(", "dynamic-update-slice-start(")
         return sum("S(5)" in x and any(s in x for s in starts) for x in lines)
 
 
 def compile_step(make_step: Callable, model: Model, tx) -> HostStep:
-    """A step with donated parameters and state, for one v5e.
+    """Compile a step for one v5e, with donated parameters and state.
 
     Args:
-      make_step: :func:`moved_whole` or :func:`streamed`, whose stacks of the state are
-        in host memory, or a step whose state is on the device.
-      model: what to train.
+      make_step: :func:`moved_whole` or :func:`streamed`, which keep the stacks of the
+        state in host memory, or a function whose step keeps the state on the device.
+      model: the model to train.
       tx: the optimizer.
     """
     on_device = jax.NamedSharding(tpu_mesh("v5e:2x2"), jax.P())

@@ -1,8 +1,8 @@
-"""Cycles and operations of a TPU kernel's loop, from the schedule that libtpu writes.
+"""Count the cycles and operations of TPU kernels in the schedule that libtpu writes.
 
-A TPU starts a bundle of instructions per cycle, at most so many of each unit. The
-compiler schedules all of them, so that cycles can be counted without a TPU, but for
-waiting on memory.
+A TPU starts one bundle of instructions per cycle, and each unit starts a limited number
+of them. The compiler schedules all instructions, so cycles can be counted without a
+TPU. The count does not include the time that the program waits for memory.
 """
 
 import collections
@@ -14,7 +14,7 @@ import tempfile
 
 _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s*([> ]*)\{")
 _LOOP = "LB"
-"""The label of a loop's first bundle."""
+"""The label of the first bundle of a loop."""
 _OPERATION = re.compile(r"(?:= |; )\s*(v[a-z0-9_]+(?:\.[a-z0-9]+)*)")
 
 
@@ -23,9 +23,9 @@ class Part:
     """The bundles at one depth of a kernel's loops.
 
     Args:
-      bundles: how many, each a cycle.
-      units: instructions per unit, such as ``VALU``, the vector arithmetic.
-      operations: vector instructions by name.
+      bundles: the number of bundles. Each needs one cycle.
+      units: the number of instructions per unit; ``VALU`` is vector arithmetic.
+      operations: the number of vector instructions by name.
     """
 
     bundles: int
@@ -44,7 +44,7 @@ _NOTHING = Part(0, collections.Counter(), collections.Counter())
 
 
 def request_schedules() -> pathlib.Path:
-    """The new folder in which libtpu will write schedules; before it is loaded."""
+    """Make libtpu write schedules into a new folder. Call this before it is loaded."""
     folder = tempfile.mkdtemp(prefix="schedules")
     flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
     given = os.environ.get("LIBTPU_INIT_ARGS", "")
@@ -53,10 +53,10 @@ def request_schedules() -> pathlib.Path:
 
 
 def parts_of(folder: pathlib.Path, kernel: str = "fused_update") -> dict[int, Part]:
-    """By depth, the bundles of the kernel that was compiled last.
+    """The bundles of the kernel that was compiled last, by depth.
 
-    Depth 0 runs once, 1 once per program, and 2 has the loops of each program, see
-    :func:`loops_of`.
+    Bundles at depth 0 run once, and at depth 1 once per program. Depth 2 has the loops
+    of each program; see :func:`loops_of`.
 
     Raises:
       FileNotFoundError: if no such kernel was compiled since :func:`request_schedules`.
@@ -68,15 +68,17 @@ def parts_of(folder: pathlib.Path, kernel: str = "fused_update") -> dict[int, Pa
 
 
 def loops_of(folder: pathlib.Path, kernel: str = "fused_update") -> list[Part]:
-    """The loops of each program of that kernel, in their order."""
+    """The loops of each program of the kernel that was compiled last, in order."""
     runs = _runs(folder, kernel)
     return [part for depth, label, part in runs if depth == 2 and label == _LOOP]
 
 
 def _runs(folder: pathlib.Path, kernel: str) -> list[tuple[int, str | None, Part]]:
-    """Bundles of one depth, or one loop, that follow each other.
+    """Consecutive bundles of one depth or of one loop.
 
-    Of each the depth, the label of the first bundle, and the bundles.
+    Returns:
+      For each group of bundles, its depth, the label of its first bundle, and the
+      bundles.
     """
     schedule = _last(folder, f"*{kernel}*final_bundles.txt", "schedule-analysis")
     used = _last(folder, f"*{kernel}*final_hlo-static-per-bundle-utilization.txt")
@@ -107,7 +109,7 @@ def _runs(folder: pathlib.Path, kernel: str) -> list[tuple[int, str | None, Part
 
 
 def _last(folder: pathlib.Path, pattern: str, but: str = "\n") -> pathlib.Path:
-    """The file that was written last."""
+    """The last file that matches a pattern and does not contain ``but``."""
     found = sorted(x for x in folder.glob(pattern) if but not in x.name)
     if not found:
         raise FileNotFoundError(f"no schedule {pattern} in {folder}")

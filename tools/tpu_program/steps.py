@@ -1,4 +1,4 @@
-"""Optimizer steps compiled for TPUs, and the facts of their programs."""
+"""Compile optimizer steps for TPUs, and read bytes, memory and kernels."""
 
 import dataclasses
 import functools
@@ -19,10 +19,10 @@ from tools.tpu_program.targets import tpu_mesh
 
 @dataclasses.dataclass(frozen=True)
 class TpuStep(OptimizerStep):
-    """A lowered step, which is compiled on first use; counts are per device.
+    """A lowered step, which is compiled on first use. Counts are per device.
 
     Args:
-      seconds_to_lower: what tracing and lowering took.
+      seconds_to_lower: the time that tracing and lowering took.
     """
 
     seconds_to_lower: float
@@ -40,12 +40,12 @@ class TpuStep(OptimizerStep):
 
     @property
     def seconds_to_compile(self) -> float:
-        """What XLA:TPU took."""
+        """The time that XLA:TPU took to compile the step."""
         return self._timed[1]
 
     @functools.cached_property
     def instructions(self) -> list[hlo.Instruction]:
-        """The entry computation's."""
+        """The instructions of the entry computation."""
         return hlo.entry(self.compiled)
 
     @property
@@ -60,26 +60,26 @@ class TpuStep(OptimizerStep):
 
     @property
     def fused_launches(self) -> int:
-        """Kernels of Pallas."""
+        """The number of Pallas kernels."""
         return (self.compiled.as_text() or "").count('"tpu_custom_call"')
 
     @property
     def moved(self) -> float:
-        """Bytes that operands and results of all instructions have, per parameter.
+        """Bytes of the operands and results of all instructions, per parameter.
 
-        They are counted as they are laid out, with the layouts' padding, in the
-        device's memory and on the chip.
+        They include the padding of layouts, and arrays in the device's memory and on
+        the chip.
         """
         return self._sum(lambda x: x.moved)
 
     @property
     def without_padding(self) -> float:
-        """The same for the arrays' elements alone."""
+        """Bytes of operands and results without padding, per parameter."""
         return self._sum(lambda x: x.without_padding)
 
     @property
     def of_memory(self) -> float:
-        """The bytes among those moved that lie in the device's memory."""
+        """Bytes of operands and results in the device's memory, per parameter."""
         return self._sum(lambda x: x.of_memory)
 
     def _sum(self, size) -> float:
@@ -87,7 +87,7 @@ class TpuStep(OptimizerStep):
 
     @property
     def peak(self) -> float:
-        """Bytes of memory in use at the peak, per parameter, arguments included."""
+        """The peak of memory in use, including arguments, in bytes per parameter."""
         return hlo.memory(self.compiled).peak_memory_in_bytes / self.parameters
 
     @property
@@ -97,20 +97,21 @@ class TpuStep(OptimizerStep):
 
     @property
     def in_place(self) -> bool:
-        """Whether parameters and state are all written where they were read."""
+        """Whether the step updates all parameters and all of the state in place."""
         return hlo.memory(self.compiled).alias_size_in_bytes >= self.stored
 
 
 def lower_step(tx, params, make_step=fast, mesh=None, spec=None, grads=None) -> TpuStep:
-    """A donated step of ``tx``.
+    """Lower a step that donates parameters and state.
 
     Args:
       tx: a transformation.
-      params: tree of ShapeDtypeStructs, or of QuantizedTensors of them.
-      make_step: from ``tools.gpu_program.steps``.
-      mesh: one v6e if None.
-      spec: as in ``targets.lower_for``.
-      grads: such a tree; ``params`` if None, without QuantizedTensors.
+      params: a tree of ShapeDtypeStructs, or of QuantizedTensors of them.
+      make_step: a function from ``tools.gpu_program.steps``.
+      mesh: the devices; if None, one v6e.
+      spec: see ``tools.gpu_program.targets.trace_for``.
+      grads: a tree of ShapeDtypeStructs; if None, ``params``, which then must not
+        contain QuantizedTensors.
     """
     mesh = tpu_mesh() if mesh is None else mesh
     start = time.perf_counter()
@@ -128,6 +129,6 @@ def lower_step(tx, params, make_step=fast, mesh=None, spec=None, grads=None) -> 
 
 
 def lower_lpmm_step(tx, like, bits=12, block_size=2048, **options) -> TpuStep:
-    """A step of ``tx`` on quantised weights, as ``tools.gpu_program.steps`` has it."""
+    """Lower a step on quantised weights; see ``tools.gpu_program.steps``."""
     params = quantized_like(like, bits, block_size)
     return lower_step(tx, params, grads=like, **options)

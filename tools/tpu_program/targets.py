@@ -1,10 +1,10 @@
-"""TPUs to compile programs for on a machine without one.
+"""Describe TPUs, so that JAX can compile programs for them without a device.
 
-``libtpu`` compiles for a named topology without a device. It needs the ``tpu-program``
-extra. What it returns is the real XLA:TPU program: fusions, layouts, buffer assignment,
-collectives, and the kernels of Pallas' TPU backend.
+``libtpu`` compiles for a named topology. It needs the ``tpu-program`` extra. The result
+is the real XLA:TPU program, with its fusions, layouts, buffer assignment, collectives
+and Pallas kernels.
 
-``tools.gpu_program.targets`` lowers and compiles for these meshes too.
+The functions of ``tools.gpu_program.targets`` also lower and compile for these meshes.
 """
 
 import dataclasses
@@ -23,16 +23,16 @@ class Target:
     """A TPU to compile for.
 
     Args:
-      topology: the name of a small one, as libtpu knows it.
-      bandwidth: of the memory of one device of it, bytes per second.
+      topology: libtpu's name of a small topology.
+      bandwidth: the memory bandwidth of one device, in bytes per second.
     """
 
     topology: str
     bandwidth: float
 
 
-# Bandwidths as in Google Cloud's documentation of each generation; that of TPU7x is of
-# one of a chip's two devices.
+# The bandwidths are from Google Cloud's documentation of each generation. A TPU7x chip
+# has two devices, and its bandwidth is the bandwidth of one of them.
 TARGETS = {
     "v5e": Target("v5e:2x2", 819e9),
     "v6e": Target("v6e:2x2", 1638e9),
@@ -50,7 +50,8 @@ def tpu_mesh(
 
     Args:
       topology: such as ``v5e:2x2``, ``v6e:16x16`` or ``tpu7x:2x2x1``.
-      shape, names: of the mesh.
+      shape: the shape of the mesh.
+      names: the names of its axes.
       axis: the type of its axes.
 
     Raises:
@@ -67,7 +68,7 @@ def tpu_mesh(
 
 @functools.cache
 def _devices(topology: str) -> Sequence:
-    # libtpu asks the machine which TPU it has, and locks it, unless it is told.
+    # Without these variables, libtpu looks for a TPU in the machine and locks it.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     described = topologies.get_topology_desc(platform="tpu", topology_name=topology)

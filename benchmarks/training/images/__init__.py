@@ -1,1 +1,1 @@
-"""Image classifiers: data, optimizers by name, training and its results."""
+"""Training of image classifiers: data, optimizers, the loop and its results."""

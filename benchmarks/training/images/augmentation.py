@@ -1,29 +1,29 @@
-"""Image batches from uint8 to floats, with random crops and flips, inside jit."""
+"""Converts image batches from uint8 to floats, with random crops and flips."""
 
 import jax
 import jax.numpy as jnp
 
-# Per-channel statistics of CIFAR-10's training images. The digits use them too: the
-# first BatchNorm takes up what difference is left.
+# Statistics of the channels of CIFAR-10's training images. The digits use them, too,
+# because the first BatchNorm corrects the difference.
 MEAN = (0.4914, 0.4822, 0.4465)
 STANDARD_DEVIATION = (0.2470, 0.2435, 0.2616)
 PADDING = 4
 
 
 def normalise(images: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """uint8 [batch, 32, 32, 3] to `dtype`, mean 0 and variance 1 over the dataset."""
+    """Scales uint8 [batch, 32, 32, 3] to mean 0 and variance 1 over the dataset."""
     images = images.astype(jnp.float32) / 255
     scaled = (images - jnp.asarray(MEAN)) / jnp.asarray(STANDARD_DEVIATION)
     return scaled.astype(dtype)
 
 
 def crop_and_flip(key: jax.Array, images: jax.Array, flip: bool = True) -> jax.Array:
-    """Moves each image by up to 4 pixels either way and mirrors half of them.
+    """Moves each image by up to 4 pixels, and mirrors half of the images.
 
     Args:
         key: the random key; the same key gives the same crops.
         images: [batch, height, width, channels], any dtype.
-        flip: False for images whose mirror image is of another class.
+        flip: whether to mirror images; False if mirroring changes the class.
     """
     crop_key, flip_key = jax.random.split(key)
     batch, *shape = images.shape

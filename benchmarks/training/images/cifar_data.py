@@ -1,6 +1,6 @@
 """CIFAR-10 as numpy arrays, or scikit-learn's digits if it cannot be downloaded.
 
-The images stay uint8 on the host; `augmentation.py` turns a batch into floats on
+The images are uint8 arrays on the host. `augmentation.py` converts a batch to floats on
 the device.
 """
 
@@ -17,7 +17,7 @@ from examples.cifar_support import CACHE, download, read_cifar10
 
 
 class DataError(Exception):
-    """A dataset is missing or damaged; the message tells the user what to do."""
+    """A dataset is missing or damaged."""
 
 
 class Split(NamedTuple):
@@ -27,19 +27,19 @@ class Split(NamedTuple):
     labels: np.ndarray
 
     def first(self, n: int | None, name: str) -> Split:
-        """The first `n` examples (all of them for None)."""
+        """Returns the first `n` examples, or all of them if `n` is None."""
         if n is None:
             return self
         if not 0 < n <= len(self.labels):
             raise DataError(
-                f"--{name}-size {n}: this dataset has 1 to {len(self.labels)} "
-                f"{name} images"
+                f"--{name}-size must be from 1 to {len(self.labels)}, the number of "
+                f"{name} images, got {n}"
             )
         return Split(self.images[:n], self.labels[:n])
 
 
 class Dataset(NamedTuple):
-    """A training and a test split; `flip` says if a mirror image keeps its class."""
+    """A training and a test split; `flip` is True if mirroring keeps the class."""
 
     name: str
     train: Split
@@ -53,8 +53,8 @@ def load(name: str = "auto", data_dir: str | os.PathLike | None = None) -> Datas
     Args:
         name: `"cifar10"`; `"digits"`; or `"auto"`, which prints a warning and uses
             the digits if CIFAR-10 cannot be downloaded.
-        data_dir: the folder that holds `cifar-10-batches-py`. If None, the official
-            archive is downloaded once, to the user's cache folder.
+        data_dir: the folder that contains `cifar-10-batches-py`. If None, the
+            official archive is downloaded once, to the user's cache folder.
 
     Raises:
         DataError: a file is missing or damaged, or the download of `"cifar10"` fails.
@@ -81,19 +81,19 @@ def load(name: str = "auto", data_dir: str | os.PathLike | None = None) -> Datas
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of the `n` training images in `epoch`: a function of the seed."""
+    """Returns the order of the `n` training images in `epoch`, for this seed."""
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
 def _digits() -> Dataset:
-    """scikit-learn's 1,797 digits, 8x8 grey, enlarged to 32x32 in three channels."""
+    """Returns scikit-learn's 1,797 digits, enlarged to 32x32 in three channels."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     images = np.kron(digits.images, np.ones((1, 4, 4))) * (255 / 16)
     images = np.repeat(np.rint(images).astype(np.uint8)[..., None], 3, axis=-1)
     labels = digits.target.astype(np.int32)
-    # The set is ordered by writer: shuffle, so that both splits have all of them.
+    # The digits are sorted by writer. Shuffle, so that both splits contain all writers.
     order = np.random.default_rng(0).permutation(len(labels))
     images, labels = images[order], labels[order]
     train, test = (

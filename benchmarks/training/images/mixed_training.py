@@ -1,7 +1,7 @@
-"""Training steps under a precision assignment: one compilation for all of a model.
+"""Training steps with a precision assignment, compiled once per model.
 
-The assignment is part of the state, as the weights are, so that a step may promote
-tensors and another run may start from other levels without compiling again.
+The assignment is part of the state, so that a step can promote tensors, and runs with
+other assignments use the same compilation.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from benchmarks.training.images.augmentation import crop_and_flip, normalise
 from lowbit_optax import precision
 
 INITIAL_SCALE = 2.0**16
-THRESHOLD = 0.01  # of the overflow ratio, past which a tensor is promoted
+THRESHOLD = 0.01  # a tensor with a larger overflow ratio is promoted
 
 
 class MixedState(training_loop.TrainState):
@@ -27,8 +27,8 @@ class MixedState(training_loop.TrainState):
 
     Attributes:
         assignment: the assignment of the next step; None is float32.
-        promotes: bool scalar, whether tensors that overflow are promoted.
-        ratio_sum: float32 scalar, the low-precision ratios of all steps together.
+        promotes: whether tensors that overflow are promoted, a bool scalar.
+        ratio_sum: the sum of the low-precision ratios of all steps, a float32 scalar.
     """
 
     assignment: Any
@@ -37,7 +37,7 @@ class MixedState(training_loop.TrainState):
 
 
 def make_plan(model: nn.Module, batch_size: int) -> precision.PrecisionPlan:
-    """The tensors of the model's loss and their groups, for batches of this size."""
+    """Traces the loss, and returns its tensors and their groups."""
     variables = jax.eval_shape(
         lambda: model.init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)), train=False)
     )
@@ -52,13 +52,13 @@ def make_plan(model: nn.Module, batch_size: int) -> precision.PrecisionPlan:
 def make_optimizer(
     rate: optax.Schedule, weight_decay: float, period: int | None
 ) -> optax.GradientTransformation:
-    """SGD with momentum 0.9 on float32 weights.
+    """Returns SGD with momentum 0.9 for float32 weights.
 
     Args:
-        rate: its learning rate.
-        weight_decay: of SGD.
-        period: after how many steps the loss scale around it rises; None for no scale,
-            where the loss is float32 too.
+        rate: the learning rate.
+        weight_decay: the weight decay.
+        period: the number of steps after which the loss scale rises; None for float32
+            training without a loss scale.
     """
     sgd = optax.chain(
         optax.add_decayed_weights(weight_decay), optax.sgd(rate, momentum=0.9)
@@ -72,7 +72,7 @@ def make_optimizer(
 def init_state(
     model: nn.Module, tx: optax.GradientTransformation, seed: int
 ) -> MixedState:
-    """A state without an assignment, on the host: :func:`start` makes others of it."""
+    """Returns a state on the host, without an assignment; see :func:`start`."""
     state = training_loop.init_state(model, tx, lambda params: params, seed)
     mixed = MixedState(
         **vars(state),
@@ -84,16 +84,16 @@ def init_state(
 
 
 def start(state: MixedState, assignment: Any, promotes: bool) -> MixedState:
-    """A copy of `state` with an assignment; the training step may donate the copy."""
+    """Returns a copy of `state` with an assignment, which a step may donate."""
     state = state.replace(assignment=assignment, promotes=np.bool_(promotes))
     return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
 
 
 def make_train_step(model: nn.Module, flip: bool) -> Callable:
-    """The jitted `(state, key, images, labels) -> (state, (loss, accuracy))`.
+    """Returns the jitted `(state, key, images, labels) -> (state, (loss, accuracy))`.
 
-    As `training_loop.make_train_step`, with the loss and its gradient rounded as
-    `state.assignment` says. All assignments of one model share a compilation.
+    It is `training_loop.make_train_step`, with the loss and its gradient rounded to
+    `state.assignment`. All assignments of one model share a compilation.
     """
     loss_fn = training_loop.make_loss_fn(model)
 

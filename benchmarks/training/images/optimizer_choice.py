@@ -12,9 +12,9 @@ from tools.models.resnet import cast_weights
 
 
 class Options(NamedTuple):
-    """What every optimizer below is built from; `rounding` is LPMM's and extra bits'.
+    """The options of all optimizers below.
 
-    None is each one's default.
+    `rounding` applies to LPMM and extra bits. If it is None, each uses its default.
     """
 
     learning_rate: optax.ScalarOrSchedule
@@ -39,7 +39,7 @@ def _adamw(o: Options) -> optax.GradientTransformation:
 
 
 def _nearest(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Everything in 16 bits, updates rounded to the nearest weight: the baseline."""
+    """Returns the 16-bit baseline, which rounds weights to nearest."""
     return lowbit_optax.lowbit(
         inner,
         weights=lowbit_optax.nearest(),
@@ -48,14 +48,14 @@ def _nearest(inner: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 def _master_copy(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The usual mixed precision: float32 masters and moments next to the weights."""
+    """Returns mixed precision with a float32 master and float32 moments."""
     return lowbit_optax.lowbit(
         inner, weights=lowbit_optax.master_copy(), moments="float32"
     )
 
 
 def _with_moments(o: Options, mu: int, nu: int) -> optax.GradientTransformation:
-    """`lowbit_adamw` with moments of other numbers of bits."""
+    """Returns `lowbit_adamw` with other numbers of bits for the moments."""
     return lowbit_optax.lowbit(
         _adamw(o),
         weights=lowbit_optax.extra_bits(8),
@@ -68,7 +68,7 @@ def _with_moments(o: Options, mu: int, nu: int) -> optax.GradientTransformation:
 
 
 def _alias(name: str, o: Options) -> optax.GradientTransformation:
-    """The package's optimizer of this name."""
+    """Returns the optimizer that has this name in the package."""
     options: dict[str, Any] = {"weight_decay": o.weight_decay, "seed": o.seed}
     if name.startswith("extra_bits"):
         options |= {"bits": o.bits, "rounding": o.rounding}
@@ -84,23 +84,22 @@ LABELS = {
     "adamw": "float32",
     "nearest_sgd": "nearest",
     "nearest_adamw": "nearest",
-    "master_copy_sgd": "master copy",
-    "master_copy_adamw": "master copy",
+    "master_copy_sgd": "float32 master",
+    "master_copy_adamw": "float32 master",
     "sr_sgd": "stochastic",
     "sr_adamw": "stochastic",
     "kahan_sgd": "Kahan",
     "kahan_adamw": "Kahan",
     "extra_bits_sgd": "extra bits",
     "extra_bits_adamw": "extra bits",
-    "lowbit_sgd": "8-bit moments",
-    "lowbit_adamw": "8-bit moments",
-    "lowbit4_adamw": "4-bit first moments",
-    "lowbit44_adamw": "4-bit moments",
+    "lowbit_sgd": "lowbit",
+    "lowbit_adamw": "lowbit",
+    "lowbit4_adamw": "lowbit, 4-bit mu,",
+    "lowbit44_adamw": "lowbit, 4-bit moments,",
     "lpmm_sgd": "LPMM",
     "lpmm_adam": "LPMM",
 }
-"""By name, which is `<method>_<family>`, LPMM's Adam excepted; `sgd` and `adamw` alone
-are optax in float32."""
+"""Labels by name: `<method>_<family>` and `lpmm_adam`; `sgd` and `adamw` are optax."""
 
 BUILT_HERE = {
     "sgd": _sgd,
@@ -112,10 +111,10 @@ BUILT_HERE = {
     "lowbit4_adamw": lambda o: _with_moments(o, 4, 8),
     "lowbit44_adamw": lambda o: _with_moments(o, 4, 4),
 }
-"""The others are the package's own."""
+"""Optimizers that are built here; all others are optimizers of the package."""
 
 OPTIONS = ("dtype", "bits", "rounding", "loss_scale")
-"""Of command lines: those that some optimizers do not take."""
+"""Options of the command line that some optimizers do not support."""
 
 LOSS_SCALES = {
     "backoff": lowbit_optax.loss_scaling.backoff_scale,
@@ -126,11 +125,11 @@ COMPARED = ("", "nearest_", "sr_", "kahan_", "extra_bits_", "lowbit_")
 
 
 def build(name: str, options: Options) -> optax.GradientTransformation:
-    """The optimizer `name`, on means of `options.microbatches` gradients.
+    """Returns the optimizer `name`, on means of `options.microbatches` gradients.
 
-    Their sums are float32 for plain optax (`optax.MultiSteps`), for all others 8-bit.
-    A loss scale is outermost: sums are of unscaled gradients, and a microbatch that has
-    overflowed is left out of them, the next one taking its place.
+    Accumulators are float32 for plain optax (`optax.MultiSteps`), and 8-bit otherwise.
+    The loss scale is outermost, so the accumulators add unscaled gradients. They skip
+    microbatches that overflow, and wait for the next one instead.
     """
     make = BUILT_HERE.get(name, functools.partial(_alias, name))
     tx = _accumulated(name, make(options), options)
@@ -140,7 +139,7 @@ def build(name: str, options: Options) -> optax.GradientTransformation:
 
 
 def loss_scaling(choice: str | float) -> lowbit_optax.loss_scaling.Scaling:
-    """The scaling of a name in `LOSS_SCALES`, or the static one of a number."""
+    """Returns a scaling of `LOSS_SCALES` by name, or a static scale."""
     if choice in LOSS_SCALES:
         return LOSS_SCALES[choice]()
     return lowbit_optax.loss_scaling.static_scale(choice)
@@ -157,7 +156,7 @@ def _accumulated(
     sums = lowbit_optax.block_quantized(
         8, code="linear", block_size=2048, rounding=rounding
     )
-    # The learning rates are those for means, as with optax.MultiSteps.
+    # Learning rates apply to means of gradients, as in optax.MultiSteps.
     of_mean = optax.chain(optax.scale(1 / options.microbatches), tx)
     return lowbit_optax.accumulate_gradients(
         of_mean, options.microbatches, sums, seed=options.seed
@@ -165,34 +164,34 @@ def _accumulated(
 
 
 def weight_storage(name: str, dtype: str | None, bits: int) -> Callable[[Any], Any]:
-    """What makes of float32 parameters those that the optimizer `name` trains."""
+    """Returns the function that converts float32 parameters for an optimizer."""
     if is_lpmm(name):
         return functools.partial(lowbit_optax.lpmm.quantize_params, bits=bits)
     return functools.partial(cast_weights, dtype=jnp.dtype(dtype))
 
 
 def family(name: str) -> str:
-    """`"sgd"` or `"adamw"`: the family, whose defaults the optimizer takes."""
+    """Returns `"sgd"` or `"adamw"`: the family whose defaults the optimizer uses."""
     return "sgd" if name.endswith("sgd") else "adamw"
 
 
 def compared(name: str) -> list[str]:
-    """The optimizers that `--compare` runs side by side, float32 first."""
+    """Returns the optimizers that `--compare` trains, float32 first."""
     return [prefix + family(name) for prefix in COMPARED]
 
 
 def is_float32(name: str) -> bool:
-    """Whether `name` is plain optax, which keeps its weights in float32."""
+    """Returns whether `name` is plain optax, with float32 weights."""
     return name == family(name)
 
 
 def is_lpmm(name: str) -> bool:
-    """Whether `name` trains QuantizedTensors, which have bits and no dtype."""
+    """Returns whether `name` trains QuantizedTensors, which have bits but no dtype."""
     return name.startswith("lpmm_")
 
 
 def options_of(name: str) -> set[str]:
-    """Those of `OPTIONS` that the optimizer `name` takes."""
+    """Returns the `OPTIONS` that the optimizer `name` supports."""
     if is_float32(name):
         return {"loss_scale"}
     if is_lpmm(name):
@@ -202,7 +201,7 @@ def options_of(name: str) -> set[str]:
 
 
 def label(name: str, dtype: str | None, options: Options) -> str:
-    """What tables and plots call the optimizer, such as `"Kahan bfloat16"`."""
+    """Returns the label of an optimizer, such as `"Kahan bfloat16"`."""
     text = LABELS[name]
     if is_lpmm(name):
         text = f"{text} {options.bits} bits"
@@ -220,13 +219,13 @@ def label(name: str, dtype: str | None, options: Options) -> str:
 
 
 def default_rounding(name: str, other: str | None = None) -> str | None:
-    """The rounding of an optimizer's weights; ``other`` if it takes no rounding."""
+    """Returns the default rounding of the weights, or ``other`` if there is none."""
     method = name.rpartition("_")[0]
     return {"extra_bits": "nearest", "lpmm": "stochastic"}.get(method, other)
 
 
 def cosine_schedule(peak: float, steps: int) -> optax.Schedule:
-    """Linear warmup over the first twentieth of `steps`, then a cosine to zero."""
+    """Returns a linear warmup over the first 5% of `steps`, then a cosine to zero."""
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0, peak_value=peak, warmup_steps=steps // 20, decay_steps=steps
     )

@@ -1,4 +1,4 @@
-"""Results of training runs as a table, a JSON file and a picture of the curves."""
+"""Writes results of training runs as a table, a JSON file and a picture."""
 
 import json
 import math
@@ -11,13 +11,9 @@ import numpy as np
 
 from benchmarks import pictures, records
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; black is first,
-# for the float32 baseline.
-COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-
 
 class Result(NamedTuple):
-    """One finished run; `metrics` are those of `training_loop.fit`."""
+    """One finished run, with the `metrics` that `training_loop.fit` returned."""
 
     label: str
     optimizer: str
@@ -28,17 +24,17 @@ class Result(NamedTuple):
 
     @property
     def test_accuracy(self) -> float:
-        """The last measured one."""
+        """The last measured test accuracy."""
         return self.metrics["test"][-1][1]
 
     @property
     def train_loss(self) -> float:
-        """The mean over the last epoch's worth of steps."""
+        """The mean training loss over the steps of one epoch, at the end."""
         return statistics.fmean(self.metrics["loss"][-self.steps_per_epoch :])
 
 
 def by_label(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Groups the runs that differ only in their seed, in the order they came."""
+    """Groups runs that differ only in their seed, in the order of the results."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(result.label, []).append(result)
@@ -46,15 +42,16 @@ def by_label(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """Mean, and the standard deviation over seeds where there are several."""
+    """Returns the mean, and the standard deviation if there are several seeds."""
     if len(values) == 1:
         return f"{values[0]:.{digits}f}"
     return records.shown(records.spread(values), digits)
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results side by side, one line for each optimizer."""
-    heads = ["", "test accuracy, %", "training loss", "bytes per parameter", "seconds"]
+    """Returns a table with a row for each optimizer."""
+    heads = ["optimizer", "test accuracy, %", "training loss"]
+    heads += ["bytes per parameter", "seconds"]
     scales = ("loss_scale", "skipped")
     is_scaled = any("loss_scale" in run.metrics for run in results)
     rows = []
@@ -78,7 +75,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with NaN and infinities as None: JSON has no name for them."""
+    """Replaces NaN and infinities with None, because JSON does not have them."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -89,41 +86,33 @@ def _finite(value: Any) -> Any:
 
 
 def write(path: pathlib.Path, **document: Any) -> None:
-    """Writes JSON, with the command and with numbers that are not finite as null."""
+    """Writes a JSON file with the command; numbers that are not finite are null."""
     document = {"command": records.command(), **document}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_finite(document), indent=1) + "\n", encoding="utf-8")
 
 
 def _smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Running mean over the last `window` steps (over fewer at the start)."""
+    """Returns the running mean over the last `window` steps (fewer at the start)."""
     sums = np.convolve(values, np.ones(window))[: len(values)]
     return sums / np.minimum(np.arange(1, len(values) + 1), window)
-
-
-def _draw(axes, x, curves: Sequence[np.ndarray], **style) -> None:
-    """Draws the mean of the seeds' curves, and their range as a band."""
-    axes.plot(x, np.mean(curves, 0), markersize=3, **style)
-    low, high = np.min(curves, 0), np.max(curves, 0)
-    axes.fill_between(x, low, high, color=style["color"], alpha=0.1, linewidth=0)
 
 
 @pictures.panels(4, (1, 1))
 def plot(results: Sequence[Result], loss_axes, test_axes) -> None:
     """Draws training loss and test accuracy over the epochs, all runs together."""
-    colours = zip(by_label(results).items(), COLOURS, strict=False)
-    for (label, runs), colour in colours:
-        style = {"label": label, "color": colour}
+    groups = by_label(results)
+    for label, look in pictures.looks(groups).items():
+        runs = groups[label]
         steps_per_epoch = runs[0].steps_per_epoch
         losses = np.array([run.metrics["loss"] for run in runs])
         window = max(1, min(steps_per_epoch, losses.shape[1] // 20))
         # At most 500 points per curve: more cannot be seen and only make the file big.
         shown = np.unique(np.linspace(0, losses.shape[1] - 1, 500).astype(int))
         smooth = [_smooth(loss, window)[shown] for loss in losses]
-        _draw(loss_axes, (shown + 1) / steps_per_epoch, smooth, **style)
+        pictures.band(loss_axes, (shown + 1) / steps_per_epoch, smooth, **look, ms=0)
         x = np.array([step for step, _ in runs[0].metrics["test"]]) / steps_per_epoch
         accuracies = [[100 * a for _, a in run.metrics["test"]] for run in runs]
-        _draw(test_axes, x, accuracies, marker="o", **style)
-    loss_axes.set(xlabel="epoch", ylabel="training loss, a running mean")
-    test_axes.set(xlabel="epoch", ylabel="test accuracy, %")
-    test_axes.legend()
+        pictures.band(test_axes, x, accuracies, **look, label=label)
+    loss_axes.set(xlabel="epoch", ylabel="training loss (lower is better)")
+    test_axes.set(xlabel="epoch", ylabel="test accuracy, % (higher is better)")

@@ -1,7 +1,7 @@
-"""The training step and the loop around it, with evaluation.
+"""The training step, the training loop and the evaluation.
 
-Everything random in step `t` is a function of the seed and `t` alone: the epoch's order
-on the host, crops and flips in the step.
+All random numbers of step `t` depend only on the seed and `t`: the order of the images
+on the host, and crops and flips in the step.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from lowbit_optax import lpmm, scaled_value_and_grad, training
 from lowbit_optax.loss_scaling import LossScaleState
 from lowbit_optax.lpmm import QuantizedTensor, dequantize
 
-FETCH_EVERY = 20  # steps between reads of the metrics: each read waits for the device
+FETCH_EVERY = 20  # steps between reads of the metrics, which wait for the device
 
 
 class TrainState(training.TrainState):
-    """lowbit_optax's TrainState with BatchNorm's running statistics."""
+    """The TrainState of lowbit_optax, with the running statistics of BatchNorm."""
 
     batch_stats: Any
 
 
 class Run(NamedTuple):
-    """The numbers of one training run.
+    """The seed and the length of one training run.
 
     Attributes:
-        seed: of the initialisation, the order of the images and their augmentation.
-        epochs: passes over the training images.
-        stop_after: stop after so many steps, if that comes first.
-        batch_size: images per step; what is left of an epoch after the last whole
-            batch is not used in that epoch.
+        seed: determines the initial weights, the order of the images and their
+            augmentation.
+        epochs: the number of passes over the training images.
+        stop_after: the maximal number of steps, or None.
+        batch_size: images per step. An epoch skips images that do not fill a batch.
     """
 
     seed: int
@@ -51,7 +51,7 @@ class Run(NamedTuple):
     batch_size: int
 
     def steps_per_epoch(self, images: int) -> int:
-        """Whole batches among so many images."""
+        """Returns the number of whole batches in this number of images."""
         return images // self.batch_size
 
 
@@ -66,30 +66,30 @@ def init_state(
     store: Callable[[Any], Any],
     seed: int,
 ) -> TrainState:
-    """A new state: float32 initialisation, then weights as `store` makes them."""
+    """Initializes float32 weights, converts them with `store`, and returns a state."""
     variables = _init_model(model, jax.random.key(seed))
     create = functools.partial(TrainState.create, apply_fn=model.apply, tx=tx)
-    # Two programs: in one, XLA may leave out the rounding between the initialisation
-    # and the optimizer's state.
+    # In a single program, XLA could omit the rounding of the weights from which the
+    # optimizer state is made.
     params = jax.jit(store)(variables["params"])
     state = jax.jit(create)(params=params, batch_stats=variables["batch_stats"])
-    # Strongly typed from the start, as a restored one is: else jit compiles twice.
+    # An integer of Python would be weakly typed, and jit would compile twice.
     return state.replace(step=jnp.zeros((), jnp.int32))
 
 
 def model_weights(params: Any, dtype: Any) -> Any:
-    """What the loss is differentiated by.
+    """Returns the weights with respect to which the loss is differentiated.
 
-    These are the parameters themselves, so that gradients have the parameters' dtype
-    and take no more memory; but 8-bit floats are cast to `dtype` first, as
-    a gradient in them would keep two or three bits and overflow or vanish.
-    QuantizedTensors stay: `lpmm.value_and_grad` dequantises them.
+    These are usually the parameters, so that gradients have their dtype and memory.
+    8-bit floats are cast to `dtype`, because 8-bit gradients would have only two or
+    three bits, and could overflow or vanish. QuantizedTensors are unchanged, because
+    `lpmm.value_and_grad` dequantises them.
     """
     return jax.tree.map(lambda p: p.astype(dtype) if p.itemsize == 1 else p, params)
 
 
 def loss_scale(state: TrainState) -> LossScaleState | None:
-    """The loss scale's state, which is outermost; None where there is no scale."""
+    """Returns the state of the loss scale, or None if the optimizer has no scale."""
     found = state.opt_state
     return found if isinstance(found, LossScaleState) else None
 
@@ -113,10 +113,10 @@ def make_loss_fn(model: nn.Module) -> Callable:
 def make_train_step(
     model: nn.Module, flip: bool
 ) -> Callable[..., tuple[TrainState, tuple[jax.Array, jax.Array]]]:
-    """The jitted `(state, key, images, labels) -> (state, (loss, accuracy))`.
+    """Returns the jitted `(state, key, images, labels) -> (state, (loss, accuracy))`.
 
-    `images` are uint8 and `key` is the run's: the step folds its number into it. The
-    state is donated, so the new one is written over the old one's memory.
+    `images` are uint8. `key` is the same for all steps, and each step folds its number
+    into the key. The state is donated.
     """
     loss_of = make_loss_fn(model)
 
@@ -138,7 +138,7 @@ def make_train_step(
         accuracy = (logits.argmax(-1) == labels).mean()
         new = state.apply_gradients(grads=grads, batch_stats=batch_stats)
         if scale is not None:
-            # Activations may have overflowed too, and running means would keep that.
+            # If activations overflowed, the running means must not include them.
             is_skipped = loss_scale(new).skipped != scale.skipped
             kept = jax.tree.map(
                 functools.partial(jnp.where, is_skipped), state.batch_stats, batch_stats
@@ -159,15 +159,15 @@ _dequantized = jax.jit(dequantize)
 
 
 def evaluate(model: nn.Module, state: TrainState, split: Split, batch: int) -> float:
-    """The accuracy on `split`, in batches of `batch` images."""
+    """Returns the accuracy on `split`, computed in batches of `batch` images."""
     weights = _dequantized(model_weights(state.params, model.dtype))
     variables = {"params": weights, "batch_stats": state.batch_stats}
     correct = 0
     for start in range(0, len(split.labels), batch):
         images = split.images[start : start + batch]
         labels = split.labels[start : start + batch]
-        # One shape, one compilation: the last batch is filled up with images of
-        # class -1, which no prediction matches.
+        # Equal shapes need one compilation. Fill the last batch with images of class
+        # -1, which no prediction matches.
         missing = batch - len(labels)
         images = np.pad(images, ((0, missing), (0, 0), (0, 0), (0, 0)))
         labels = np.pad(labels, (0, missing), constant_values=-1)
@@ -186,25 +186,26 @@ def fit(
     """Trains `state`.
 
     Args:
-        model, state: as for :func:`make_train_step` and from :func:`init_state`.
-        dataset: what to train and test on.
-        run: how long, from which seed.
-        description: stands before the progress bar.
-        train_step: called like what :func:`make_train_step` makes, which is the
-            default; given, it is compiled once for several runs.
+        model: the network.
+        state: the state that :func:`init_state` returned.
+        dataset: the images for training and test.
+        run: the seed and the length of the training.
+        description: the text in front of the progress bar.
+        train_step: a result of :func:`make_train_step`, which several runs can share.
 
     Returns:
-        The trained state and the metrics: `loss` and `accuracy` of every step on the
-        batch before it, `test` as pairs (step, accuracy), `seconds` of training,
-        without evaluation and without the first step, which compiles; and, with a loss
-        scale, the last `loss_scale` and the number of `skipped` steps.
+        The trained state and the metrics: the `loss` and `accuracy` of every step on
+        its batch, before the update; `test` as pairs (step, accuracy); the `seconds` of
+        training, without evaluation and without the first step, which compiles. With a
+        loss scale, also the last `loss_scale` and the number of `skipped` steps.
     """
     images, labels = dataset.train
     per_epoch = run.steps_per_epoch(len(labels))
     stop = min(run.epochs * per_epoch, run.stop_after or math.inf)
     metrics: dict[str, Any] = {"loss": [], "accuracy": [], "test": [], "seconds": 0.0}
     train_step = train_step or make_train_step(model, dataset.flip)
-    key = jax.random.fold_in(jax.random.key(run.seed), 1)  # key itself made the init
+    # The key of the seed itself initialized the model.
+    key = jax.random.fold_in(jax.random.key(run.seed), 1)
     pending: list[Any] = []
     clock = None
 
@@ -236,7 +237,7 @@ def _fetch(
     progress: tqdm,
     scale: LossScaleState | None,
 ) -> None:
-    """Moves the results of the last steps into `metrics` and the progress bar."""
+    """Adds the results of the last steps to `metrics` and the progress bar."""
     for loss, accuracy in jax.device_get(pending):
         metrics["loss"].append(float(loss))
         metrics["accuracy"].append(float(accuracy))
@@ -255,14 +256,14 @@ def _fetch(
 
 
 def bytes_per_parameter(state: TrainState) -> float:
-    """Bytes per parameter of the live arrays of parameters and optimizer state.
+    """Returns the bytes per parameter of the arrays of parameters and optimizer state.
 
-    Momentum and sums of gradients are in the state. Gradients, activations and
-    BatchNorm's running statistics are not in it.
+    The optimizer state includes momentum and accumulated gradients. The result does not
+    include gradients, activations and the running statistics of BatchNorm.
     """
     stored = jax.tree.leaves((state.params, state.opt_state))
     params = jax.tree.leaves(
         state.params, is_leaf=lambda p: isinstance(p, QuantizedTensor)
     )
-    # The size of a QuantizedTensor is that of the array it stands for.
+    # A QuantizedTensor has the size of the array that it represents.
     return sum(a.nbytes for a in stored) / sum(p.size for p in params)

@@ -1,1 +1,1 @@
-"""A GPT on the sources of Python: text, flags, memory of its steps."""
+"""Training of a GPT on Python's standard library: text, rows and PyTorch."""

@@ -1,4 +1,4 @@
-"""Models of three sizes, and ways to train them, for ``compute_optimal``."""
+"""Models of three sizes for ``compute_optimal``, and the rows that train them."""
 
 import importlib
 from collections.abc import Callable
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 import lowbit_optax
-from benchmarks.pictures import COLORS, PARTS
 from benchmarks.training import format_rows
 from benchmarks.training.format_rows import Row
 from lowbit_optax import block_quantized, extra_bits, lpmm, stochastic_rounding
@@ -17,13 +16,13 @@ from tools import is_installed
 from tools.models.gpt import GPT
 
 B1, B2, DECAY, CLIP = 0.9, 0.95, 0.1, 1.0
-"""Of all rows, and of the peers in PyTorch: as language models are trained."""
+"""AdamW's options in all rows, and in PyTorch; usual values for language models."""
 
 
 def loss_and_grads(loss_fn: Callable, params, tokens):
-    """Gradients have their weights' dtypes.
+    """Return the loss and its gradients, which have the dtypes of the weights.
 
-    Those of float8 weights are bfloat16, those of blocks of codes float32.
+    Gradients are bfloat16 for float8 weights, and float32 for quantised weights.
     """
     is_float8 = lambda x: (
         x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
@@ -57,7 +56,7 @@ def _lpmm(rate):
 
 
 def _flash(rate):
-    """FlashOptim's AdamW by XLA, as an optax transformation."""
+    """Return FlashOptim's AdamW without its kernels, as an optax transformation."""
     flash = importlib.import_module("flashoptim_jax")
     inner = flash.flash_adamw(
         rate, B1, B2, weight_decay=DECAY, master_weight_bits=24, fused=False
@@ -79,44 +78,33 @@ _FOUR = {"mu": block_quantized(4), "nu": block_quantized(4)}
 _EXACT = {"sum_rounding": "stochastic"}
 _INTO = stochastic_rounding(error_feedback="mu")
 
+_float32 = format_rows.of_float32
+
 ROWS = {
-    "float32": format_rows.of_float32(adamw),
-    # How far apart two runs come whose starts differ in the last bits of float32, or in
-    # those of bfloat16.
-    "float32, start times 1 + 2^-20": format_rows.of_float32(
-        adamw, style=":", factor=1 + 2.0**-20
-    ),
-    "float32, start times 1 + 2^-9": format_rows.of_float32(
-        adamw, style="--", factor=1 + 2.0**-9
-    ),
+    "float32": _float32(adamw),
+    # These rows show how far apart two runs end if their initial weights differ in the
+    # last bits of float32, or in the last bits of bfloat16.
+    "float32, start times 1 + 2^-20": _float32(adamw, factor=1 + 2.0**-20),
+    "float32, start times 1 + 2^-9": _float32(adamw, factor=1 + 2.0**-9),
     "bfloat16, nearest": Row(
-        _in(lowbit_optax.nearest(), lowbit_optax.cast(jnp.bfloat16)),
-        color=COLORS["nearest"],
+        _in(lowbit_optax.nearest(), lowbit_optax.cast(jnp.bfloat16))
     ),
-    "lowbit": Row(_in(), color=COLORS["lowbit"]),
-    "lowbit, exact sums": Row(
-        _in(extra_bits(8, **_EXACT)), color=COLORS["lowbit"], style=":"
-    ),
+    "lowbit": Row(_in()),
+    "lowbit, exact sums": Row(_in(extra_bits(8, **_EXACT))),
     # Each half of lowbit alone.
-    "float32, 8-bit moments": Row(
-        _in(), jnp.float32, color=PARTS[2], style="--", has_master=False
-    ),
-    "8 extra bits, float32 moments": Row(_in(moments={}), color=PARTS[2], style=":"),
-    "low moments": Row(_in(moments="low"), color=COLORS["lowbit"], style="--"),
-    "4-bit moments": Row(_in(moments=_FOUR), color=COLORS["lowbit"], style="-."),
-    "stochastic": Row(_in(stochastic_rounding()), color=COLORS["stochastic"]),
-    "stochastic, exact sums": Row(
-        _in(stochastic_rounding(**_EXACT)), color=COLORS["stochastic"], style=":"
-    ),
-    "error into mu": Row(_in(_INTO), color=PARTS[3]),
-    "LPMM, 12 bits": Row(_lpmm, None, color=COLORS["LPMM"]),
-    "float8, 8 extra bits": Row(_in(), jnp.float8_e4m3fn, color=PARTS[4]),
-    "MXFP8, 8 extra bits": Row(_in(), "mxfp8", color=PARTS[4], style="--"),
-    "Muon, float32": format_rows.of_float32(_muon, base="Muon, float32", style="-."),
-    "Muon, lowbit": Row(
-        _in(inner=_muon), base="Muon, float32", color=PARTS[2], style="-."
-    ),
-    "flashoptim-jax": Row(_flash, color=PARTS[2], has_master=False),
+    "float32, 8-bit moments": Row(_in(), jnp.float32, has_master=False),
+    "8 extra bits, float32 moments": Row(_in(moments={})),
+    "low moments": Row(_in(moments="low")),
+    "4-bit moments": Row(_in(moments=_FOUR)),
+    "stochastic": Row(_in(stochastic_rounding())),
+    "stochastic, exact sums": Row(_in(stochastic_rounding(**_EXACT))),
+    "error into mu": Row(_in(_INTO)),
+    "LPMM, 12 bits": Row(_lpmm, None),
+    "float8, 8 extra bits": Row(_in(), jnp.float8_e4m3fn),
+    "MXFP8, 8 extra bits": Row(_in(), "mxfp8"),
+    "Muon, float32": _float32(_muon, base="Muon, float32"),
+    "Muon, lowbit": Row(_in(inner=_muon), base="Muon, float32"),
+    "flashoptim-jax": Row(_flash, has_master=False),
 }
 
 _CONTROLS = (
@@ -136,7 +124,7 @@ GPT2 = GPT(12, 768, 12, 1024, "full", jnp.bfloat16, 50257)
 
 
 class Size(NamedTuple):
-    """A model, for how many steps it is trained by default, and in which ways."""
+    """A model, its default number of steps, and its default rows."""
 
     model: GPT
     steps: int
@@ -144,7 +132,7 @@ class Size(NamedTuple):
 
     @property
     def learning_rate(self) -> float:
-        """The highest by default: wider models take smaller ones."""
+        """The default peak, which is smaller for wider models."""
         return 0.512 / self.model.width
 
 

@@ -1,4 +1,4 @@
-"""Text that every machine with Python has: the sources of its standard library."""
+"""Text for training: Python's standard library, which every machine has."""
 
 import pathlib
 import sysconfig
@@ -15,11 +15,10 @@ class Text(NamedTuple):
 
 
 def load() -> Text:
-    """The top-level modules of the standard library, one after the other by name.
+    """Return the top-level modules of the standard library, sorted by name.
 
-    These are the files `*.py` in `sysconfig.get_path("stdlib")`, not those of packages
-    in it: 4.7 MB for Python 3.11. The last tenth is held out; it begins inside a
-    module.
+    These are the files `*.py` in `sysconfig.get_path("stdlib")`, without packages: 4.7
+    MB for Python 3.11. The last tenth is held out, and begins inside a module.
     """
     folder = pathlib.Path(sysconfig.get_path("stdlib"))
     modules = sorted(folder.glob("*.py"), key=lambda path: path.name)
@@ -29,9 +28,9 @@ def load() -> Text:
 
 
 def load_whole() -> Text:
-    """All of the standard library, its packages and tests too: 31 MB for Python 3.11.
+    """Return the standard library with its packages and tests: 31 MB for Python 3.11.
 
-    The files are one after the other by path. Every twentieth is held out.
+    The files are sorted by path. Every twentieth file is held out.
     """
     folder = pathlib.Path(sysconfig.get_path("stdlib"))
     files = sorted(
@@ -45,13 +44,13 @@ def load_whole() -> Text:
 
 
 def random_windows(text: np.ndarray, seed: tuple, count: int, length: int):
-    """int32 [count, length]: stretches of the text, the same for the same seed."""
+    """Return random windows of the text, int32 [count, length], for this seed."""
     starts = np.random.default_rng(seed).integers(len(text) - length, size=count)
     return _windows(text, starts, length)
 
 
 def even_windows(text: np.ndarray, count: int, length: int) -> np.ndarray:
-    """int32 [count, length]: stretches at even distances over the whole text."""
+    """Return windows at even distances over the text, int32 [count, length]."""
     starts = np.linspace(0, len(text) - length, count).astype(int)
     return _windows(text, starts, length)
 

@@ -1,7 +1,7 @@
-"""PyTorch's side of ``compute_optimal``, in a process of its own: torch_gpt.py JOB.npz.
+"""The PyTorch part of ``compute_optimal``, which runs as torch_gpt.py JOB.npz.
 
-The same model, start, batches and schedule. It needs torch and torchao. A file for
-each run is written beside the job.
+It uses the same model, initial weights, batches and schedule as the JAX part, and needs
+torch and torchao. It writes a file for each run into the folder of the job.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 import warnings
 
 warnings.simplefilter("ignore")
-# torchao compiles each shape, for minutes on a CPU. Its numbers do not depend on it.
+# torchao would compile each shape, which takes minutes on a CPU; results are the same.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))
 
@@ -41,7 +41,7 @@ ROWS = {
 
 
 def losses_of(params: dict, tokens: torch.Tensor, heads: int) -> torch.Tensor:
-    """The mean loss of ``tools.models.gpt.GPT``; norms are computed in float32."""
+    """Return the mean loss of ``tools.models.gpt.GPT``, with norms in float32."""
     wide = {name: x.float() for name, x in params.items()}
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     batch, length = inputs.shape
@@ -64,14 +64,14 @@ def _norm(x, scale):
 
 
 def train(name: str, job, settings: dict) -> dict:
-    """One run."""
+    """Train one row with one seed."""
     make, options, dtype = ROWS[name]
     torch.manual_seed(settings["seed"])
     params = {}
     for key in job:
         if key in ("embedding", "positions", "norm") or key.startswith("layers/"):
             x = torch.tensor(job[key])
-            # float32 norms, as in the other rows; in groups of their own.
+            # Norms stay float32, as in the other rows.
             params[key] = torch.nn.Parameter(x if "norm" in key else x.to(dtype))
     shared = {"betas": tuple(settings["betas"]), "weight_decay": settings["decay"]}
     optimizer = make(list(params.values()), lr=1e-3, eps=1e-8, **shared, **options)
@@ -124,7 +124,7 @@ def main() -> None:
     with np.load(path) as archive:
         job = {name: archive[name] for name in archive.files}
     settings = json.loads(str(job["settings"]))
-    torch.set_num_threads(1)  # several make steps of so few parameters slower
+    torch.set_num_threads(1)  # more threads make steps of small models slower
     for name in ROWS:
         done = path.parent / f"{_slug(name)}_{settings['seed']}.json"
         if name not in settings["complete"] and not done.exists():

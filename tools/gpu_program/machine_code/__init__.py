@@ -1,8 +1,8 @@
-"""The machine code (SASS) of a program's kernels: registers, spills, instructions.
+"""Read registers, spills and instructions from the machine code (SASS) of kernels.
 
-XLA writes the PTX of every kernel, Pallas kernels included, where ``xla_dump_to``
-says. ptxas and nvdisasm, which need no GPU, turn it into machine code and back into
-text. Both come with the ``gpu-program`` extra.
+XLA writes the PTX of every kernel, including Pallas kernels, to the folder that
+``xla_dump_to`` names. ptxas turns the PTX into machine code, and nvdisasm turns the
+machine code into text. The ``gpu-program`` extra installs both. They need no GPU.
 
 ``program(lower_for(gpu_mesh(), fn, *args)).kernels["name"]`` is one kernel.
 """

@@ -1,4 +1,4 @@
-"""What instructions write, where the words that they read are known."""
+"""Compute the results of instructions whose operands are known."""
 
 import operator
 import re
@@ -10,24 +10,27 @@ import numpy as np
 from tools.gpu_program.machine_code.listing import Instruction
 
 State = dict[str, int]
-"""What is known of registers and predicates by name; a predicate is a bool."""
+"""The known values of registers and predicates, by name. A predicate is a bool."""
 
 Words = Sequence[int | None]
-"""The words of an instruction's other operands than its results, where known."""
+"""The words of an instruction's source operands; None if a word is unknown."""
 
 Results = Sequence[int | None]
-"""What an instruction's results are, as far as known; the rest may be left out."""
+"""The results of an instruction; None if a result is unknown.
+
+Unknown results at the end may be missing.
+"""
 
 
 def predicate(token: str, state: State) -> bool | None:
-    """A predicate or its negation, such as ``!P0``, if it is known."""
+    """The value of a predicate or its negation, such as ``!P0``; None if unknown."""
     name = token.lstrip("!")
     value = True if name in ("PT", "UPT") else state.get(name)
     return None if value is None else bool(value) != token.startswith("!")
 
 
 def _word(token: str, state: State) -> int | None:
-    """An operand's 32 bits, if they are known."""
+    """The 32 bits of an operand; None if unknown."""
     if re.fullmatch(r"[UC]?S?RZ", token):
         return 0
     if re.fullmatch(r"-?(0x[0-9a-f]+|\d+)", token):
@@ -42,7 +45,7 @@ def _signed(word: int) -> int:
 
 
 def execute(i: Instruction, state: State) -> dict[str, int | None]:
-    """What an instruction writes, as far as that is known."""
+    """The values that an instruction writes, by the names of its results."""
     base = i.base[1:] if i.base.startswith("U") else i.base
     model = _MODELS.get(base)
     if model is None:
@@ -60,7 +63,7 @@ def _zero_pair(i: Instruction, words: Words, state: State) -> Results:
 
 
 def _half_constants(i: Instruction, words: Words, state: State) -> Results:
-    """``HFMA2 R0, -RZ, RZ, high, low``: how ptxas likes to write a constant."""
+    """``HFMA2 R0, -RZ, RZ, high, low``: ptxas often writes a constant this way."""
     if i.sources[:2] != ["-RZ", "RZ"] or "BF16_V2" in i.modifiers:
         return []
     try:
@@ -71,7 +74,7 @@ def _half_constants(i: Instruction, words: Words, state: State) -> Results:
 
 
 def _add(i: Instruction, words: Words, state: State) -> Results:
-    """IADD3, whose predicates are carries, in the results out and in the others in."""
+    """IADD3, whose predicates are carries: results carry out, sources carry in."""
     carries = [predicate(s, state) for s in i.sources if _is_predicate(s)]
     terms = [w for s, w in zip(i.sources, words, strict=True) if not _is_predicate(s)]
     if not _all_known(terms) or not _all_known(carries):
@@ -114,11 +117,11 @@ def _shift(i: Instruction, words: Words, state: State) -> Results:
 
 
 def _logic(i: Instruction, words: Words, state: State) -> Results:
-    """LOP3: a truth table of three words, and whether the result has a bit set."""
+    """LOP3: a truth table of three words, and whether any bit of the result is set."""
     *words, table = words[:4]
     if table is None:
         return []
-    # A word that is not known does not matter where the table ignores it.
+    # An unknown word does not matter if the table ignores it.
     result = 0
     for k in range(8):
         if table >> k & 1:
@@ -152,7 +155,7 @@ def _select(i: Instruction, words: Words, state: State) -> Results:
 
 
 def _compare(i: Instruction, words: Words, state: State) -> Results:
-    """ISETP, whose ``.EX`` goes on from the comparison of the words below."""
+    """ISETP. ``.EX`` compares the high words, given the comparison of the low words."""
     compare = next((m for m in i.modifiers if m in _COMPARISONS), None)
     join = next((m for m in i.modifiers if m in _JOINS), None)
     a, b, *_ = words

@@ -1,4 +1,4 @@
-"""From a lowered program, or from PTX, to its kernels' machine code."""
+"""Compile a lowered program, or PTX, and read the machine code of its kernels."""
 
 import collections
 import dataclasses
@@ -21,14 +21,14 @@ from tools.gpu_program.machine_code.trip_counts import kernel_facts
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program and its kernels by name."""
+    """A compiled program, and its kernels by name."""
 
     compiled: jax.stages.Compiled
     kernels: dict[str, Kernel]
 
 
 def missing_tools() -> str | None:
-    """Why nothing here can run, or None."""
+    """The reason why these functions cannot run, or None."""
     missing = [tool for tool in ("ptxas", "nvdisasm") if _find(tool) is None]
     if not missing:
         return None
@@ -36,10 +36,10 @@ def missing_tools() -> str | None:
 
 
 def program(lowered: jax.stages.Lowered) -> Program:
-    """Compile a program and read its kernels' machine code.
+    """Compile a program and read the machine code of its kernels.
 
     Args:
-      lowered: from ``targets.lower_for``.
+      lowered: the program, from ``targets.lower_for``.
     """
     dump = compile_with_dump(lowered)
     launches, found = collections.defaultdict(list), {}
@@ -57,11 +57,11 @@ def program(lowered: jax.stages.Lowered) -> Program:
 def kernels_of_ptx(
     source: str, launches: Mapping[str, Sequence[Launch]] | None = None
 ) -> dict[str, Kernel]:
-    """Compile PTX and read its kernels' machine code.
+    """Compile PTX and read the machine code of its kernels.
 
     Args:
-      source: PTX.
-      launches: kernels' names to their launches, if known.
+      source: the PTX.
+      launches: the launches of the kernels by name, if they are known.
     """
     architecture = re.findall(r"^\s*\.target (\w+)", source, re.M)[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +95,7 @@ def kernels_of_ptx(
 
 
 def launches_of(thunks: str) -> dict[int, tuple[str, Launch]]:
-    """Kernels' names and launches by their numbers in XLA's listing of what it runs."""
+    """The name and the launch of each kernel, by its number in XLA's thunk sequence."""
     form = (
         r"^\s*(\d+): .*?(\S+) grid: \[(.*?)\] threads: \[(.*?)\]"
         r"\s+shared_memory: (\d+) bytes"
@@ -109,8 +109,8 @@ def launches_of(thunks: str) -> dict[int, tuple[str, Launch]]:
 
 @functools.cache
 def _find(tool: str) -> pathlib.Path | None:
-    # The wheels' tools first: their versions are this project's choice, not the
-    # machine's. Of several the newest, which knows the PTX of every JAX.
+    # Prefer the tools of wheels, because this project chooses their versions. If there
+    # are several, use the newest, which accepts the PTX of every JAX.
     wheels = [f for p in sys.path for f in pathlib.Path(p).glob(f"nvidia/*/bin/{tool}")]
     if wheels:
         return max(wheels, key=_release)
@@ -119,14 +119,14 @@ def _find(tool: str) -> pathlib.Path | None:
 
 
 def _release(tool: pathlib.Path) -> tuple[int, ...]:
-    """The release of CUDA that a tool is of."""
+    """The CUDA release to which a tool belongs."""
     text = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout
     (version,) = re.findall(r"release ([\d.]+)", text)
     return tuple(map(int, version.split(".")))
 
 
 def run_tool(tool: str, *arguments) -> str:
-    """What ptxas or nvdisasm prints."""
+    """Run ptxas or nvdisasm, and return its report or its listing."""
     path = _find(tool)
     if path is None:
         raise FileNotFoundError(missing_tools())
@@ -135,5 +135,5 @@ def run_tool(tool: str, *arguments) -> str:
     )
     if result.returncode:
         raise RuntimeError(f"{tool}: {result.stdout}{result.stderr}")
-    # ptxas reports on stderr, where nvdisasm writes only warnings.
+    # ptxas prints its report to stderr; nvdisasm prints only warnings there.
     return result.stderr if tool == "ptxas" else result.stdout

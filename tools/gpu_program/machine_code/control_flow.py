@@ -1,4 +1,4 @@
-"""A kernel's basic blocks, where each can go, its loops, and what branches need."""
+"""Find the basic blocks, successors and loops of a kernel."""
 
 import collections
 
@@ -13,21 +13,22 @@ _INSTRUCTION_BYTES = 16
 
 
 class ControlFlow:
-    """Basic blocks, named by the address of their first instruction.
+    """The basic blocks of a kernel. A block is named by its first address.
 
     Args:
-      listing: nvdisasm's, of one kernel.
+      listing: nvdisasm's listing of one kernel.
 
     Attributes:
-      first: the block that threads begin with.
-      blocks: each block's instructions.
-      successors: the blocks that each can go to; of a branch, the target comes first.
-      callees: the first blocks of functions, by the block that calls them.
-      order: the place of each block that can be reached, such that a block comes
-        before what it goes to, but for edges that close a loop.
-      loops: each loop's blocks, by the block that it begins with.
-      computing_branches: each block's instructions by which predicates of branches are
-        computed, directly or not.
+      first: the first block of the kernel.
+      blocks: the instructions of each block.
+      successors: the blocks that can follow each block. The target of a branch is the
+        first of them.
+      callees: the first block of each called function, by the calling block.
+      order: the position of each reachable block. A block is before its successors,
+        except for edges that close a loop.
+      loops: the blocks of each loop, by the first block of the loop.
+      computing_branches: the instructions of each block that compute predicates of
+        branches, directly or indirectly.
     """
 
     def __init__(self, listing: str):
@@ -44,7 +45,7 @@ class ControlFlow:
         self.computing_branches = self._computing_branches()
 
     def reachable(self, start: int) -> frozenset[int]:
-        """The blocks that can be reached from one."""
+        """The blocks that threads can reach from a block."""
         seen, stack = set(), [start]
         while stack:
             if (node := stack.pop()) not in seen:
@@ -53,7 +54,7 @@ class ControlFlow:
         return frozenset(seen)
 
     def _connect(self, labels: dict[str, int]) -> None:
-        # The address from which threads that BSYNC joins go on is BSSY's operand.
+        # Threads that BSYNC joins continue at the address that BSSY names.
         joins = {}
         for start, block in self.blocks.items():
             joins |= {
@@ -68,7 +69,7 @@ class ControlFlow:
                 self.callees[start] = labels[last.target or ""]
                 self.successors[start] = after
             elif last.base == "BRA" and "DIV" in last.modifiers:
-                # Taken by a warp whose threads have parted, to shuffle one by one.
+                # Only a diverged warp takes this branch, to shuffle one by one.
                 self.successors[start] = after
             elif last.base == "BRA":
                 target = labels[last.target or ""]
@@ -82,7 +83,7 @@ class ControlFlow:
                 self.successors[start] = after
 
     def _depth_first(self, roots: list[int]) -> list[int]:
-        """Blocks in the reverse of the order in which a search leaves them."""
+        """The blocks in reverse postorder of a depth-first search."""
         left, seen = [], set()
         for root in roots:
             stack = [(root, iter(self.successors[root]))] if root not in seen else []
@@ -98,7 +99,7 @@ class ControlFlow:
         return left[::-1]
 
     def _natural_loops(self, roots: list[int]) -> dict[int, set[int]]:
-        """Loops, closed by edges to blocks through which every path to them goes."""
+        """The loops whose first block is on every path to the edge that closes them."""
         before = collections.defaultdict(list)
         for node in reversed(self.order):
             for n in self.successors[node]:
@@ -109,7 +110,7 @@ class ControlFlow:
             for header in self.successors[node]:
                 if header not in dominators[node]:
                     if self.order[header] <= self.order[node]:
-                        raise ValueError(f"a loop with two entries, at {header:#x}")
+                        raise ValueError(f"the loop at {header:#x} has two entries")
                     continue
                 body, stack = loops.setdefault(header, {header}), [node]
                 while stack:
@@ -119,7 +120,7 @@ class ControlFlow:
         return loops
 
     def _dominators(self, roots: list[int], before) -> dict[int, set[int]]:
-        """For each block those through which every path to it goes."""
+        """For each block, the blocks that are on every path to it."""
         dominators = {node: set(self.order) for node in self.order}
         dominators |= {root: {root} for root in roots}
         changed = True
@@ -155,9 +156,13 @@ def _basic_blocks(
     leaders = {instructions[0].address, *labels.values()}
     for i in instructions:
         if i.base in INDIRECT_BRANCHES:
-            raise ValueError(f"{i.opcode} at {i.address:#x}: an indirect branch")
+            raise ValueError(
+                f"{i.opcode} at {i.address:#x}: indirect branches are not supported"
+            )
         if i.base == "CALL" and i.target not in labels:
-            raise ValueError(f"{i.opcode} at {i.address:#x}: a call out of the code")
+            raise ValueError(
+                f"{i.opcode} at {i.address:#x}: the listing lacks the called function"
+            )
         if i.base in BLOCK_ENDS:
             leaders.add(i.address + _INSTRUCTION_BYTES)
     blocks, current = {}, []

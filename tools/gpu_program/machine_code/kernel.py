@@ -1,4 +1,4 @@
-"""What is known of one kernel: its launches, loops, memory accesses and counts."""
+"""The facts of one kernel: launches, loops, memory accesses and instruction counts."""
 
 import collections
 import dataclasses
@@ -8,15 +8,19 @@ from tools.gpu_program.launch import Launch
 
 
 class UnknownTrips(ValueError):
-    """A loop's trip count is not a constant that could be found."""
+    """The trip count of a loop is unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Access:
     """An instruction that reads or writes global memory.
 
-    ``masked`` if it has a predicate or some threads may not come to it. ``executed`` is
-    how often one thread does, a loop of unknown trips counted once.
+    Args:
+      bits: its width.
+      store: whether it writes.
+      masked: whether it has a predicate, or some threads may not reach it.
+      executed: how often one thread executes it. A loop with an unknown trip count
+        counts once.
     """
 
     bits: int
@@ -27,12 +31,21 @@ class Access:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One kernel's machine code; sizes are in bytes, counts are of one thread.
+    """The machine code of one kernel. Sizes are in bytes, and counts are per thread.
 
-    ``static_shared`` is what the code itself declares; a launch's ``shared`` is what it
-    asks for besides, as Triton's kernels do. ``instructions`` are those of the code
-    that can be reached, each once. ``lost_loops`` are the addresses of the loops whose
-    trip counts were not found.
+    Args:
+      name: the name of the kernel.
+      registers: the number of registers.
+      stack: the size of the stack frame.
+      spill_stores: the size of the registers that are spilled.
+      spill_loads: the size of the spilled registers that are loaded.
+      static_shared: the shared memory that the code declares. A launch may add more in
+        ``Launch.shared``, as launches of Triton's kernels do.
+      launches: the launches of the kernel.
+      instructions: the number of reachable instructions in the code.
+      lost_loops: the addresses of loops with unknown trip counts.
+      accesses: the accesses to global memory.
+      blocks: the basic blocks.
     """
 
     name: str
@@ -48,14 +61,15 @@ class Kernel:
     blocks: tuple["Block", ...] = dataclasses.field(repr=False)
 
     def executed(self, conditional: bool = True) -> float:
-        """Instructions that a thread executes.
+        """The number of instructions that a thread executes.
 
         Args:
-          conditional: count both sides of every branch on data, an upper bound; if
-            False, neither side, but for threads that leave the kernel.
+          conditional: whether to count both sides of every branch on data, which gives
+            an upper bound. If False, neither side counts, except after branches that
+            leave the kernel.
 
         Raises:
-          UnknownTrips: if the trip count of a loop was not found.
+          UnknownTrips: if the trip count of a loop is unknown.
         """
         return sum(self.opcodes(conditional).values())
 
@@ -64,7 +78,7 @@ class Kernel:
         if self.lost_loops:
             lost = ", ".join(map(hex, self.lost_loops))
             raise UnknownTrips(
-                f"{self.name}: trip counts not found for the loops at {lost}"
+                f"{self.name}: no trip counts were found for the loops at {lost}"
             )
         counts: dict[str, float] = collections.defaultdict(float)
         for block in self.blocks:
@@ -75,22 +89,25 @@ class Kernel:
 
     @property
     def global_stores(self) -> collections.Counter:
-        """Store instructions in the code by their width in bits."""
+        """The number of store instructions, by their width in bits."""
         return collections.Counter(x.bits for x in self.accesses if x.store)
 
     @property
     def masked_stores(self) -> int:
-        """Store instructions in the code that not every thread executes."""
+        """The number of store instructions that not every thread executes."""
         return sum(x.store and x.masked for x in self.accesses)
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A basic block that a thread comes to ``visits`` times.
+    """A basic block.
 
-    A loop around it whose trips were not found is counted once. ``conditional`` if it
-    is on one side of a branch on data; ``masked`` if so or if some threads may have
-    left the kernel before it.
+    Args:
+      opcodes: the opcodes of its instructions.
+      visits: how often a thread reaches it. A loop with an unknown trip count counts
+        once.
+      conditional: whether it is on one side of a branch on data.
+      masked: whether it is conditional, or some threads may leave the kernel before it.
     """
 
     opcodes: tuple[str, ...]
@@ -102,12 +119,12 @@ class Block:
 def instructions_per_parameter(
     kernel: Kernel, parameters: int, conditional: bool = True
 ) -> float:
-    """Instructions that all threads of all launches execute, per parameter.
+    """The instructions that all threads of all launches execute, per parameter.
 
     Args:
-      kernel: from :func:`tools.gpu_program.machine_code.program`.
-      parameters: how many parameters the program updates.
-      conditional: as in :meth:`Kernel.executed`.
+      kernel: the kernel, from :func:`tools.gpu_program.machine_code.program`.
+      parameters: the number of parameters that the program updates.
+      conditional: see :meth:`Kernel.executed`.
     """
     if not kernel.launches:
         raise ValueError(f"no launch of {kernel.name} was found")

@@ -1,4 +1,4 @@
-"""nvdisasm's listing of a kernel as instructions, and what each reads and writes."""
+"""Parse nvdisasm's listing of a kernel into instructions."""
 
 import re
 
@@ -9,12 +9,12 @@ INDIRECT_BRANCHES = {"BRX", "BRXU", "JMP", "JMX", "JMXU"}
 
 
 class Instruction:
-    """A line of nvdisasm's listing.
+    """An instruction of the listing.
 
     Args:
-      address: of the instruction, in bytes.
-      guard: the predicate without which it does nothing, such as ``!P0``, or None.
-      text: opcode and operands.
+      address: its address in bytes.
+      guard: its predicate, such as ``!P0``, or None.
+      text: its opcode and operands.
     """
 
     def __init__(self, address: int, guard: str | None, text: str):
@@ -25,18 +25,18 @@ class Instruction:
         target = re.search(r"`\((.+?)\)", operands)
         self.target = target[1] if target else None
         self.results, self.sources = self._results()
-        # Rather too many than too few: what they held is no longer known afterwards.
+        # Extra names are harmless: the values of these registers become unknown.
         self.writes = [r for r in self.results if r[-1] not in "TZ"]
         self.reads = set(re.findall(r"\bU?[RP]\d+\b", f"{guard} {operands}"))
 
     def _results(self) -> tuple[list[str], list[str]]:
-        """The registers and predicates that it writes, and its other operands."""
+        """The registers and predicates that it writes, and its source operands."""
         rest = list(self.operands)
         if self.base in NO_RESULT or self.target:
             return [], rest
         if self.base == "R2P":
             return [f"P{i}" for i in range(7)], rest
-        # Results come first: one register at most, and predicates around it.
+        # The first operands are results: at most one register, and predicates.
         results, predicates = [], 0
         register = self.base.endswith(("SETP", "PLOP3", "FCHK"))
         while rest:
@@ -51,7 +51,7 @@ class Instruction:
         return results, rest
 
     def _width(self) -> int:
-        """How many registers its result takes."""
+        """The number of registers of its result."""
         if "MMA" in self.base or "128" in self.modifiers or self.base == "LDSM":
             return 128 if "GMMA" in self.base else 4
         wide = {"64", "WIDE", "F64", "S64", "U64"} & set(self.modifiers)
@@ -66,7 +66,7 @@ class Instruction:
 
     @property
     def conditions(self) -> list[tuple[str, bool]]:
-        """Predicates that a branch depends on, and what they are if it is taken."""
+        """The predicates of a branch, and the values that they have if it is taken."""
         tokens = [self.guard] if self.guard else []
         if self.base in BLOCK_ENDS:
             tokens += [o for o in self.operands if re.fullmatch(r"!?U?P[\dT]", o)]
@@ -74,7 +74,7 @@ class Instruction:
 
 
 def parse(listing: str) -> tuple[list[Instruction], dict[str, int]]:
-    """A kernel's instructions, and the addresses of its labels."""
+    """The instructions of a kernel, and the addresses of its labels."""
     instructions, labels, waiting = [], {}, []
     for line in listing.splitlines():
         if label := re.match(r"\s*([.$\w]+):\s*$", line):

@@ -1,8 +1,8 @@
-"""How often a thread comes to each block and loop of a kernel.
+"""Count how often a thread reaches each block and loop of a kernel.
 
-The code is executed on what is known of the registers that branches depend on:
-constants and what is computed from them. That holds however ptxas has unrolled, rotated
-or counted a loop.
+The walk executes the instructions that compute branches, as far as their operands are
+known: constants, and values computed from constants. The result is correct however
+ptxas unrolls, rotates or counts a loop.
 """
 
 import collections
@@ -17,21 +17,21 @@ from tools.gpu_program.machine_code.listing import Instruction
 
 MOST_TRIPS = 1 << 16
 
-# Stands in a state, among registers, for no thread having left the kernel.
+# A key of a state that means that no thread has left the kernel yet.
 _ALL_RUN = "all run"
 
 _READS_MEMORY = {"LD", "LDG", "LDGSTS"}
 _WRITES_MEMORY = {"ST", "STG", "ATOM", "ATOMG", "RED", "REDG"}
 
 Reached = tuple[State, Fraction]
-"""What is known where an edge arrives, and which share of the paths takes it."""
+"""The state at the end of an edge, and the share of the paths that take the edge."""
 
 
 def kernel_facts(listing: str) -> dict:
     """The fields of a :class:`Kernel` that come from its code.
 
     Args:
-      listing: nvdisasm's, of one kernel.
+      listing: nvdisasm's listing of one kernel.
     """
     code = ControlFlow(listing)
     walk = Walk(code)
@@ -68,25 +68,25 @@ def _access(instruction: Instruction, block: Block) -> Access:
 
 
 class Walk:
-    """A walk through a kernel's blocks as a thread takes it.
+    """The path of a thread through the blocks of a kernel.
 
     Args:
       code: the blocks.
 
     Attributes:
-      visits: how often a thread comes to each block; a loop of unknown trips is counted
-        once.
-      lost: the loops whose trip counts were not found.
-      conditional: blocks on one side of a branch on data.
-      after_exit: blocks before which some threads may have left the kernel.
+      visits: how often a thread reaches each block. A loop with an unknown trip count
+        counts once.
+      lost: the loops with unknown trip counts.
+      conditional: the blocks on one side of a branch on data.
+      after_exit: the blocks before which some threads may leave the kernel.
     """
 
     def __init__(self, code: ControlFlow):
         self.code = code
         self.lost: set[int] = set()
         lost = None
-        # A loop whose trips are not found the second time that a thread comes to it is
-        # counted as one whose trips never are.
+        # If the trip count of a loop is unknown on a later visit, it counts as unknown
+        # on every visit, so the walk starts over.
         while lost != self.lost:
             lost = set(self.lost)
             self.visits = collections.Counter()
@@ -102,20 +102,21 @@ class Walk:
         weight: Fraction,
         loop: bool = False,
     ) -> tuple[Reached | None, dict[int, Reached]]:
-        """Go once through blocks, and through the loops among them.
+        """Walk once through some blocks, and through the loops among them.
 
         Args:
           start: the first block.
-          inside: the blocks; an edge out of them is not followed.
-          state: what is known of registers, and ``_ALL_RUN``.
-          times: how often the walk stands for.
-          weight: what share of the threads' paths comes to ``start``, if a branch on
-            data sends half of them each way: 1 if all do.
-          loop: ``start`` is a loop's header; an edge back to it is not followed.
+          inside: the blocks. The walk does not follow edges that leave them.
+          state: the known values of registers, and ``_ALL_RUN``.
+          times: the number of visits that this walk represents.
+          weight: the share of the paths that reach ``start``, if half of the paths take
+            each side of a branch on data.
+          loop: whether ``start`` is the header of a loop. Then the walk does not follow
+            edges back to it.
 
         Returns:
           ``(back, exits)``: the state and weight on edges to ``start``, or None, and
-          those on edges out of ``inside`` by target.
+          the states and weights on edges that leave ``inside``, by target.
         """
         pending, back, exits = {start: (state, weight)}, None, {}
         while pending:
@@ -137,7 +138,7 @@ class Walk:
     def _loop(
         self, header: int, state: State, times: int, weight: Fraction
     ) -> dict[int, Reached]:
-        """Go through a loop until it ends; the states and weights it ends with."""
+        """Walk through a loop to its end; return the states and weights after it."""
         body = self.code.loops[header]
         if header not in self.lost:
             for _ in range(MOST_TRIPS):
@@ -156,7 +157,7 @@ class Walk:
         return {t: (s, share / total * weight) for t, (s, share) in exits.items()}
 
     def _forget(self, start: int, state: State) -> None:
-        """Drop from the state what a block may write."""
+        """Remove the registers that a block may write from the state."""
         for i in self.code.computing_branches[start]:
             for name in i.writes:
                 state.pop(name, None)
@@ -167,7 +168,7 @@ class Walk:
     def _block(
         self, start: int, state: State, times: int, weight: Fraction
     ) -> list[tuple[int, Reached]]:
-        """Go through a block; the states and weights on the edges that it may take."""
+        """Walk through a block; return the states and weights on its outgoing edges."""
         self.visits[start] += times
         if weight != 1:
             self.conditional.add(start)
@@ -196,7 +197,7 @@ class Walk:
         return [(to[0] if taken is not False else to[-1], (state, weight))]
 
     def _execute(self, start: int, state: State) -> None:
-        """Bring the state to the end of a block."""
+        """Update the state with the instructions of a block."""
         for i in self.code.computing_branches[start]:
             holds = True if i.guard is None else predicate(i.guard, state)
             if holds is False:
@@ -213,7 +214,7 @@ class Walk:
 
 
 def _merge(one: Reached | None, other: Reached) -> Reached:
-    """What holds on both of two edges to one block."""
+    """The facts that are known on both of two edges to one block."""
     if one is None:
         return other
     (a, share), (b, more) = one, other

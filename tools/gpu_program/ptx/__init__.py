@@ -1,18 +1,18 @@
-"""Runs compiled programs from the PTX of their kernels, on the CPU.
+"""Execute the PTX of compiled programs on the CPU.
 
-``program.compile_program(lower_for(gpu_mesh(), fn, *args)).run(*arrays)`` gives what
-``fn`` gives on a GPU: every kernel of the program, Pallas kernels and XLA's own, is
-executed instruction by instruction, all threads at once in numpy, in memory as XLA
-assigns it. It knows the instructions that these kernels have, and refuses others.
+``program.compile_program(lower_for(gpu_mesh(), fn, *args)).run(*arrays)`` returns the
+results that ``fn`` has on a GPU. It executes every kernel of the program, including
+XLA's own kernels, instruction by instruction. numpy computes all threads at once, in
+memory as XLA assigns it. The interpreter supports the instructions that these kernels
+use, and raises an error for others.
 
-What it proves: that each kernel computes these results from these arrays, whatever the
-compiler made of its source; that it stays inside of its arrays, in alignment; that it
-reads nothing that is not set, and writes all of its results; that no two threads race,
-which is checked for the accesses made, in whichever order they come.
+A run shows that each kernel computes its results from its arrays, that its accesses are
+in bounds and aligned, that it reads only initialised values and writes all of its
+results, and that no two threads race. Races are found in any order of the accesses.
 
-What it does not: anything of ptxas and the machine code; the last bits of the
-approximating units, for which correctly rounded functions stand in (``rcp``, ``sqrt``,
-``div``; ``rsqrt``, ``ex2`` and ``lg2`` as float64 gives them), while a GPU's may be off
-by an ulp or two; the order of memory accesses between threads, beyond the absence of
-races; payloads of NaNs; time.
+A run shows nothing about ptxas and the machine code, about the order of memory accesses
+between threads beyond the absence of races, about the payloads of NaNs, or about time.
+It also does not show the last bits of approximating units, which may be off by one or
+two ulps on a GPU. The interpreter rounds ``rcp``, ``sqrt`` and ``div`` correctly, and
+computes ``rsqrt``, ``ex2`` and ``lg2`` in float64.
 """

@@ -1,4 +1,4 @@
-"""Bit patterns of registers as numbers of a PTX type, and back."""
+"""Convert the bit patterns of registers to numbers of a PTX type, and back."""
 
 import ml_dtypes
 import numpy as np
@@ -6,18 +6,18 @@ import numpy as np
 from tools.gpu_program.ptx.faults import UnknownInstruction
 
 NAN = np.uint32(0x7FFFFFFF)
-"""The NaN that arithmetic gives."""
+"""The NaN that arithmetic returns."""
 
 _UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 BFLOAT16 = ml_dtypes.bfloat16
-"""Its numbers are held as float32, which is exact."""
+"""numpy's bfloat16. The interpreter stores bfloat16 numbers as float32, exactly."""
 
 _WIDTHS = {"bf16": 16, "bf16x2": 32, "pred": 8}
 
 
 def width(kind: str) -> int:
-    """Bits of a type.
+    """The number of bits of a type.
 
     >>> width("bf16"), width("u64")
     (16, 64)
@@ -26,30 +26,30 @@ def width(kind: str) -> int:
 
 
 def unsigned(bits: int) -> type:
-    """The unsigned integers of numpy with so many bits."""
+    """The unsigned integer type of numpy with a given number of bits."""
     return integers(f"u{bits}")
 
 
 def integers(kind: str) -> type:
-    """The integers of numpy that are an integer type.
+    """The integer type of numpy for an integer type of PTX.
 
     >>> integers("s16")
     <class 'numpy.int16'>
 
     Raises:
-      UnknownInstruction: if numpy has none of that width.
+      UnknownInstruction: if numpy has no integers of this width.
     """
     found = (_SIGNED if kind[0] == "s" else _UNSIGNED).get(width(kind))
     if found is None:
-        raise UnknownInstruction(f"the interpreter does not know the type {kind}")
+        raise UnknownInstruction(f"the interpreter does not support the type {kind}")
     return found
 
 
 def to_numbers(patterns: np.ndarray, kind: str) -> np.ndarray:
-    """Bit patterns as numbers of a type.
+    """Convert bit patterns to numbers of a type.
 
     Args:
-      patterns: unsigned integers as wide as the type; of predicates, booleans.
+      patterns: unsigned integers as wide as the type, or booleans for predicates.
       kind: the type.
 
     >>> to_numbers(np.array([0xBF80], np.uint16), "bf16")
@@ -63,9 +63,9 @@ def to_numbers(patterns: np.ndarray, kind: str) -> np.ndarray:
 
 
 def to_patterns(numbers: np.ndarray, kind: str) -> np.ndarray:
-    """Numbers of a type as bit patterns, the inverse of :func:`to_numbers`.
+    """Convert numbers of a type to bit patterns. The inverse of :func:`to_numbers`.
 
-    Floats must be numbers of their type: nothing is rounded here. Integers wrap.
+    Floats are not rounded, so they must be representable in the type. Integers wrap.
     """
     if kind == "pred":
         return numbers

@@ -1,4 +1,4 @@
-"""Where a compiled program keeps its values, by the texts that XLA writes of it."""
+"""Read where a compiled program stores its values from XLA's buffer assignment."""
 
 import collections
 import dataclasses
@@ -7,7 +7,7 @@ import re
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Some bytes of one of the program's allocations."""
+    """A range of bytes in one of the program's allocations."""
 
     allocation: int
     offset: int
@@ -19,9 +19,10 @@ class Buffers:
     """The assignment of values to memory.
 
     Args:
-      sizes: of the allocations.
-      parameters: of the program, to the allocations that hold them.
-      places: an instruction's name and the index in its result, to where that is.
+      sizes: the size of each allocation.
+      parameters: the allocation of each parameter of the program.
+      places: the places of the results, by the name of the instruction and the index
+        in its result.
     """
 
     sizes: dict[int, int]
@@ -29,15 +30,15 @@ class Buffers:
     places: dict[str, dict[str, Place]]
 
     def leaves(self, name: str) -> list[Place]:
-        """Where an instruction's result is; if it is a tuple, where its parts are."""
+        """The place of an instruction's result, or of each part of a tuple."""
         found = self.places.get(name, {})
-        # The place of a whole tuple holds nothing but pointers.
+        # The place of a whole tuple only stores pointers.
         indices = sorted((index for index in found if index), key=_numbers)
         return [found[index] for index in indices or found]
 
 
 def read_buffers(text: str) -> Buffers:
-    """The assignment, from XLA's dump of it.
+    """Parse XLA's dump of the buffer assignment.
 
     >>> buffers = read_buffers('''
     ... allocation 0: size 8, parameter 2, shape |f32[2]| at ShapeIndex {}:
@@ -46,7 +47,7 @@ def read_buffers(text: str) -> Buffers:
     >>> buffers.parameters, buffers.places["add.1"]["1"]
     ({2: 0}, Place(allocation=0, offset=4, size=4))
 
-    From JAX 0.12 an allocation has a page too:
+    From JAX 0.12 on, an allocation also has a page:
 
     >>> read_buffers("allocation 3: size 8, page 0, parameter 1, shape").parameters
     {1: 3}
@@ -72,7 +73,7 @@ def read_buffers(text: str) -> Buffers:
             place = Place(allocation, int(value[4]), int(value[3]))
             places[value[1]][value[2] or ""] = place
         elif line and not line.startswith((" ", "BufferAssignment")):
-            # Statistics follow, and the values once more.
+            # The rest of the dump repeats the values and has statistics.
             break
     return Buffers(sizes, parameters, dict(places))
 

@@ -1,4 +1,4 @@
-"""``cvt``: numbers of one type as numbers of another."""
+"""``cvt``, which converts numbers of one type to another type."""
 
 import numpy as np
 
@@ -9,15 +9,15 @@ from tools.gpu_program.ptx.parser import Instruction
 
 
 def converted(instruction: Instruction, x, lower=None):
-    """``cvt``, also of two numbers into one register, the first on top.
+    """The result of ``cvt``.
 
     Args:
-      instruction: names the result's type and the operands'.
-      x: numbers.
-      lower: numbers for the lower half of a result of two.
+      instruction: the instruction, which names the types of result and operands.
+      x: the numbers to convert. If there are two, these become the upper half.
+      lower: the numbers that become the lower half of the result, or None.
 
     Raises:
-      UnknownInstruction: for conversions that are not needed so far.
+      UnknownInstruction: if the interpreter does not support the conversion.
     """
     target, source = instruction.types
     to_integer = target[0] in "us"
@@ -28,7 +28,7 @@ def converted(instruction: Instruction, x, lower=None):
         case "f32", "bf16", ("rn",):
             return _rounded(x)
         case "f32", "f32", ("sat",):
-            # To what is between 0 and 1; a NaN becomes 0.
+            # Clamp to [0, 1]; a NaN becomes 0.
             return np.clip(np.nan_to_num(x, nan=0.0), 0, 1).astype(np.float32)
         case "f32", "f32", (rounding,):
             return floats.rounded_to_integers(x, rounding)
@@ -38,10 +38,10 @@ def converted(instruction: Instruction, x, lower=None):
             return x.astype(np.float32)
         case _ if to_integer and source[0] in "us":
             return x.astype(integers(target))
-    raise UnknownInstruction("the interpreter does not know this conversion")
+    raise UnknownInstruction("the interpreter does not support this conversion")
 
 
 def _rounded(x):
-    """To the nearest number of bfloat16, ties to even."""
+    """Round to the nearest bfloat16 number, with ties to even."""
     with np.errstate(all="ignore"):
         return x.astype(BFLOAT16).astype(np.float32)

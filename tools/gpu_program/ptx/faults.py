@@ -1,33 +1,33 @@
-"""What can go wrong while a kernel is executed; messages name the instruction."""
+"""The errors of an executed kernel. Their messages name the instruction."""
 
 
 class Fault(Exception):
-    """A kernel did what no kernel may do."""
+    """A kernel did something that is not allowed."""
 
 
 class OutOfBounds(Fault):
-    """An access outside of the arrays that the kernel was given to read or write."""
+    """An access outside of the arrays that the kernel may read or write."""
 
 
 class Misaligned(Fault):
-    """An access at an address that its width does not divide."""
+    """An access to an address that is not a multiple of the access's width."""
 
 
 class Uninitialised(Fault):
-    """A read of a register or of memory that nothing has written."""
+    """A read from a register or from memory that was not written before."""
 
 
 class Race(Fault):
-    """Accesses of two threads to one address with no barrier to order them."""
+    """Accesses of two threads to one address without a barrier between them."""
 
 
 class Divergence(Fault):
-    """A barrier or an exchange of lanes that some of its threads do not reach."""
+    """A barrier or a lane exchange that some of its threads do not reach."""
 
 
 class Endless(Fault):
-    """More steps than any kernel here takes."""
+    """More steps than any kernel needs."""
 
 
 class UnknownInstruction(Fault):
-    """An instruction, or a form of one, that the interpreter does not know."""
+    """An instruction, or a form of one, that the interpreter does not support."""

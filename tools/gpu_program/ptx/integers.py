@@ -1,4 +1,4 @@
-"""Integer arithmetic as PTX defines it, on numpy arrays of the instruction's type."""
+"""Integer arithmetic of PTX, on numpy arrays of the instruction's type."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from tools.gpu_program.ptx.parser import Instruction
 
 
 def product(instruction: Instruction, x, y):
-    """``mul``: the low half, the high half, or all of a product."""
+    """``mul``: the low half, the high half, or all bits of a product."""
     (part,) = instruction.modifiers
     if part == "lo":
         return x * y
@@ -19,14 +19,14 @@ def product(instruction: Instruction, x, y):
 
 
 def shifted_left(x, count):
-    """``shl``: all bits go where the count is the width or more."""
+    """``shl``: the result is 0 if the count is at least the width."""
     bits = 8 * x.dtype.itemsize
     moved = x << np.minimum(count, bits - 1).astype(x.dtype)
     return np.where(count < bits, moved, x.dtype.type(0))
 
 
 def shifted_right(x, count):
-    """``shr``: as :func:`shifted_left`, with the sign repeated in signed numbers."""
+    """``shr``: like :func:`shifted_left`, but signed numbers repeat their sign."""
     bits = 8 * x.dtype.itemsize
     moved = x >> np.minimum(count, bits - 1).astype(x.dtype)
     if x.dtype.kind == "i":
@@ -35,7 +35,7 @@ def shifted_right(x, count):
 
 
 def funnel(instruction: Instruction, low, high, count):
-    """``shf``: one word out of two that stand side by side."""
+    """``shf``: shift two adjacent words, and return one of them."""
     count = (count & np.uint32(31)).astype(np.uint64)
     both = high.astype(np.uint64) << np.uint64(32) | low
     is_right = "r" in instruction.modifiers
@@ -44,7 +44,7 @@ def funnel(instruction: Instruction, low, high, count):
 
 
 def extracted(instruction: Instruction, x, start, length):
-    """``bfe``: a field of bits, with its sign above it in signed numbers."""
+    """``bfe``: a field of bits, which is extended by its sign in signed types."""
     kind = instruction.types[-1]
     word = x.view(unsigned(width(kind)))
     start, length = start & np.uint32(255), length & np.uint32(255)
@@ -59,12 +59,12 @@ def extracted(instruction: Instruction, x, start, length):
 
 
 def _ones(like, count):
-    """So many low bits, for each element of ``like``."""
+    """A mask with the lowest ``count`` bits set, for each element of ``like``."""
     return ~shifted_left(np.full_like(like, np.iinfo(like.dtype).max), count)
 
 
 def permuted(low, high, selectors):
-    """``prmt``: four of the eight bytes of two words, or their signs repeated."""
+    """``prmt``: four of the eight bytes of two words, or their repeated signs."""
     both = high.astype(np.uint64) << np.uint64(32) | low
     result = np.zeros_like(low)
     for number in range(4):
@@ -77,7 +77,7 @@ def permuted(low, high, selectors):
 
 
 def looked_up(a, b, c, table):
-    """``lop3``: any function of three bits, given by its truth table."""
+    """``lop3``: a function of three bits, which its truth table defines."""
     result = np.zeros_like(a)
     for number in range(8):
         x, y, z = (p if number >> i & 1 else ~p for p, i in ((a, 2), (b, 1), (c, 0)))
@@ -86,7 +86,7 @@ def looked_up(a, b, c, table):
 
 
 def leading_zeros(x):
-    """``clz``."""
+    """``clz``: the number of leading zeros."""
     bits = 8 * x.dtype.itemsize
     zeros = np.full(x.shape, bits, np.uint32)
     for place in range(bits):

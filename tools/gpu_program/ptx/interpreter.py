@@ -1,4 +1,4 @@
-"""The execution of one launch of a kernel, all threads of many blocks at once."""
+"""Execute one launch of a kernel, with all threads of many blocks at once."""
 
 import math
 import re
@@ -21,17 +21,20 @@ from tools.gpu_program.ptx.parser import Instruction, Kernel, split_list
 from tools.gpu_program.ptx.registers import Registers
 
 _MOST_THREADS = 8192
-"""How many run at once: as many as keep numpy busy and fit in its caches."""
+"""The number of threads that run at once. Their arrays fit into the CPU's caches."""
 
 _MOST_STEPS = 1_000_000
-"""Of blocks that run at once. Those of a fused kernel take some thousands."""
+"""The limit of steps of a group of blocks. Fused kernels need some thousands."""
 
 _UNSPECIFIED = np.uint32(0xA5A5A5A5)
-"""What a thread reads from one that was never started. PTX does not specify it."""
+"""The value read from a thread that does not exist. PTX does not specify it."""
 
 _NOTHING = (("griddepcontrol", "wait"), ("fence", "mbarrier_init"))
-"""Instructions that wait for the launch before, which has always ended here, or for
-what was set up of barriers in shared memory."""
+"""Instructions that have no effect here.
+
+They wait for the previous launch, which has always ended, or for the initialisation of
+barriers in shared memory.
+"""
 
 
 def execute(
@@ -40,13 +43,14 @@ def execute(
     """Run a kernel.
 
     Args:
-      kernel: from :func:`tools.gpu_program.ptx.parser.parse`.
+      kernel: the kernel, from :func:`tools.gpu_program.ptx.parser.parse`.
       launch: its grid.
-      memory: global memory, in which the launch has begun.
-      arguments: addresses in it, one for each parameter.
+      memory: global memory, after a call of ``begin``.
+      arguments: the address in ``memory`` of each parameter.
 
     Raises:
-      Fault: for what no kernel may do, naming the instruction.
+      Fault: if the kernel does something that is not allowed. The message names the
+        instruction.
     """
     blocks, size = math.prod(launch.grid), math.prod(launch.block)
     many = max(1, _MOST_THREADS // size)
@@ -56,11 +60,11 @@ def execute(
 
 
 class _Blocks:
-    """Some blocks of a launch.
+    """Some blocks of a launch, whose threads run together.
 
-    Threads go on together while they are at one instruction. Where they part, those
-    that are furthest behind go first, and wait for no one, so that all meet again
-    where their ways do.
+    Threads at the same instruction execute it together. If threads are at different
+    instructions, the threads at the earliest instruction run first, so they meet the
+    other threads again where their paths join.
     """
 
     def __init__(self, kernel, launch, memory, arguments, blocks: range):
@@ -78,7 +82,7 @@ class _Blocks:
         self.running = np.ones(self.count, bool)
 
     def run(self) -> None:
-        """Run all threads to their ends."""
+        """Run all threads until they end."""
         waiting = {0: np.ones(self.count, bool)}
         for _ in range(_MOST_STEPS):
             if not waiting:
@@ -101,7 +105,7 @@ class _Blocks:
                 where = f"{self.kernel.name}, instruction {at}, `{instruction.text}`"
                 raise type(fault)(f"{where}: {fault}") from fault
             _join(waiting, at + 1, active)
-        raise Endless(f"{self.kernel.name}: {_MOST_STEPS} steps, and no end")
+        raise Endless(f"{self.kernel.name} did not end after {_MOST_STEPS} steps")
 
     def _guarded(self, instruction: Instruction, active: np.ndarray) -> np.ndarray:
         if instruction.guard is None:
@@ -131,7 +135,7 @@ class _Blocks:
         self.registers.write(result, written, kind, active)
 
     def _repack(self, instruction: Instruction, active: np.ndarray) -> None:
-        """``mov`` between one register and a vector of narrower ones."""
+        """``mov`` between a register and a vector of narrower registers."""
         (kind,) = instruction.types
         result, source = instruction.operands
         parts = split_list(result if result[0] == "{" else source)
@@ -147,23 +151,23 @@ class _Blocks:
         self.registers.write(result, joined, kind, active)
 
     def _parameter(self, instruction: Instruction, active: np.ndarray) -> None:
-        """``ld.param``: the address of an array."""
+        """``ld.param``: load the address of an array."""
         result, name = instruction.operands
         pointer = self.arguments.get(name.strip("[] "))
         if instruction.modifiers != ("param",) or pointer is None:
-            raise UnknownInstruction("the interpreter does not know this parameter")
+            raise UnknownInstruction("the interpreter does not support this parameter")
         value = np.full(self.count, pointer, np.uint64)
         self.registers.write(result, value, "b64", active)
 
     def _access(self, instruction: Instruction, active: np.ndarray) -> None:
-        """``ld`` and ``st``, of one register or a vector of them."""
+        """``ld`` and ``st``, with one register or a vector of registers."""
         space, *rest = instruction.modifiers or ("generic",)
         if space == "param":
             return self._parameter(instruction, active)
         if space not in ("global", "shared") or not {"nc", "v2", "v4"}.issuperset(rest):
-            raise UnknownInstruction("the interpreter does not know this access")
+            raise UnknownInstruction("the interpreter does not support this access")
         is_load = instruction.name == "ld"
-        # A store names its address first.
+        # The address is the first operand of a store.
         registers, address = instruction.operands[:: 1 if is_load else -1]
         names, kind = split_list(registers), instruction.types[-1]
         size = width(kind) // 8
@@ -174,14 +178,14 @@ class _Blocks:
         return None
 
     def _starts(self, operand: str, size: int, space: str, active) -> np.ndarray:
-        """Where in their memory threads access ``size`` bytes at once."""
+        """The position in memory where each thread accesses ``size`` bytes."""
         match = re.fullmatch(r"\[\s*([^\s+\]]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
         if match is None:
-            raise UnknownInstruction("the interpreter does not know this address")
+            raise UnknownInstruction("the interpreter does not support this address")
         base = self.registers.read(match[1], "b64", active)[active].astype(np.int64)
         addresses = base + int(match[2] or "0", 0)
         if (addresses % size).any():
-            raise Misaligned(f"an address that {size} does not divide")
+            raise Misaligned(f"{size} does not divide the address")
         if space == "global":
             return addresses
         inside = (addresses >= 0) & (addresses + size <= self.shared_size)
@@ -189,7 +193,7 @@ class _Blocks:
         return np.where(inside, addresses + block * self.shared_size, -1)
 
     def _read_memory(self, space: str, starts, name: str, kind: str, active) -> None:
-        """Load a register; ``starts`` has a number for each active thread."""
+        """Load a register. ``starts`` has one position for each active thread."""
         size = width(kind) // 8
         loaded = np.zeros((self.count, size), np.uint8)
         by = self._accessors(active)
@@ -198,7 +202,7 @@ class _Blocks:
         self.registers.write(name, patterns, kind, active)
 
     def _write_memory(self, space: str, starts, name: str, kind: str, active) -> None:
-        """Store a register, likewise."""
+        """Store a register. ``starts`` has one position for each active thread."""
         patterns = self.registers.read(name, kind, active)[active]
         raw = np.ascontiguousarray(patterns).view(np.uint8)
         values = raw.reshape(-1, width(kind) // 8)
@@ -214,13 +218,13 @@ class _Blocks:
     def _barrier(self, instruction: Instruction, active: np.ndarray) -> None:
         name, *threads = instruction.operands
         if instruction.parts[0] != "sync" or (not threads and name != "0"):
-            raise UnknownInstruction("the interpreter does not know this barrier")
+            raise UnknownInstruction("the interpreter does not support this barrier")
         size = int(threads[0]) if threads else self.size
         by_team = lambda x: x.reshape(-1, size)
         arrived = by_team(active).any(axis=1)
         absent = by_team(self.running & ~active).any(axis=1)
         if (arrived & absent).any():
-            raise Divergence("some threads of a block are elsewhere")
+            raise Divergence("some threads of a block are elsewhere in the program")
         names = by_team(self.registers.read(name, "b32", active))[arrived]
         blocks = np.flatnonzero(arrived) * size // self.size
         teams = np.stack([blocks, names[:, 0]])
@@ -233,9 +237,9 @@ class _Blocks:
     def _exchange(self, instruction: Instruction, active: np.ndarray) -> None:
         result, operand, lane, clamp, members = instruction.operands
         _, mode = instruction.modifiers
-        warp = min(self.size, lanes.WARP)  # a block may have fewer threads than a warp
+        warp = min(self.size, lanes.WARP)  # a block may be smaller than a warp
         if self.size % warp or (clamp, members) != ("31", "-1"):
-            raise UnknownInstruction("it is not between the threads of whole warps")
+            raise UnknownInstruction("only exchanges of whole warps are supported")
         read = lambda name: self.registers.read(name, "b32", active)
         sources, exists = lanes.sources(mode, read(lane), warp)
         lanes.require(active[sources] | ~active | ~exists)
@@ -243,19 +247,19 @@ class _Blocks:
         self.registers.write(result, values, "b32", active)
 
     def _require_whole_warps(self, members: str, active: np.ndarray) -> None:
-        """Refuse an exchange that is not between all threads of warps."""
+        """Raise an error if an exchange does not include all threads of its warps."""
         named = self.registers.read(members, "b32", active)[active]
         if self.size % lanes.WARP or (named != 2**32 - 1).any():
-            raise UnknownInstruction("it is not between the threads of whole warps")
+            raise UnknownInstruction("only exchanges of whole warps are supported")
         counts = active.reshape(-1, lanes.WARP).sum(axis=1)
         lanes.require((counts == 0) | (counts == lanes.WARP))
 
     def _reduction(self, instruction: Instruction, active: np.ndarray) -> None:
-        """``redux``: the largest number of all threads of a warp."""
+        """``redux``: the maximum over all threads of a warp."""
         result, operand, members = instruction.operands
         (kind,) = instruction.types
         if instruction.modifiers != ("sync", "max"):
-            raise UnknownInstruction("the interpreter does not know this reduction")
+            raise UnknownInstruction("the interpreter does not support this reduction")
         self._require_whole_warps(members, active)
         numbers = to_numbers(self.registers.read(operand, kind, active), kind)
         largest = numbers.reshape(-1, lanes.WARP).max(axis=1)
@@ -263,7 +267,7 @@ class _Blocks:
         self.registers.write(result, written, kind, active)
 
     def _election(self, instruction: Instruction, active: np.ndarray) -> None:
-        """``elect``: one thread of each warp, here the first."""
+        """``elect``: choose one thread of each warp, which is the first one here."""
         result, members = instruction.operands
         self._require_whole_warps(members, active)
         number, _, predicate = result.partition("|")
@@ -272,9 +276,9 @@ class _Blocks:
         self.registers.write(predicate, chosen, "pred", active)
 
     def _matrices(self, instruction: Instruction, active: np.ndarray) -> None:
-        """``ldmatrix``: matrices of 8 rows of 16 bytes, spread over a warp."""
+        """``ldmatrix``: load matrices of 8 rows of 16 bytes into a warp."""
         if instruction.modifiers != ("sync", "aligned", "m8n8", "x4", "shared"):
-            raise UnknownInstruction("the interpreter does not know this exchange")
+            raise UnknownInstruction("the interpreter does not support this exchange")
         self._require_whole_warps("-1", active)
         names, address = instruction.operands
         rows = np.full(self.count, -1)
@@ -293,18 +297,20 @@ _SPECIAL = {
     "elect": _Blocks._election,
     "ldmatrix": _Blocks._matrices,
 }
-"""Instructions that need more than their own thread's registers."""
+"""Instructions that need more than the registers of their own thread."""
 
 
 def _team_size(kernel: Kernel, block_size: int) -> int:
-    """How many neighbouring threads the kernel's barriers are for, at the least."""
+    """The number of neighbouring threads that wait at the kernel's barriers."""
     sizes = {
         int(instruction.operands[1])
         for instruction in kernel.instructions
         if instruction.name == "bar" and len(instruction.operands) == 2
     }
     if len(sizes) > 1 or any(block_size % size for size in sizes):
-        raise UnknownInstruction(f"barriers of {sorted(sizes)} threads")
+        raise UnknownInstruction(
+            f"barriers of {sorted(sizes)} threads in one kernel are not supported"
+        )
     return min(sizes, default=block_size)
 
 

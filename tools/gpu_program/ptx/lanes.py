@@ -8,16 +8,16 @@ WARP = 32
 
 
 def sources(mode: str, lanes: np.ndarray, warp: int) -> tuple[np.ndarray, np.ndarray]:
-    """Whose register each thread gets by ``shfl``.
+    """The thread whose register each thread receives from ``shfl``.
 
     Args:
       mode: ``bfly``, ``down`` or ``idx``.
-      lanes: the operand that says how far away, or which.
-      warp: how many threads of each warp exist, fewer than 32 in a small block.
+      lanes: the operand that names the distance or the number of the lane.
+      warp: the number of threads in a warp, which is less than 32 in a small block.
 
     Returns:
-      ``(numbers of threads, whether each exists)``. A thread whose source lies outside
-      of the warp, or does not exist, is given its own number.
+      ``(numbers of threads, whether each exists)``. If the source of a thread is
+      outside of the warp or does not exist, the number is the thread's own.
 
     >>> sources("down", np.full(32, 30), 32)[0][[0, 1, 2]]
     array([30, 31,  2])
@@ -26,7 +26,7 @@ def sources(mode: str, lanes: np.ndarray, warp: int) -> tuple[np.ndarray, np.nda
     lane, given = threads % warp, lanes.astype(np.int64) & 31
     modes = {"down": lane + given, "bfly": lane ^ given, "idx": given}
     if mode not in modes:
-        raise UnknownInstruction("the interpreter does not know this exchange")
+        raise UnknownInstruction("the interpreter does not support this exchange")
     source = modes[mode]
     inside = source < WARP
     exists = ~inside | (source < warp)
@@ -34,12 +34,12 @@ def sources(mode: str, lanes: np.ndarray, warp: int) -> tuple[np.ndarray, np.nda
 
 
 def matrix_starts(rows: np.ndarray, number: int) -> np.ndarray:
-    """Where each thread's two elements of a matrix of a warp are.
+    """The address of the two elements of a matrix that each thread of a warp loads.
 
     Args:
-      rows: what each thread gives as address of a row: thread ``8 * number + row`` that
-        of a row of matrix ``number``.
-      number: of the matrix.
+      rows: the row address that each thread passes. Thread ``8 * number + row`` passes
+        the address of a row of matrix ``number``.
+      number: the number of the matrix.
     """
     threads = np.arange(rows.size)
     lane = threads % WARP
@@ -47,6 +47,6 @@ def matrix_starts(rows: np.ndarray, number: int) -> np.ndarray:
 
 
 def require(present: np.ndarray) -> None:
-    """Refuse an exchange with threads that are elsewhere."""
+    """Raise an error if a thread of an exchange is at another instruction."""
     if not present.all():
-        raise Divergence("a thread of the warp that it needs is elsewhere")
+        raise Divergence("a thread of the warp is at another instruction")

@@ -1,4 +1,4 @@
-"""Memory that checks every access of a launch."""
+"""Memory that checks every access of a kernel launch."""
 
 import dataclasses
 import math
@@ -12,13 +12,13 @@ _NOBODY = -1
 
 @dataclasses.dataclass(frozen=True)
 class Accessors:
-    """The threads of one access, one element for each.
+    """The threads of one access. Arrays have one element for each thread.
 
     Args:
-      threads: their numbers in the launch; those of a block follow each other.
-      barriers: how many barriers each has passed.
-      block_size: threads of a block.
-      team_size: neighbouring threads of a block for which its barriers are.
+      threads: their numbers in the launch. Threads of a block have consecutive numbers.
+      barriers: the number of barriers that each thread has passed.
+      block_size: the number of threads in a block.
+      team_size: the number of neighbouring threads that share barriers.
     """
 
     threads: np.ndarray
@@ -27,24 +27,25 @@ class Accessors:
     team_size: int
 
     def teams(self, threads: np.ndarray) -> np.ndarray:
-        """The numbers of the teams that threads are of."""
+        """The number of the team of each thread."""
         return threads // self.team_size
 
     def name(self, number: int) -> str:
-        """One of them, for messages."""
+        """A name of a thread, for messages."""
         block, thread = divmod(int(self.threads[number]), self.block_size)
         return f"thread {thread} of block {block}"
 
 
 class Memory:
-    """Bytes, and who has read and written each of them in a launch.
+    """Bytes of memory, and the threads that read and wrote each byte in a launch.
 
-    Two accesses to one byte by different threads race if one of them writes, unless
-    both threads are of one team and a barrier lies between. Threads of one block may
-    write one value at once: compilers let all threads do so that hold the value.
+    If two threads access the same byte and one of them writes, they race, unless both
+    belong to one team and a barrier separates the accesses. Threads of one block may
+    write the same value without a barrier, because compilers let all threads that have
+    a value write it.
 
     Args:
-      size: bytes, none of them initialised.
+      size: the number of bytes. All of them are uninitialised.
 
     >>> memory = Memory(8)
     >>> memory.fill(0, np.array([1, 2], np.uint32))
@@ -60,21 +61,21 @@ class Memory:
         self.begin([(0, size)], [(0, size)])
 
     def fill(self, start: int, values: np.ndarray) -> None:
-        """Write an array from outside of any launch."""
+        """Write an array while no kernel runs."""
         raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         self._data[start : start + raw.size] = raw
         self._initialised[start : start + raw.size] = True
 
     def copy(self, source: int, target: int, size: int) -> None:
-        """Copy bytes, and whether they are initialised."""
+        """Copy bytes, including whether they are initialised."""
         for array in (self._data, self._initialised):
             array[target : target + size] = array[source : source + size].copy()
 
     def array(self, start: int, shape: tuple[int, ...], dtype) -> np.ndarray:
-        """Read an array from outside of any launch.
+        """Read an array while no kernel runs.
 
         Raises:
-          Uninitialised: if nothing has written a part of it.
+          Uninitialised: if a part of the array was not written.
         """
         stop = start + math.prod(shape) * np.dtype(dtype).itemsize
         missing = np.count_nonzero(~self._initialised[start:stop])
@@ -85,10 +86,11 @@ class Memory:
     def begin(
         self, readable: list[tuple[int, int]], writable: list[tuple[int, int]]
     ) -> None:
-        """Begin a launch: forget who accessed what.
+        """Begin a launch, and forget all earlier accesses.
 
         Args:
-          readable, writable: ``(start, size)`` of what it may read and write.
+          readable: ``(start, size)`` of each array that the launch may read.
+          writable: ``(start, size)`` of each array that it may write.
         """
         self._readable = _covered(self._data.size, readable)
         self._writable = _covered(self._data.size, writable)
@@ -98,21 +100,24 @@ class Memory:
         """Read bytes.
 
         Args:
-          starts: of what each thread reads; negative numbers are out of bounds.
-          size: bytes that each reads.
+          starts: the position of each thread's bytes. Negative numbers are out of
+            bounds.
+          size: the number of bytes that each thread reads.
           by: the threads.
 
         Returns:
-          An array of one row of bytes for each thread.
+          An array with one row of bytes for each thread.
 
         Raises:
-          OutOfBounds, Uninitialised, Race: for the first thread that must not.
+          OutOfBounds: if a thread reads outside of readable arrays.
+          Uninitialised: if a thread reads bytes that were not written.
+          Race: if a thread reads bytes that another thread writes.
         """
         cells = _cells(starts, size, self._readable, by)
         unset = ~self._initialised[cells]
-        _forbid(unset, Uninitialised, "reads what nothing has written", by)
+        _forbid(unset, Uninitialised, "reads bytes that nothing has written", by)
         unordered = self._writes.unordered(cells, by)
-        _forbid(unordered, Race, "reads what another thread writes", by)
+        _forbid(unordered, Race, "reads bytes that another thread writes", by)
         self._reads.record(cells, by)
         return self._data[cells]
 
@@ -120,49 +125,51 @@ class Memory:
         """Write bytes.
 
         Args:
-          starts: of what each thread writes.
-          values: an array of one row of bytes for each thread.
+          starts: the position of each thread's bytes.
+          values: an array with one row of bytes for each thread.
           by: the threads.
 
         Raises:
-          OutOfBounds, Race: for the first thread that must not.
+          OutOfBounds: if a thread writes outside of writable arrays.
+          Race: if a thread writes bytes that another thread reads or writes.
         """
         cells = _cells(starts, values.shape[1], self._writable, by)
         unordered = self._reads.unordered(cells, by)
-        _forbid(unordered, Race, "writes what another thread reads", by)
+        _forbid(unordered, Race, "writes bytes that another thread reads", by)
         unordered = self._writes.unordered(cells, by)
-        _forbid(unordered, Race, "writes what another thread writes", by)
+        _forbid(unordered, Race, "writes bytes that another thread writes", by)
         self._writes.record(cells, by)
         self._data[cells] = values
         self._initialised[cells] = True
         differs = self._writes.unordered(cells, by) & (self._data[cells] != values)
         differs |= self._writes.of_many_blocks(cells, by)
-        _forbid(differs, Race, "writes what another thread writes at once", by)
+        _forbid(differs, Race, "writes bytes that another thread writes at once", by)
 
 
 class _Log:
-    """Who has accessed each byte, as far as no barrier has made it harmless."""
+    """The threads that accessed each byte since the last barrier of their team."""
 
     def __init__(self, size: int):
-        # All accessors are one thread, or of one block, if the first and last are.
+        # If the first and the last accessor are one thread, or belong to one block, the
+        # same is true for all accessors.
         self._first = np.full(size, np.iinfo(np.int64).max)
         self._last = np.full(size, _NOBODY)
         self._barriers = np.zeros(size, np.int64)
 
     def unordered(self, cells: np.ndarray, by: Accessors) -> np.ndarray:
-        """Where another thread has accessed a byte with no barrier since."""
+        """Whether another thread has accessed each byte since the last barrier."""
         first, last = self._first[cells], self._last[cells]
         threads = by.threads[:, None]
         by_others = (last != _NOBODY) & ((first != threads) | (last != threads))
         return by_others & ~self._ordered(cells, by)
 
     def of_many_blocks(self, cells: np.ndarray, by: Accessors) -> np.ndarray:
-        """Where threads of several blocks have accessed a byte."""
+        """Whether threads of several blocks have accessed each byte."""
         first, last = self._first[cells], self._last[cells]
         return first // by.block_size != last // by.block_size
 
     def record(self, cells: np.ndarray, by: Accessors) -> None:
-        """Add accesses."""
+        """Record accesses."""
         stale = cells[self._ordered(cells, by)]
         self._first[stale] = np.iinfo(np.int64).max
         self._last[stale] = _NOBODY
@@ -174,7 +181,7 @@ class _Log:
         np.maximum.at(self._barriers, cells, barriers)
 
     def _ordered(self, cells: np.ndarray, by: Accessors) -> np.ndarray:
-        """Where all accesses are the team's own, and a barrier has followed them."""
+        """Whether only the own team has accessed a byte, and passed a barrier since."""
         teams = by.teams(by.threads)[:, None]
         ordered = self._barriers[cells] < by.barriers[:, None]
         ordered &= by.teams(self._first[cells]) == teams
@@ -189,11 +196,11 @@ def _covered(size: int, ranges: list[tuple[int, int]]) -> np.ndarray:
 
 
 def _cells(starts, size: int, allowed: np.ndarray, by: Accessors) -> np.ndarray:
-    """Numbers of the bytes, a row for each thread."""
+    """The numbers of the accessed bytes, in one row for each thread."""
     cells = starts[:, None] + np.arange(size)
     inside = (cells >= 0) & (cells < allowed.size)
     inside[inside] = allowed[cells[inside]]
-    _forbid(~inside, OutOfBounds, "accesses what the kernel was not given", by)
+    _forbid(~inside, OutOfBounds, "accesses bytes that the kernel was not given", by)
     return cells
 
 

@@ -1,4 +1,4 @@
-"""The table of instructions that compute a register from registers, by each thread."""
+"""The instructions that compute a register of a thread from its other registers."""
 
 import dataclasses
 import functools
@@ -17,15 +17,17 @@ from tools.gpu_program.ptx.parser import Instruction
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What one kind of instruction does.
+    """The meaning of one kind of instruction.
 
     Args:
-      compute: of the instruction and its operands as numbers; gives numbers.
-      reads: the operands' types: a type, or ``own``, the last one that the instruction
+      compute: a function of the instruction and its operands as numbers. It returns
+        numbers.
+      reads: the types of the operands. ``own`` is the last type that the instruction
         names.
-      writes: the result's type: the same, or ``first``, or ``wide``, which has twice
-        the bits of its own where the instruction says so.
-      accepts: modifiers that may be there.
+      writes: the type of the result. ``own`` is as above, ``first`` is the first type
+        that the instruction names, and ``wide`` has twice the bits of ``own`` if the
+        instruction has the modifier ``wide``.
+      accepts: the modifiers that are allowed.
     """
 
     compute: Callable[..., np.ndarray]
@@ -49,10 +51,11 @@ class Operation:
 
 
 def operation_of(instruction: Instruction) -> Operation:
-    """The table's entry for an instruction.
+    """The operation of an instruction.
 
     Raises:
-      UnknownInstruction: if there is none, or none with its modifiers and operands.
+      UnknownInstruction: if the interpreter does not support the instruction, its
+        modifiers or its operands.
     """
     kinds = instruction.types
     family = _family(kinds[-1]) if kinds else ""
@@ -62,7 +65,7 @@ def operation_of(instruction: Instruction) -> Operation:
         or not found.accepts.issuperset(instruction.modifiers)
         or len(instruction.operands) > 1 + len(found.reads)
     ):
-        raise UnknownInstruction("the interpreter does not know this instruction")
+        raise UnknownInstruction("the interpreter does not support this instruction")
     return found
 
 
@@ -75,12 +78,12 @@ def _operation(compute, *reads: str, writes="own", accepts="") -> Operation:
 
 
 def _plain(function, *reads: str, **forms) -> Operation:
-    """An operation that depends on its operands only."""
+    """An operation that depends only on its operands."""
     return _operation(lambda _, *inputs: function(*inputs), *reads, **forms)
 
 
 def _float(function, count: int, accepts="") -> Operation:
-    """Arithmetic on float32."""
+    """A float32 operation."""
 
     def compute(instruction, *inputs):
         flush = "ftz" in instruction.modifiers
@@ -93,7 +96,7 @@ def _float(function, count: int, accepts="") -> Operation:
 
 
 def _directed(function, count: int) -> Operation:
-    """Arithmetic on float32 that is told in which direction to round."""
+    """A float32 operation whose modifiers name a rounding mode."""
 
     def compute(instruction, *inputs):
         named = set(instruction.modifiers).intersection(floats.DIRECTIONS)
@@ -134,7 +137,7 @@ def _compared(instruction: Instruction, x, y, other=None):
         result = unordered if order == "nan" else ~unordered
     else:
         result = _ORDERS[order[:2]](x, y) & ~unordered
-        # A third letter says that it also holds of NaNs.
+        # With a third letter, the result is also true for NaNs.
         result |= unordered & (len(order) == 3)
     return result if other is None else _JOINS[join[0]](result, other)
 
@@ -185,7 +188,7 @@ _OF_FLOATS = {
     "sub": _float(operator.sub, 2, "rn"),
     "mul": _float(operator.mul, 2, "rn"),
     "fma": _directed(floats.fma, 3),
-    # Rounded to nearest, where PTX allows less.
+    # These are rounded to nearest, although PTX allows larger errors.
     "rcp": _float(lambda x: np.float32(1) / x, 1, "approx"),
     "div": _float(operator.truediv, 2, "full"),
     "sqrt": _float(np.sqrt, 1, "approx"),
@@ -209,4 +212,4 @@ OPERATIONS = {
     "f32": _MOVES | _OF_FLOATS,
     "bf16": {"cvt": _operation(converted, *_ONE, writes="first")},
 }
-"""By the family of an instruction's last type and its name."""
+"""Operations by the family of the instruction's last type, and by its name."""

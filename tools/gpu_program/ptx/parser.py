@@ -1,4 +1,4 @@
-"""PTX as kernels of instructions."""
+"""Parse PTX into kernels and instructions."""
 
 import dataclasses
 import re
@@ -13,12 +13,12 @@ class Instruction:
     """One instruction.
 
     Args:
-      text: as in the source, with the names of its scope made unique.
-      name: the opcode's first part, such as ``ld``.
-      parts: the opcode's other parts, such as ``("global", "v4", "b32")``.
-      operands: their texts; vectors and addresses are one operand each.
-      guard: the predicate that must hold, or None.
-      negated: whether it must not hold instead.
+      text: the source of the instruction, in which the names of its scope are unique.
+      name: the first part of the opcode, such as ``ld``.
+      parts: the other parts of the opcode, such as ``("global", "v4", "b32")``.
+      operands: the texts of the operands. A vector or an address is one operand.
+      guard: the predicate that must be true, or None.
+      negated: whether the predicate must be false instead.
     """
 
     text: str
@@ -30,12 +30,12 @@ class Instruction:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Those parts of the opcode that are types."""
+        """The parts of the opcode that are types."""
         return tuple(part for part in self.parts if _TYPES.fullmatch(part))
 
     @property
     def modifiers(self) -> tuple[str, ...]:
-        """Those parts of the opcode that are not."""
+        """The parts of the opcode that are not types."""
         return tuple(part for part in self.parts if not _TYPES.fullmatch(part))
 
 
@@ -44,13 +44,13 @@ class Kernel:
     """One kernel.
 
     Args:
-      name: of the entry.
-      parameters: their names, all of them pointers.
-      instructions: its code.
-      labels: numbers of the instructions that they stand before.
-      registers: their types.
-      shared: offsets of the variables in shared memory.
-      static_shared: bytes of these.
+      name: the name of the entry function.
+      parameters: the names of its parameters, which are all pointers.
+      instructions: its instructions.
+      labels: the number of the instruction after each label.
+      registers: the type of each register.
+      shared: the offset of each variable in shared memory.
+      static_shared: the bytes of the variables whose size is declared.
     """
 
     name: str
@@ -63,13 +63,13 @@ class Kernel:
 
 
 def parse(source: str) -> dict[str, Kernel]:
-    """The kernels of a PTX module by name.
+    """Parse the kernels of a PTX module, and return them by name.
 
     Args:
-      source: of the module.
+      source: the PTX of the module.
 
     Raises:
-      UnknownInstruction: for a declaration that the interpreter does not know.
+      UnknownInstruction: if the interpreter does not support a declaration.
 
     >>> kernel = parse('''
     ... .visible .entry k(.param .u64 out) {
@@ -80,7 +80,7 @@ def parse(source: str) -> dict[str, Kernel]:
     >>> kernel.parameters, kernel.instructions[0].operands
     (('out',), ('%rd1', '[out]'))
     """
-    # PTX 9 says of which function a parameter is.
+    # PTX 9 names the kind of function to which a parameter belongs.
     source = _without_comments(source).replace("ld.param::entry.", "ld.param.")
     shared, size = _shared_variables(source)
     found = {}
@@ -99,7 +99,7 @@ def parse(source: str) -> dict[str, Kernel]:
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """The parts of a list between commas, or of one in braces.
+    """The parts of a list with commas, which may be in braces.
 
     >>> split_list("{%r1, %r2}")
     ('%r1', '%r2')
@@ -113,13 +113,13 @@ def _without_comments(source: str) -> str:
 
 
 def _shared_variables(source: str) -> tuple[dict[str, int], int]:
-    """Offsets of variables in shared memory, and the bytes of all that have a size."""
+    """The offsets of variables in shared memory, and the bytes of the sized ones."""
     offsets, size = {}, 0
     pattern = (
         r"^\s*(?:\.extern\s+)?\.shared\s+\.align\s+(\d+)\s+\.b8\s+(\w+)(?:\[(\d*)\])?;"
     )
     found = re.findall(pattern, source, flags=re.M)
-    # What the launch gives the size of comes after all that has one.
+    # Variables without a size come last, because the launch chooses their size.
     for align, name, count in sorted(found, key=lambda variable: not variable[2]):
         size = -(-size // int(align)) * int(align)
         offsets[name] = size
@@ -128,16 +128,16 @@ def _shared_variables(source: str) -> tuple[dict[str, int], int]:
 
 
 class _Body:
-    """Reads the statements of one kernel up to its closing brace."""
+    """The statements of one kernel, up to its closing brace."""
 
     def __init__(self, text: str):
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
         self.registers: dict[str, str] = {}
-        # Registers of inner scopes hide those of outer ones.
+        # A register of an inner scope hides a register of an outer scope.
         self._scopes: list[dict[str, str]] = [{}]
         self._count = 0
-        # A brace opens a scope where a statement may begin, and else a vector.
+        # A brace at the start of a statement opens a scope. Other braces are vectors.
         token = re.compile(
             r"\s*(?:(?P<open>\{)|(?P<close>\})|(?P<label>[\w$]+):(?!:)|(?P<rest>[^;]*);)"
         )
@@ -145,7 +145,7 @@ class _Body:
         while self._scopes:
             match = token.match(text, at)
             if match is None:
-                raise UnknownInstruction(f"not a statement: {text[at : at + 80]!r}")
+                raise UnknownInstruction(f"cannot parse {text[at : at + 80]!r}")
             at = match.end()
             if match["open"]:
                 self._count += 1
@@ -163,7 +163,7 @@ class _Body:
         elif text.startswith(".shared "):
             pass
         elif text.startswith("."):
-            raise UnknownInstruction(f"{text}: not a declaration of registers")
+            raise UnknownInstruction(f"the interpreter does not support {text!r}")
         else:
             self.instructions.append(_instruction(self._with_unique_names(text)))
 

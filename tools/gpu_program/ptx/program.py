@@ -1,4 +1,4 @@
-"""A whole compiled program, run from the PTX of its kernels."""
+"""Run a whole compiled program from the PTX of its kernels."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ from tools.gpu_program.ptx.parser import Kernel, parse
 from tools.hlo_nodes import Node, read_entry
 
 _GAP = 4096
-"""Bytes between allocations, so that what leaves one meets no other."""
+"""Bytes between allocations, so that accesses outside of one meet no other."""
 
 _DTYPES = {"pred": np.bool_, "bf16": ml_dtypes.bfloat16}
 _DTYPES |= {f"f{8 * size}": np.dtype(f"f{size}") for size in (2, 4, 8)}
@@ -29,7 +29,7 @@ _DTYPES |= {kind: integers(kind) for kind in ("u8", "u16", "u32", "u64")}
 
 
 class Unsupported(Exception):
-    """The program does what only kernels and copies in a row cannot."""
+    """The program has operations other than a sequence of kernels and copies."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Program:
 
     Args:
       sources: the PTX of its kernels, by their names.
-      launches: the kernel and the grid of an instruction, by its name.
-      arguments: of an instruction by whose name they are here, which of its operands
-        and results the kernel's parameters are; of others they are all.
+      launches: the kernel and the grid of each instruction, by its name.
+      arguments: the indices of the operands and results that an instruction passes to
+        its kernel, by its name. Other instructions pass all of them.
       nodes: its instructions in order.
-      buffers: where their results are.
-      outputs: tree of the results' shapes and dtypes.
+      buffers: the places of their results.
+      outputs: a tree of the shapes and dtypes of the results.
     """
 
     sources: dict[str, str]
@@ -63,9 +63,10 @@ class Program:
           The tree of its results, as numpy arrays.
 
         Raises:
-          ValueError: if the arguments have other sizes than the program's.
-          Fault: if a kernel does what none may, or leaves a part of a result unwritten.
-          Unsupported: for programs of more than kernels and copies.
+          ValueError: if the sizes of the arguments are not the sizes of the program's.
+          Fault: if a kernel does something that is not allowed, or does not write all
+            of a result.
+          Unsupported: if the program has other operations than kernels and copies.
         """
         arguments = [np.asarray(x) for x in jax.tree.leaves(args)]
         sizes = {
@@ -73,7 +74,9 @@ class Program:
             for number, allocation in self.buffers.parameters.items()
         }
         if sizes != {number: x.nbytes for number, x in enumerate(arguments)}:
-            raise ValueError("these are not arrays as the program was lowered for")
+            raise ValueError(
+                "the sizes of the arguments differ from those that were lowered"
+            )
         run = _Run(self, arguments)
         for node in self.nodes:
             run.step(node)
@@ -83,15 +86,15 @@ class Program:
         )
 
     def with_source(self, name: str, source: str) -> "Program":
-        """The program with another kernel of that name."""
+        """The program with other PTX for a kernel."""
         return dataclasses.replace(self, sources=self.sources | {name: source})
 
 
 def compile_program(lowered: jax.stages.Lowered) -> Program:
-    """Compile a program so that it can be run.
+    """Compile a program so that :meth:`Program.run` can run it.
 
     Args:
-      lowered: from ``targets.lower_for``, for one device.
+      lowered: the program, from ``targets.lower_for``, for one device.
     """
     dump = compile_with_dump(lowered)
     entry = re.compile(r"\.entry\s+([\w$]+)")
@@ -115,7 +118,7 @@ def compile_program(lowered: jax.stages.Lowered) -> Program:
 
 
 class _Run:
-    """One run: memory, and where the values of instructions are in it."""
+    """A run of a program: the memory, and the places of the instructions' values."""
 
     def __init__(self, program: Program, arguments: list[np.ndarray]):
         self.program = program
@@ -150,7 +153,7 @@ class _Run:
         return [places[int(part)]] if part else places
 
     def output(self, number: int, shape: tuple[int, ...], dtype) -> np.ndarray:
-        """One of the program's results."""
+        """A result of the program."""
         (root,) = (node for node in self.program.nodes if node.is_root)
         place = self.values[root.name][number]
         try:
@@ -168,7 +171,7 @@ class _Run:
         elif node.name in self.program.launches:
             self._launch(node, given, results)
         else:
-            raise Unsupported(f"{node.name}: {node.op} is not run by a kernel")
+            raise Unsupported(f"{node.name}: no kernel runs {node.op}")
 
     def _launch(self, node: Node, given: list[Place], results: list[Place]) -> None:
         name, launch = self.program.launches[node.name]
@@ -180,12 +183,12 @@ class _Run:
         if chosen is not None:
             arguments = [arguments[number] for number in chosen]
         if len(kernel.parameters) != len(arguments):
-            # XLA's own kernels get what is in one place once.
+            # XLA passes an array to its own kernels only once.
             arguments = list(dict.fromkeys(arguments))
         if len(kernel.parameters) != len(arguments):
             raise Unsupported(
-                f"{node.name}: {len(arguments)} arrays for "
-                f"{len(kernel.parameters)} parameters"
+                f"{node.name}: the kernel has {len(kernel.parameters)} parameters, got "
+                f"{len(arguments)} arrays"
             )
         ranges = lambda places: [(self._start(p), p.size) for p in places]
         self.memory.begin(ranges([*given, *results]), ranges(results))
@@ -199,7 +202,7 @@ class _Run:
 def _constant(node: Node) -> np.ndarray:
     kind = node.shape.partition("[")[0]
     if "..." in node.arguments or kind not in _DTYPES:
-        raise Unsupported(f"{node.name}: its constant is not in the program's text")
+        raise Unsupported(f"{node.name}: the HLO lacks the value of the constant")
     words = re.findall(r"[^\s{},]+", node.arguments)
     if kind == "pred":
         return np.array([word == "true" for word in words])

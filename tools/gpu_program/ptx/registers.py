@@ -1,4 +1,4 @@
-"""The registers of many threads."""
+"""The registers of many threads, as arrays."""
 
 import re
 
@@ -13,18 +13,18 @@ _GARBAGE = np.uint64(0x7A5B3C6D9E4F2B17)
 
 
 class Registers:
-    """One array of patterns for each register, with an element for each thread.
+    """The registers of a kernel. Each is an array of one bit pattern per thread.
 
     Args:
-      kernel: declares them.
+      kernel: the kernel that declares the registers.
       launch: the grid.
-      blocks: the numbers of the blocks of which these are the threads.
+      blocks: the numbers of the blocks to which the threads belong.
     """
 
     def __init__(self, kernel: Kernel, launch: Launch, blocks: range):
         self._kinds = kernel.registers
         self._values: dict[str, np.ndarray] = {}
-        # Of registers that only some threads have written.
+        # The threads that have written a register, unless all threads have.
         self._written: dict[str, np.ndarray] = {}
         size = int(np.prod(launch.block))
         self._count = len(blocks) * size
@@ -41,15 +41,15 @@ class Registers:
                 index = index // length
 
     def read(self, operand: str, kind: str, active: np.ndarray) -> np.ndarray:
-        """The patterns of an operand, which may be a constant.
+        """Read the patterns of an operand, which may be a constant.
 
         Args:
           operand: a name or a number; ``!`` negates a predicate.
-          kind: the type as which it is read.
+          kind: the type of the operand.
           active: the threads that read it.
 
         Raises:
-          Uninitialised: if one of them has not written it.
+          Uninitialised: if one of these threads has not written the register.
         """
         if operand[0] == "!":
             return ~self.read(operand[1:], kind, active)
@@ -60,14 +60,14 @@ class Registers:
             return self._constant(operand, kind)
         written = self._written.get(operand)
         if written is not None and (active & ~written).any():
-            raise Uninitialised(f"{operand} is read where it is not written")
+            raise Uninitialised(f"{operand} is read where it was not written")
         return values if kind == "pred" else values.astype(unsigned(width(kind)))
 
     def read_part(self, name: str, kind: str, active: np.ndarray) -> np.ndarray:
-        """The same of a part of a vector, which no thread need have written.
+        """Read a part of a vector, which may be uninitialised.
 
-        LLVM fills vectors with registers that nothing writes, where it knows that
-        nothing reads this part of them. Their pattern here would show in results.
+        LLVM puts uninitialised registers into vectors if no instruction reads these
+        parts of the vector. They have a pattern here that would be visible in results.
         """
         if name in self._kinds and name not in self._values:
             return np.full(self._count, _GARBAGE).astype(unsigned(width(kind)))
@@ -79,16 +79,16 @@ class Registers:
         """Write a register.
 
         Args:
-          name: of the register, or ``_`` for none.
-          patterns: one for each thread.
-          kind: their type; signed ones are extended by their sign.
+          name: the name of the register, or ``_`` to write nothing.
+          patterns: one pattern for each thread.
+          kind: the type of the patterns. Signed types are extended by their sign.
           active: the threads that write.
         """
         if name == "_":
             return
         own = self._kinds.get(name)
         if own is None:
-            raise UnknownInstruction(f"{name} is no register")
+            raise UnknownInstruction(f"{name} is not a register")
         if own != "pred":
             numbers = to_numbers(patterns, kind) if kind[0] == "s" else patterns
             patterns = numbers.astype(unsigned(width(own)))
@@ -110,7 +110,7 @@ class Registers:
         elif re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", operand):
             number = int(operand.rstrip("U"), 0)
         else:
-            raise UnknownInstruction(f"{operand} is no register or number")
+            raise UnknownInstruction(f"{operand} is neither a register nor a number")
         if kind == "pred":
             return np.full(self._count, number != 0)
         bits = width(kind)
