@@ -5,7 +5,7 @@ transformation. There are three backends, chosen before any leaf is joined or de
 
     kernels    leaves with a program of elementwise operations, on GPUs and TPUs; on
                GPUs, XLA may compute arrays that the program of a packed leaf reads
-    blocks     large leaves with such a program, on one CPU: the reference, by blocks
+    blocks     large leaves with such a program, on one CPU: the reference in blocks
     reference  all other leaves: array operations of XLA, which define the results
 
 If the platform is unknown while a step is traced, the backends become branches of one

@@ -99,7 +99,7 @@ class Lowbit(Stepper):
         return state
 
     def start(self, params, masters: Mapping[str, jax.Array]) -> LowbitState:
-        """Return the initial state; ``masters`` maps paths to given masters."""
+        """Return the initial state; a leaf not in ``masters`` is its own master."""
         names, given, treedef = trees.named_leaves(params)
         leaves = self._placed(self.leaves(names, given), treedef)
         split = [_split(leaf, masters.get(leaf.name)) for leaf in leaves]

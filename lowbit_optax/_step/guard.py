@@ -3,8 +3,8 @@
 Only the device knows whether a gradient has overflowed. A conditional around the update
 would copy parameters and state. Instead, a guard selects between the old and the new
 value of each array when it is written, and a fused kernel of a skipped step writes
-nothing. Loss scaling and wrappers such as ``optax.apply_if_finite`` create guards, and
-:meth:`.Stepper.run` receives them.
+nothing. Loss scaling creates guards, and :mod:`.wrapped` creates them for wrappers such
+as ``optax.apply_if_finite``. :meth:`.Stepper.run` receives them.
 """
 
 import functools

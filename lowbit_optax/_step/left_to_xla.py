@@ -1,4 +1,4 @@
-"""Which leaves XLA updates on an accelerator because no kernel can, and a warning.
+"""Find and report the leaves that XLA updates on an accelerator instead of kernels.
 
 :mod:`.backends` calls these functions with the :class:`.plan.KernelPlan` of a step, and
 :func:`lowbit_optax.explain` lists the same leaves. For a large leaf, XLA creates

@@ -253,7 +253,7 @@ class MomentPlan:
         return outer.unflatten(map(stored, leaves, olds))
 
     def parts(self, state) -> list:
-        """Check an inner state, and return its stored parts, as passed to :meth:`tree`."""
+        """Check an inner state, and return its stored parts; inverts :meth:`tree`."""
         if self.choice.is_float32:
             self._check_float32(state)
             return jax.tree.leaves(state)

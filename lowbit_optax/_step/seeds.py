@@ -1,8 +1,8 @@
 """The seed of a new state, from the user's seed and a checksum of the parameters.
 
-``Lowbit.start`` calls :func:`seed_of`. With the user's seed alone, every model, and
-every transformation of a parameter with the same path, such as one transformation per
-layer, would draw the same random numbers.
+``Lowbit.start`` calls :func:`seed_of`. With the user's seed alone, each ``init`` would
+lead to the same random numbers, and so would each transformation of a parameter with
+the same path, such as one transformation per layer.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def seed_of(seed: int | jax.Array, leaves: Sequence) -> jax.Array:
     for axis in jax.sharding.get_abstract_mesh().manual_axes:
         total = lax.pmax(
             total, axis
-        )  # one by one, as the sum may not vary over all axes
+        )  # one by one, because the sum may not vary over all
     return hash_words(total, jnp.uint32(seed), jnp.uint32(seed))
 
 

@@ -109,10 +109,10 @@ class Step(LeafStep):
 
     @functools.cached_property
     def grads(self) -> list:
-        """Its float32 gradients, unscaled by the guard."""
+        """Gradients for the inner transformation: float32 and unscaled."""
         wide = [leaf.wide_grad() for leaf in self.leaves]
         if context.current().is_analysed:
-            # The analysis must not see gradients that depend on each other.
+            # In an analysed step, gradients must not depend on each other.
             return list(map(self.guard.unscaled_alone, wide))
         return self.guard.unscaled(wide)
 
@@ -183,7 +183,7 @@ def random_of_leaves(names, params, seed, count) -> list[RandomBits]:
     """Return the random bits of each leaf for one step."""
     numbers, around = list(map(leaf_number, names)), context.current()
     if around.is_analysed:
-        # The analysis must not see random bits that depend on the other leaves.
+        # In an analysed step, random bits must not depend on the other leaves.
         bits = [random_bits(seed, count, [number])[0] for number in numbers]
     else:
         bits = random_bits(seed, count, numbers)

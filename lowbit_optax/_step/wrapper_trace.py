@@ -93,7 +93,7 @@ class WrapperTrace:
 
     @functools.cached_property
     def found(self) -> "dict[Node, tuple[Call, int, tuple[Node, ...]]]":
-        """Outputs that are results of marked updates; empty if others use results."""
+        """Results of marked updates, by output; empty if other outputs need them."""
         old_state = self.old_state
         updates, new_state = self.outputs
         found = {}
@@ -119,7 +119,7 @@ class WrapperTrace:
 
     @functools.cached_property
     def inner(self) -> dict[Call, InnerStep]:
-        """This package's updates, by call; empty if wrappers compute with results."""
+        """The updates of this package, by call; empty if wrappers change results."""
         conditions: dict[Call, tuple[Node, ...]] = {}
         for call, _, when in self.found.values():
             if conditions.setdefault(call, when) != when:
@@ -201,10 +201,10 @@ def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace | 
 def _result(
     node: Node, is_kept: Callable[[Node], bool], graph: Graph
 ) -> tuple[Call, int, tuple[Node, ...]] | None:
-    """Return the marked update that computes a node, which result it is, and when.
+    """Return ``(call, result number, conditions)`` for a result of a marked update.
 
-    The node has this result if all conditions are true. Otherwise, ``is_kept`` must be
-    true for its value. The function returns None for other nodes.
+    If a condition is false, ``is_kept`` must be true for the value that replaces the
+    result. The function returns None for other nodes.
     """
     call = node.call
     if call is None:

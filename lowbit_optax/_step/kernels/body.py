@@ -4,7 +4,7 @@
     schedule, count, global norm ----> scalars -------^
 
 :func:`.plan.plan_kernels` creates the bodies, and :mod:`.launches` passes them to
-``pallas_kernels.fused_update``, which calls them for each tile of rows.
+``pallas_kernels.fused_update``, which calls them on rows of these arrays.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class LeafBody:
         update if the weight format adds updates itself, or if a float32 leaf returns
         its update.
       weight, moments: how they are stored.
-      landing: whether the kernel returns the new parameter or an update.
+      landing: whether the leaf's result is the new parameter or an update.
       is_guarded: whether the first scalars after the keys belong to a guard: the factor
         for the gradients, and whether the step happens.
       from_stored: the program for the result, if it is computed from rounded moments.

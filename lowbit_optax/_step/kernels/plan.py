@@ -80,8 +80,7 @@ class KernelPlan:
     def arrays(self, step: Step, values: Mapping | None = None) -> dict[int, Leaf]:
         """Return the arrays that the kernels read and write, by leaf number.
 
-        Without ``values``, by node, the arrays that XLA computes for the kernels are
-        omitted.
+        ``values`` maps nodes to arrays that XLA computed; without it, they are omitted.
         """
         return {
             i: x.body.arrays(
@@ -324,7 +323,10 @@ class _Planner:
 
     @functools.cached_property
     def _state_of_shape(self) -> dict[tuple[int, ...], list]:
-        """By shape, the parts that keep shape and dtype: number, node, new inputs."""
+        """The parts of the state that keep shape and dtype, by shape.
+
+        Each entry contains its number, the old part, and the inputs of the new part.
+        """
         found: dict[tuple[int, ...], list] = {}
         for number, (old, new) in enumerate(self.traced.state_pairs):
             shape = old.aval.shape
