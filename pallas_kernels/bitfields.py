@@ -27,7 +27,7 @@ from pallas_kernels.layout import (
 )
 
 _MAX_CHOICES = 4
-"""Largest number of words from which each row selects; 4 need at most 6 selects."""
+"""Largest number of words among which a row selects; 4 need at most 6 selections."""
 
 
 def get_field(words: Sequence[jax.Array], row: int, bits: int) -> jax.Array:
@@ -203,7 +203,7 @@ def _from_periods(x: jax.Array, layout: Layout) -> jax.Array:
 
 
 def _chosen_fields(words: list[jax.Array], axis: int, height: int, bits: int):
-    """Returns the fields of periods along ``axis``, alike for all rows.
+    """Returns the fields of periods along ``axis``, with one expression for all rows.
 
     XLA fuses these operations with the consumers of the fields, unlike a concatenation.
     """

@@ -195,7 +195,7 @@ def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
 
 
 def period(bits: int) -> tuple[int, int]:
-    """Return after how many rows and words the bit offsets of k-bit fields repeat.
+    """Return the rows and words after which the bit offsets of k-bit fields repeat.
 
     Args:
       bits: width k of a field, 1 to 32.

@@ -1,9 +1,9 @@
-"""Choices that are made when a program is lowered, by its devices or platforms.
+"""Choices that depend on a program's devices or platforms, made when it is lowered.
 
-XLA:TPU cannot partition kernels. While plain ``jax.jit`` traces a function, the
-number of devices of the program, one or all of a host, is not decided. The lowering
-decides it, and only the lowering rule of a primitive can read it. JAX documents
-``jax.interpreters.mlir`` for such rules.
+XLA:TPU cannot partition kernels. While plain ``jax.jit`` traces a function, JAX does
+not know yet whether the program will run on one device of the host or on all. It knows
+when it lowers the program, and only the lowering rule of a primitive can ask. JAX
+documents ``jax.interpreters.mlir`` for such rules.
 """
 
 import typing

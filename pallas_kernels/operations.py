@@ -91,7 +91,7 @@ def unless_rounded(x: jax.Array, rounded: jax.Array) -> jax.Array:
 
 @Operation
 def keep_nan(x: jax.Array) -> jax.Array:
-    """Return the float32's pattern, with NaNs that stay NaNs if 0x8000 is added.
+    """Return the float32's pattern; NaNs are moved so that adding 0x8000 keeps them.
 
     The upper 16 bits of such a pattern are a NaN in bfloat16. Together with the lower
     16 bits as a signed difference, they are a NaN again.

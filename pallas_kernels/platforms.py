@@ -105,7 +105,7 @@ class Gpu(typing.NamedTuple):
 def target_gpu() -> Gpu | None:
     """Return the GPU of the program that is traced, or None if no GPU is known.
 
-    With an active mesh, it is the GPU of the mesh, which JAX does not need to see.
+    With an active mesh, it is the GPU of the mesh, which may be absent.
     Without a mesh, it is JAX's default device. If that is not set, it is the GPU with
     the lowest compute capability, because the program may run on any GPU.
 

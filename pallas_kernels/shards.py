@@ -45,7 +45,7 @@ def over_automatic_axes(
     rule: str,
     **sizes: typing.Any,
 ):
-    """Run a local function on automatic axes, where XLA would gather kernel operands.
+    """Run a local function on automatic axes, so that XLA does not gather its arrays.
 
     While tracing, shardings on these axes are unknown, and the mesh is known only if it
     is set. XLA's partitioner asks for the local function later.
@@ -78,9 +78,9 @@ def over_automatic_axes(
 
 
 def moved(arrays: Sequence, specs: Sequence[P], mesh) -> list[jax.Array]:
-    """Move arrays to PartitionSpecs on a mesh.
+    """Move each array to its PartitionSpec on a mesh.
 
-    With explicit axes, the arrays' types change too. Otherwise it is a constraint.
+    With explicit axes, the types change too. Otherwise, it is a sharding constraint.
     """
     to = jax.lax.with_sharding_constraint
     if has_explicit_axes(mesh):

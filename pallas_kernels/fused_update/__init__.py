@@ -12,10 +12,10 @@ as scales. :func:`fused_update` turns the description into one kernel per leaf:
 3. :mod:`.sharded` finds the part of the leaf on each device, its *shard*, and calls the
    *launcher* on it. A launcher is a module for one Pallas backend: ``gpu.triton``,
    ``gpu.mosaic`` or ``tpu.kernel``.
-4. The launcher calls ``pl.pallas_call`` with a grid over tiles of the leaf, and with
-   each result that overwrites an operand aliased to it. Each program of the grid loads
-   a tile, unpacks the fields, calls the body on registers, and packs and stores the
-   results. A body with blocks also computes maxima over the blocks of the tile.
+4. The launcher calls ``pl.pallas_call`` with a grid over tiles of the leaf. Results
+   that overwrite operands are aliased to them. Each program of the grid loads a tile,
+   unpacks the fields, calls the body on registers, and packs and stores the results.
+   For a body with blocks, it also computes maxima over the blocks of the tile.
 
 :func:`fused_update_many` updates many small leaves with few kernels. On CPUs,
 ``lowbit_optax`` calls the loop of :mod:`.blocked` for large leaves, and :mod:`.joined`

@@ -51,9 +51,9 @@ def fused_update(
     """Read a leaf's arrays, compute elementwise, and write the results in place.
 
     On a GPU or a TPU, the update is one kernel, which moves every byte once and needs
-    no temporary memory. On a mesh, it runs on the shards of every device. It does not
-    communicate if shards consist of whole words and blocks; see
-    :mod:`pallas_kernels.layout`. Shards of plain arrays always do.
+    no temporary memory. On a mesh, it runs on the shards of every device. It needs no
+    communication if the shards of packed arrays and of arrays per block consist of
+    whole words and blocks; see :mod:`pallas_kernels.layout`.
 
     Args:
       body: elementwise function, see :data:`pallas_kernels.fused_update.Body`. If an
@@ -97,7 +97,7 @@ def fused_update(
         plain = [o.array.shape for o in operands if o.bits is None]
         if not plain or layer is not None:
             raise ValueError(
-                "fused_update: shape must be given for packed or stacked arrays"
+                "fused_update: shape must be given if arrays are packed or stacked"
             )
         shape = plain[0]
     is_stacked = layer is not None
@@ -157,7 +157,7 @@ def fused_update_many(
 
 
 def _parts(leaves: int, max_leaves: int) -> list[list[int]]:
-    """Returns the fewest lists of at most ``max_leaves`` numbers of leaves.
+    """Returns the numbers of the leaves in the fewest lists of at most ``max_leaves``.
 
     All lists have the same length except for a shorter last one, because kernels over
     equally many leaves are compiled once. Leaves are sorted by size and are dealt out
@@ -264,8 +264,8 @@ def _check(leaf: Leaf) -> None:
         if layout_of(stack).axis != leaf.layout.axis:
             raise ValueError(
                 "fused_update: words and blocks must not cross layers, got a stack of "
-                f"shape {list(stack)}; layers need at least 64 elements along an axis "
-                "before the last one"
+                f"shape {list(stack)}; use layers with at least 64 elements along an "
+                "axis before the last one"
             )
     for number, operand in enumerate(leaf.operands):
         want, got = leaf.stored_shape(operand), operand.array.shape

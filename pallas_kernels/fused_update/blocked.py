@@ -101,7 +101,7 @@ def _parts(leaf: Leaf) -> Parts:
 
 
 def _lengths(shape: tuple[int, ...], unit: int) -> tuple[int, int]:
-    """Returns the length of parts, a multiple of ``unit``, and of the last one or 0."""
+    """Returns the lengths of parts and of a different last part, which may be 0."""
     rows, row = shape[0], math.prod(shape[1:])
     parts = max(1, round(rows * row / BLOCK))
     for count in range(parts, 2 * parts):

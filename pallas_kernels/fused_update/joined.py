@@ -1,12 +1,12 @@
 """Fused updates of many small leaves on CPUs, as if they were one leaf.
 
-XLA's CPU compiler is as slow for a small leaf as for a large one. Therefore,
-small leaves of different shapes are copied into one *joined* leaf, which
-:mod:`.blocked` updates block by block, and the results are copied back.
+XLA's CPU compiler is as slow for a small leaf as for a large one. Therefore, small
+leaves of different shapes are copied into one *joined* leaf. :mod:`.blocked` updates it
+block by block, and the results are copied back.
 
-The joined leaf consists of *bands* of 128 columns. A band has as many rows as the
-longest period of words and blocks. A leaf is cut into *strips* of this height. Its
-strips are concatenated along the columns, padded with zeros, and cut into bands.
+The joined leaf consists of *bands* of 128 columns. A band has the smallest number of
+rows that contains whole words and blocks. Each leaf is cut into *strips* of this
+height, which are concatenated along the columns, padded with zeros and cut into bands.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from pallas_kernels.layout import FOLD, TILE_SIZE, WORD, block_shape, period
 from pallas_kernels.platforms import transformable
 
 MAX_ELEMENTS = 2**19
-"""Larger leaves are not joined, because copying them costs more than compiling them."""
+"""Larger leaves are not joined, because copies cost more than separate programs."""
 
 MAX_JOINED = 2**20
 """Elements of a joined leaf, which is a copy of all its leaves."""

@@ -35,8 +35,8 @@ def over_shards(
       run: see :data:`Run`.
       shared: tree of small arrays.
       leaves: whole leaves.
-      can_partition: whether XLA can partition kernels on automatic axes. If False, the
-        arrays must not be sharded over such axes.
+      can_partition: whether XLA can partition kernels on automatic axes. If False,
+        only leaves with a ``sharding`` may be sharded over such axes.
 
     Returns:
       The results of ``run`` as whole arrays, sharded like their leaves.

@@ -32,8 +32,8 @@ dtype of the operand, and a packed operand's array contains fields in uint32. Al
 have the same shape, which the implementation chooses. ``scalars`` are uint32 scalars.
 ``index`` contains the row-major indices of the elements in the leaf as uint32, or is
 None if the values are the whole leaf. ``multiply_add(a, b, c)`` returns ``a * b + c``,
-rounded once or twice. A body must call it because Triton does not fuse a product and a
-sum automatically.
+rounded once or twice. Bodies use it because Triton does not fuse a product and a sum
+automatically.
 
 A body may have an attribute ``differentiable``, an equivalent body with derivative
 rules (``jax.custom_jvp``). XLA runs it instead of the body, and differentiates it if

@@ -138,7 +138,7 @@ class KernelArray:
         return pl.BlockSpec((None, rows, None, *last), place)
 
     def to_kernel(self, x: jax.Array, interpret: bool) -> jax.Array:
-        """Convert the leaf's array for a kernel. XLA copies only float16 arrays."""
+        """Convert the leaf's array for a kernel. XLA copies float16 arrays."""
         x = self._view(x)
         if self.kernel_dtype != x.dtype:
             x = lax.bitcast_convert_type(x, self.kernel_dtype)
@@ -191,7 +191,7 @@ class KernelArray:
 
     @property
     def _has_matrices(self) -> bool:
-        """Whether each index of the axes between rows and columns is a matrix."""
+        """Whether each index of the axes between rows and columns has a matrix."""
         tiling = self.tiling
         is_other = tiling.is_folded or tiling.is_merged
         return not is_other and tiling.side_by_side is None

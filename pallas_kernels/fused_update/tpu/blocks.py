@@ -3,15 +3,15 @@
 For a matrix, a register contains one row of each of 8 neighbouring groups
 (:mod:`.tiling`). Strided loads put neighbouring groups into neighbouring sublanes. The
 bit offsets of packed fields are then static, and reading a field is one shift of a
-register. Some widths have offsets that do not repeat within a group; for odd widths,
-they repeat after 32 rows. Their fields are unpacked into scratch memory before a
-program's loop, and packed after it. Two rows of 16 bits, or four rows of 8 bits, share
-32-bit words and are read as words. Pallas' TPU simulator cannot do that, and copies
-them to scratch memory first.
+register. For some widths, the offsets do not repeat within a group (for odd widths,
+they repeat after 32 rows). Fields of these widths are unpacked into scratch memory
+before a program's loop, and packed after it. Two rows of 16 bits, or four rows of 8
+bits, share 32-bit words and are read as words. Pallas' TPU simulator cannot do that, so
+these rows are copied to scratch memory first.
 
-For a vector, memory has 4 rows of 32 columns in the quarters of a register. The
-quarters are exchanged among the registers of a unit, so that each quarter of a register
-belongs to a different group.
+A folded vector is loaded with 4 consecutive rows of 32 columns in the quarters of a
+register. The quarters are exchanged among the registers of a unit, so that each quarter
+of a register belongs to a different group.
 
 For matrices side by side, a register contains one row of 8 neighbouring matrices. Here,
 matrices share words instead of rows, so elements of 16 or 8 bits are widened to words
@@ -61,7 +61,7 @@ class Block:
       outside: reference to the block in the layout of XLA.
       ref: reference to the block with rows and columns in this order; ``outside``
         unless XLA stores the array transposed.
-      scratch: reference to :meth:`.KernelArray.scratch_shape`, or None.
+      scratch: reference to scratch memory (:meth:`.KernelArray.scratch_shape`) or None.
     """
 
     array: KernelArray
@@ -313,7 +313,7 @@ class ScaleBlock(Block):
         return jnp.where(lane // jnp.int32(LANES // width) == share, chosen, old)
 
     def load_elements(self, unit: jax.Array, block: int):
-        """Return one block's element of each group of a unit, in a register."""
+        """Return the elements for the values in one block of a unit's groups."""
         word, dtype = self._elements(unit)[self._every(block)], self.array.dtype
         if dtype.itemsize == 2:
             return Narrow(word, dtype)

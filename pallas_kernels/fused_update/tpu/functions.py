@@ -38,7 +38,7 @@ class Function:
 
     def __init__(self, function: Callable, *like):
         traced = jax.make_jaxpr(function, return_shape=True)
-        # It may be evaluated in a jax.shard_map, so it must not refer to another mesh.
+        # The jaxpr must not name the active mesh: it may be evaluated in a shard_map.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             self._closed, self.shapes = traced(*like)
 

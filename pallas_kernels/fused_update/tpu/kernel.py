@@ -87,7 +87,7 @@ def refusal(body: Body | BlockBody, leaf: Leaf, scalars: int) -> str | None:
             f"shape {list(leaf.shape)} has too few rows or columns for TPU kernels, or "
             "XLA:TPU stores it in an order that they do not support"
         )
-    # XLA updates a plain leaf in one pass, which costs less than to copy float16.
+    # XLA updates a plain leaf in one pass, which costs less than copying float16.
     plain = DTYPES if leaf.has_words_or_blocks else DTYPES - {jnp.dtype(jnp.float16)}
     operands = [(o.array.dtype, o.block_size) for o in leaf.operands]
     results = [(r.dtype, r.block_size) for r in leaf.results]
@@ -194,8 +194,8 @@ def _call(kernel: _Kernel):
             functools.partial(_program, kernel),
             out_shape=[x.output(kernel.interpret) for x in kernel.results],
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                # With 64-bit types enabled, the index maps of arrays that are not
-                # prefetched would use int64, which TPUs do not support.
+                # All scalars are prefetched. With 64-bit types enabled, Pallas gives
+                # other scalars an index map in int64, which TPUs do not support.
                 num_scalar_prefetch=3,
                 grid=kernel.tiling.grid,
                 in_specs=[x.spec() for x in kernel.operands],

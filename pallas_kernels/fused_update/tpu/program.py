@@ -68,7 +68,7 @@ class BlockProgram:
         lax.scan(units, jnp.int32(0), length=self.tiling.units // unroll)
 
     def keep(self) -> None:
-        """Write the operands that would be overwritten without a change."""
+        """Copy the operands that an update would overwrite to the results."""
         for block in self.results:
             if block.array.overwrites is not None:
                 block.ref[...] = self.operands[block.array.overwrites].ref[...]
@@ -99,7 +99,7 @@ class BlockProgram:
             block.store(unit, values, exist)
 
     def _index(self, start: jax.Array, first: jax.Array, offset: int, row: int) -> Sum:
-        """Returns the indices of a row, if the program's first is ``start``."""
+        """Returns the indices of a row if the program starts at ``start``."""
         tiling = self.tiling
         group, stride = tiling.group, tiling.row_stride
         constant = row * stride
@@ -131,7 +131,7 @@ class BlockProgram:
         return lax.div(unit, count), lax.rem(unit, count)
 
     def _exists(self, unit: jax.Array, row: int) -> jax.Array | None:
-        """Returns a mask of existing elements; None if no word or block is cut."""
+        """Returns a mask of elements in the array; None if no word or block is cut."""
         tiling = self.tiling
         if tiling.is_even:
             return None
@@ -159,7 +159,7 @@ class BlockProgram:
         Args:
           place: numbers of the unit, and of the block in its groups.
           arguments: values, scalars and indices of each row of the block.
-          exist: for each row, a mask of existing elements, or None.
+          exist: for each row, a mask of the elements in the array, or None for all.
           **options: see :meth:`.functions.Function.__call__`.
         """
         functions = self.functions.of_blocks

@@ -51,7 +51,7 @@ def _register(ref: Ref, row: int, group: int):
 
 
 def load(ref: Ref, group: int) -> list[jax.Array]:
-    """Return a register for each row of a group, in 8 groups or matrices."""
+    """Return registers; register r has row r of each of 8 groups or matrices."""
     return [ref[_register(ref, row, group)] for row in range(group)]
 
 

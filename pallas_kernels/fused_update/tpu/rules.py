@@ -316,7 +316,7 @@ def by_itself(eqn, *inputs) -> jax.Array:
 
 
 def rules_for(generation: int | None) -> Mapping:
-    """Return the rules for a generation of TPUs; None if it is unknown."""
+    """Return the rules for a generation of TPUs, or for an unknown one (None)."""
     if generation is None:
         return RULES
     # From v6e on, reciprocal and reciprocal root are one instruction each.

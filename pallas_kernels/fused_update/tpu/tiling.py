@@ -2,8 +2,8 @@
 
 A leaf is viewed as matrices of rows and columns. A program updates a block of rows and
 128 columns. A register has 8 sublanes of 128 lanes. The program loops over *units* of
-its block, with one register for each row of a *group*. The group has the number of rows
-after which most packed fields repeat. The fields of one word are in different
+its block, with one register for each row of a *group*. A group has the rows after which
+the bit offsets of most widths repeat. The fields of one word are in different
 registers, in the sublane and lane of the word. A unit is one of two kinds:
 
 - 8 groups of one matrix. A register contains one row of each of 8 neighbouring groups.
