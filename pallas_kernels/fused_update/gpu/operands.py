@@ -71,7 +71,7 @@ class Memory:
 
     @property
     def has_branches(self) -> bool:
-        """Whether loads and stores are in branches, of which there should be few."""
+        """Whether loads and stores are in branches; their number should be small."""
         return len(self.operands) > 1
 
     def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
@@ -174,8 +174,8 @@ class Packed:
             count = size // 32
             return self._accesses(chunk * np.int32(count), count)
         first, _ = self._place(chunk)
-        # There may be no word after the chunk's last. In its place, the last word is
-        # read again; these bits are beyond the chunk's fields.
+        # The array may end after the chunk's last word. This word is then read again,
+        # and its bits are beyond the chunk's fields.
         last = (chunk * np.int32(size) + np.int32(size - 1)) >> np.int32(5)
         chunks = period(self.bits)[0] // self.lanes.tiling.chunk_rows
         most = max((size * i % 32 + size + 31) // 32 for i in range(chunks))
