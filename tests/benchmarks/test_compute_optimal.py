@@ -1,4 +1,4 @@
-"""A GPT trained to the end of its schedule: its runs, records and curves."""
+"""The runs, records and curves of a GPT trained to the end of its schedule."""
 
 import sys
 
@@ -64,7 +64,7 @@ def test_curves_of_fewer_seeds_are_compared_seed_by_seed():
     [
         ("float32", "float32"),
         ("lowbit", "bfloat16"),
-        # In float8 small ones would be 0.
+        # In float8, small gradients would be 0.
         ("float8, 8 extra bits", "bfloat16"),
         ("MXFP8, 8 extra bits", "float32"),
         ("LPMM, 12 bits", "float32"),

@@ -43,7 +43,7 @@ def test_a_run_that_diverged_stays_in_the_means_and_is_marked():
     ],
 )
 def test_a_stem_of_stride_2_quarters_what_is_computed(model, last_features):
-    """From 2 x 2 features at the end, where stride 1 leaves 4 x 4."""
+    """The last features are 2 x 2; with stride 1, they are 4 x 4."""
 
     def traced(model):
         images = jnp.zeros((8, 32, 32, 3))
