@@ -101,8 +101,7 @@ def _may_be_measured(args) -> bool:
 def _keep_programs(config):
     """Keep compiled programs in pytest's cache, for the other worker and the next run.
 
-    Tests that measure programs cannot use it, because XLA dumps nothing for programs
-    from the cache.
+    Measurements cannot use it, because XLA dumps nothing for programs from a cache.
     """
     if not hasattr(config, "cache") or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
@@ -141,9 +140,8 @@ def _few_cases(items) -> set[str]:
     """The cases in README's quick run: two of a test with many cases, otherwise one.
 
     The first case depends on the test's name, so that all optimizers, formats and
-    shapes are covered. Tests that are marked as slow to compile have no case here,
-    because other tests check the same behaviour with smaller programs. CI runs all
-    cases.
+    shapes are covered. Tests marked as slow to compile have no case here, because other
+    tests check the same behaviour with smaller programs. CI runs all cases.
     """
     cases = {}
     for item in items:

@@ -30,8 +30,7 @@ class Instructions:
     Args:
       assembler: writes elementwise inline assembly, and has the signature of
         ``jax.experimental.pallas.triton.elementwise_inline_asm``.
-      rules: more rules, for primitives that the launcher does not lower, or lowers
-        badly.
+      rules: more rules, for primitives that the launcher lowers badly or not at all.
     """
 
     def __init__(self, assembler: Callable, rules: Rules | None = None):
@@ -135,8 +134,7 @@ class Instructions:
         """See :func:`.operations.pattern_with_one_nan`.
 
         The GPU's arithmetic returns only one NaN, 0x7FFFFFFF, which is the largest
-        signed integer. A minimum therefore replaces it and leaves all numbers
-        unchanged.
+        signed integer, so a minimum replaces it and leaves all numbers unchanged.
         """
         bits = lax.bitcast_convert_type(x, jnp.int32)
         bits = jnp.minimum(bits, jnp.int32(operations.NAN << 16))
@@ -204,8 +202,7 @@ class Instructions:
     def opaque(self, x: jax.Array, mark: int) -> jax.Array:
         """The same array, copied with an instruction whose text contains ``mark``.
 
-        Different marks keep LLVM from merging the branches that contain the
-        instructions.
+        Different marks keep LLVM from merging the branches that contain them.
         """
         bits = 8 * x.dtype.itemsize
         pattern = lax.bitcast_convert_type(x, f"int{bits}")

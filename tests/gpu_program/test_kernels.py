@@ -78,8 +78,7 @@ lower_8_bits = functools.partial(lower_lpmm_step, bits=8)
 
 KAHAN = Bounds(lowbit_optax.kahan_adamw(1e-3), 2 + 4 + 4 + 8, 79, (18, 0), 80)
 EXTRA_8 = Bounds(EXTRA_BITS(bits=8), 2 + 4 + 2 + 16, 36.5, (6, 18), 80)
-# The gradient has 2 bytes. The parameter, extra bits, codes and scales have 5.125
-# bytes, which are read and written.
+# 2 for the gradient; 5.125, read and written, for parameter, extra bits, codes, scales.
 LOWBIT = Bounds(lowbit_optax.lowbit_adamw(1e-3), 12.25, 68.5, registers=128)
 STEPS = {
     "extra_bits 8": EXTRA_8,
@@ -197,8 +196,7 @@ WHOLE = [(3, 3, 512, 512), (4096, 32, 128), (50304, 768)]
 @pytest.mark.parametrize("name", ["extra_bits 8", "kahan"])
 @pytest.mark.parametrize("shape", [*RAGGED, *WHOLE], ids=str)
 def test_only_stores_of_a_ragged_shape_are_masked(name, shape):
-    # On this backend, the stores of a BlockSpec have no masks, and would write beyond
-    # the end of the array.
+    # On this backend, a BlockSpec has no masks, and stores would go beyond the array.
     step = step_of(name, shape)
     assert_one_pass_in_place(step, STEPS[name].moved)
     if shape in WHOLE:

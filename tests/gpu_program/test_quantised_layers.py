@@ -43,8 +43,7 @@ def temporary(lazy):
 
 
 def test_lazily_one_layer_is_dequantised_at_a_time_and_otherwise_all():
-    # One layer and its gradient in bfloat16, and the layer's words, sliced out of the
-    # stack.
+    # One layer and its gradient in bfloat16, and its words, sliced out of the stack.
     assert temporary(lazy=True) < 3
     assert temporary(lazy=False) > LAYERS
 

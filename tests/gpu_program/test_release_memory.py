@@ -147,8 +147,7 @@ def test_without_release_all_gradients_are_alive(name, optimizer, make_step):
 
 
 def test_by_the_scheduler_that_hides_latencies_it_is_the_same():
-    # This scheduler ignores memory. A layer's weights are freed before their gradient
-    # exists.
+    # The scheduler ignores memory; a layer's weights are freed before the gradient.
     hiding = {"xla_gpu_enable_latency_hiding_scheduler": True}
     step = compile_step(release.value_and_update, matrices(), LOWBIT, options=hiding)
     other = released("scanned", "lowbit_adamw")

@@ -50,8 +50,7 @@ OF_ADAMW = {
     "apply_if_finite and clip": optax.apply_if_finite(clipped(ADAMW), 5),
     "loss scale and clip": loss_scaled(clipped(ADAMW)),
 }
-# These two read the gradients twice more, and XLA writes partial maxima of scaled
-# gradients.
+# These read gradients twice more, and XLA writes partial maxima of scaled gradients.
 MORE = {"apply_if_finite and clip": 4.01, "loss scale and clip": 4.011}
 WRAPPED = {name: (tx, ADAMW) for name, tx in OF_ADAMW.items()}
 WRAPPED |= {f"loss scale, {name}": (loss_scaled(tx), tx) for name, tx in SCALED.items()}

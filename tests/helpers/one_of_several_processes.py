@@ -14,8 +14,7 @@ from pathlib import Path
 if __name__ == "__main__":
     RANK, COUNT, PORT = map(int, sys.argv[1:4])
     devices = f"--xla_force_host_platform_device_count={8 // COUNT}"
-    # The last flag wins. The other flags, such as the tests' level of optimisation,
-    # stay.
+    # The last flag wins, and the other flags stay: the tests' level of optimisation.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
 
 import jax

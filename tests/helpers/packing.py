@@ -10,13 +10,11 @@ PERIODS = {
 def reference_pack(fields, bits, axis):
     """The fields of a period as one big integer each, cut into 32-bit digits.
 
-    Fields are Python integers in object arrays, so no width, shift or mask can
-    overflow. The code follows the layout's definition and uses nothing from the
-    library.
+    Python integers in object arrays cannot overflow with a wrong width, shift or mask.
+    The code follows the layout's definition, and uses nothing from the library.
 
     Args:
-      axis: the rows' axis, counted from the end; -1 folds the last axis into rows of
-        32.
+      axis: rows' axis, counted from the end; -1 folds the last axis into rows of 32.
     """
     fields = np.asarray(fields)
     if axis == -1:

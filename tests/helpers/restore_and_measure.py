@@ -50,8 +50,7 @@ def _restore(folder: Path, target, gigabytes: float | None):
 def _memory(field: str) -> int:
     """Bytes of the process: ``VmRSS`` now, or ``VmHWM`` at most.
 
-    The maximum of ``resource.getrusage`` would include the process that started this
-    one.
+    The maximum of ``resource.getrusage`` includes the process that started this one.
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     (found,) = (line for line in lines if line.startswith(f"{field}:"))

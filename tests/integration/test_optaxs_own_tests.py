@@ -104,9 +104,7 @@ def test_updates_do_not_have_the_dtype_of_narrow_gradients(request, name):
 
 @each_alias
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_gradients_have_stable_dtypes_if_updates_are_cast(
-    monkeypatch, name, dtype
-):
+def test_state_stays_stable_if_updates_are_cast(monkeypatch, name, dtype):
     def cast(updates, params):
         return jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
 

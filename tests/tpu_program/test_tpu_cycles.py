@@ -14,8 +14,7 @@ CYCLES = {
 
 
 def test_kernels_take_few_cycles():
-    # This needs a separate process, because libtpu reads the folder for schedules when
-    # it is loaded.
+    # In a separate process, because libtpu reads the schedules' folder when it loads.
     steps = sorted({step for step, _ in CYCLES})
     printed = printed_by(
         "-m", "benchmarks", "tpu_cycles", "--steps", *steps, timeout=None

@@ -2,7 +2,8 @@
 
 A kernel runs as *programs*, the instances of Pallas's grid: a block of threads with
 Triton, a warpgroup with Mosaic GPU. A program's arrays have one element per *lane*, and
-its lanes go down *rows*, one element per row. There are two tilings:
+its lanes go down *rows*, one element per row. A *chunk* is the rows that the code of
+the kernel unrolls; there is a loop if a program has several. There are two tilings:
 
 - *Flat*, for leaves without packed fields and blocks: the lanes of a row are
   consecutive in memory.
@@ -48,9 +49,8 @@ _STEPS_OF_A_DOUBLING = 8
 class Shared(typing.NamedTuple):
     """The first arguments of a kernel, in their order; all its leaves share them.
 
-    Each field is an array, a reference to one, or None if the kernel does not need the
-    argument. For a constant array instead of None, XLA would launch a kernel to write
-    it.
+    Each field is an array, a reference to one, or None if the kernel does not need it.
+    XLA would have to launch a kernel to write a constant array instead.
 
     Args:
       rows: the row of the table of scalars for each leaf.
@@ -73,15 +73,13 @@ class Kernel:
 
     Args:
       body, when, interpret: see :class:`.spec.Call`.
-      leaf: the first leaf without arrays; all leaves have the same kinds of operands
-        and results.
-      tiling: the tiling of every leaf, or of the first leaf if there is a table of
-        numbers.
+      leaf: the first leaf, without arrays; all have the same kinds of operands and
+        results.
+      tiling: the tiling of every leaf; of the first, if there is a table of numbers.
       numbers: the table of the leaves' numbers; None if they are constants.
       programs: the number of programs.
       leaves: the number of leaves.
-      shared: the tree structure of :class:`Shared`, without the arguments that are
-        None.
+      shared: the tree structure of :class:`Shared`, which omits fields that are None.
       table_width: the number of scalars in a row of the table.
     """
 

@@ -286,8 +286,7 @@ class BlockTiling:
     def is_whole(self) -> bool:
         """Whether indices differ from offsets in plain arrays only by a constant.
 
-        False for several chunks, because a loop needs fewer registers if it counts
-        both.
+        False for several chunks: a loop needs fewer registers if it counts both.
         """
         return self.chunks == 1 and self.shape[1:] == self.leaf_shape[1:]
 

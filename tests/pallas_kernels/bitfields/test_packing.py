@@ -16,8 +16,7 @@ from pallas_kernels import (
     unpack,
 )
 
-# There are hundreds of shapes and widths here, so quick compilation is more important
-# than fast programs.
+# Quick compilation matters most, because there are hundreds of shapes and widths.
 _QUICK = {"xla_backend_optimization_level": "0"}
 pack_ = jax.jit(pack, static_argnums=1, compiler_options=_QUICK)
 
