@@ -83,7 +83,7 @@ def test_a_layer_of_a_stack_is_updated_in_its_place(stack, widths, implementatio
         got = update(
             stacks, dict(scalars=jnp.asarray(TABLE[2]), layer=jnp.int32(layer))
         )
-        # The index is the one in the whole stack.
+        # The index counts elements of the whole stack.
         want = mixture.want(held[layer], LAST, index_of(stack)[layer])
         assert_layer_written(got, stacks, layer, want)
 
@@ -152,7 +152,7 @@ SIZES = [(1,), (5000,), (3, 7), (1024,), (1025,), (70, 33), (), (2, 1, 5), (4096
 
 
 MANY = [((SIZES * 7)[:count], ()) for count in (1, len(SIZES), 60)]
-# The last are more than one kernel takes, in two of 5 and of 4.
+# One kernel cannot update 9 leaves, so 5 of them share a kernel, and so do the other 4.
 MANY += [
     pytest.param([shape] * count, widths, marks=pytest.mark.slow_to_compile)
     for shape, widths in [
@@ -319,7 +319,7 @@ def test_leaves_without_elements_are_left_to_the_reference(shape):
 
 X, WORDS = jnp.zeros((64, 8)), jnp.zeros((16, 8), U32)
 
-# Arguments, and what the error says of them.
+# Arguments, and a pattern that matches their error message.
 REFUSED = [
     (dict(operands=[Operand(WORDS, 8)]), "shape must be given"),
     (dict(operands=[Operand(X)], layer=jnp.int32(0)), "shape must be given"),
