@@ -1,8 +1,8 @@
 """Jaxprs as graphs of nodes.
 
-    graph ---> a function's values as nodes, with all that it calls inlined
-    elementwise ---> the programs that kernels run, read off such a graph
-    program ---> a traced loss as a list of calls, in which scans are found
+    graph ---> the values of a function as nodes, with all called functions inlined
+    elementwise ---> programs for kernels, made from such a graph
+    program ---> a traced loss as a list of calls, in which scans are visible
 
-Nothing here depends on the rest of the package.
+These modules do not depend on the rest of the package.
 """

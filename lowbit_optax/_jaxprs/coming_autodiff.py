@@ -1,10 +1,10 @@
-"""Equations of JAX's coming autodiff, which the readers of jaxprs see as today's."""
+"""Convert equations of JAX's new autodiff to the primitives of the current one."""
 
 from jax.extend import core
 from jax.extend.core import primitives as p
 
 AS_BOUND = "as_bound"
-"""The parameter that holds the original primitive and its parameters."""
+"""Parameter that stores the original primitive and its parameters."""
 
 _COMING = {
     "CheckpointName": p.name_p,
@@ -15,7 +15,7 @@ _COMING = {
 
 
 def in_todays_terms(eqn: core.JaxprEqn) -> core.JaxprEqn:
-    """An equation of JAX's coming autodiff, as the primitive that it replaces.
+    """Convert an equation of JAX's new autodiff to the primitive that it replaces.
 
     With ``jax_remat3``, ``jax_custom_vjp3`` and ``jax_custom_jvp3``, checkpoints, names
     and functions with derivative rules are objects that one primitive applies.

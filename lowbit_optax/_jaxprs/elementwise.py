@@ -1,17 +1,17 @@
-"""Which parts of an inner transformation are elementwise in one leaf, as programs.
+"""Extract the elementwise parts of an inner transformation in one leaf as programs.
 
-A fused kernel holds a few rows of one leaf. It can run whatever the inner
-transformation computes for that leaf from the leaf's own elements (gradient, master,
-moments) and from scalars, one element at a time. Scalars are computed outside, from
-whatever they depend on: a schedule, a count, the global norm of all gradients.
+A fused kernel processes a few rows of one leaf. It can run every computation that uses
+only the elements of this leaf (gradient, master, moments), one at a time, and scalars.
+Scalars, such as a schedule, a count or the global norm of all gradients, are computed
+outside, from any values.
 
-:func:`program_of` follows the results of a leaf back to their inputs. It returns a
-:class:`Program`, which is static and hashable, so that leaves with the same program
-share one traced kernel. If there is none, it raises :class:`NotElementwise` with the
-reason.
+:func:`program_of` follows the results of a leaf back to their inputs and returns a
+:class:`Program`. Programs are static and hashable, so leaves with the same program
+share one traced kernel. If there is no such program, it raises :class:`NotElementwise`
+with the reason.
 
-In a kernel, a division by a scalar is a product with its inverse, which is computed
-once per leaf, and a product and a sum are one operation that rounds once.
+In a kernel, a division by a scalar is a multiplication by its inverse, which is
+computed once per leaf, and a product and a sum are one operation that rounds once.
 """
 
 import collections
@@ -48,26 +48,27 @@ ELEMENTWISE = frozenset(
         p.tan_p, p.tanh_p, p.xor_p,
     }
 )  # fmt: skip
-"""The primitives that kernels for GPUs compute, by both launchers.
+"""Primitives that GPU kernels compute, with both launchers.
 
-Those for TPUs compute the ones that :mod:`pallas_kernels.fused_update.tpu.rules` has as
-well. Float remainders are missing: Mosaic GPU's compiler has none.
+TPU kernels compute the primitives that are also in
+:mod:`pallas_kernels.fused_update.tpu.rules`. Float remainders are missing, because
+Mosaic GPU's compiler does not support them.
 """
 
 _ONE_TO_ONE = frozenset({p.copy_p, p.stop_gradient_p})
 
 
 def is_elementwise(primitive) -> bool:
-    """Whether an element of a result depends on the elements in its place only."""
+    """Return whether elements of a result depend only on elements in the same place."""
     return primitive in ELEMENTWISE or primitive in _ONE_TO_ONE
 
 
 class NotElementwise(Exception):
-    """Why a leaf's update cannot run in a kernel."""
+    """Raised with the reason why the update of a leaf cannot run in a kernel."""
 
 
 class Scalars:
-    """The table of scalars that programs read, in the order of their first use."""
+    """Table of the scalars that programs read, in the order of their first use."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -75,26 +76,24 @@ class Scalars:
 
     @property
     def nodes(self) -> list[Node]:
-        """The scalars, in the order of their places in the table."""
         return list(self._numbers)
 
     def ref(self, node: Node) -> Ref:
-        """The scalar's place in the table, or itself if it is a constant."""
+        """Return the place of a scalar in the table, or a constant scalar."""
         dtype = np.dtype(node.aval.dtype)
         if is_constant_number(node):
             return Ref("constant", 0, dtype, np.asarray(node.constant, dtype).tobytes())
         if dtype.itemsize > 4:
-            raise NotElementwise(
-                f"a scalar in it is {dtype}; kernels take up to 32 bits"
-            )
+            raise NotElementwise(f"scalars must have at most 32 bits, got {dtype}")
         number = self._numbers.setdefault(node, len(self._numbers))
         return Ref("scalar", number, dtype)
 
 
 def inputs_of(outputs: Sequence[Node], shape: tuple[int, ...]) -> set[Node]:
-    """The inputs of a leaf's shape that results are made of, elementwise or not.
+    """Return the inputs with the shape of the leaf from which results are computed.
 
-    Scalars are not followed: they are computed outside.
+    The computation need not be elementwise. Scalars are not followed, because they are
+    computed outside.
     """
     return {
         node
@@ -110,19 +109,19 @@ def program_of(
     *,
     is_exact: bool = False,
 ) -> Program:
-    """The program that computes a leaf's results from its own rows.
+    """Return the program that computes the results of a leaf from its own rows.
 
     Args:
-      outputs: results of the leaf's shape.
-      inputs: the leaf's gradient, master and moments, and what is computed outside.
-        The first has the leaf's shape; others may have one element along some axes,
-        and their rows repeat it.
-      scalars: the table to enter scalars in.
-      is_exact: whether every operation stays as it is, so that the results are those of
-        the graph bit for bit.
+      outputs: results with the shape of the leaf.
+      inputs: the leaf's gradient, master and moments, and arrays that are computed
+        outside. The first has the shape of the leaf. Others may have one element along
+        some axes, which their rows repeat.
+      scalars: table to which scalars are added.
+      is_exact: whether to keep every operation, so that the results are the same as the
+        results of the graph, bit for bit.
 
     Raises:
-      NotElementwise: if they need more than these rows and scalars.
+      NotElementwise: if the results need more than these rows and scalars.
     """
     between = _between(outputs, inputs)
     uses = collections.Counter([*outputs, *(x for c in between for x in c.inputs)])
@@ -133,8 +132,8 @@ def program_of(
     results = tuple(map(builder.ref, outputs))
     program = Program(len(inputs), tuple(builder.operations), results)
     program = program.without_dead_operations()
-    # Scalars that only dead operations read take no place in the table: a TPU gives
-    # each 16 KiB.
+    # Leave scalars that only dead operations read out of the table, because a TPU uses
+    # 16 KiB for each scalar.
     nodes = candidates.nodes
     return program.reading({x: scalars.ref(nodes[x.number]) for x in program.scalars})
 
@@ -143,11 +142,8 @@ def program_of(
 class _ProgramBuilder:
     """The operations of a program, appended node by node.
 
-    Args:
-      inputs: the nodes that are the given rows.
-      uses: by node, how often the program reads it.
-      scalars: the table to enter scalars in.
-      is_exact: as for :func:`program_of`.
+    ``uses`` is the number of times that the program reads each node. The other
+    arguments are as in :func:`program_of`.
     """
 
     inputs: Sequence[Node]
@@ -160,7 +156,7 @@ class _ProgramBuilder:
         self._rows = {node: Ref("row", i) for i, node in enumerate(self.inputs)}
 
     def ref(self, node: Node) -> Ref:
-        """Where the program finds a value: a row, or a scalar of the table."""
+        """Return the row of a value, or its place in the table of scalars."""
         return self.scalars.ref(node) if node.is_scalar else self._rows[node]
 
     def add(self, call: Call) -> None:
@@ -175,7 +171,7 @@ class _ProgramBuilder:
         )
 
     def _cheaper(self, call: Call) -> Ref | None:
-        """The row of a call by other operations than its own; None for most."""
+        """Append cheaper operations for a call and return their row; usually None."""
         primitive, operands = call.primitive, call.inputs
         dtype = call.outputs[0].aval.dtype
         is_float = jnp.issubdtype(dtype, jnp.floating)
@@ -207,7 +203,7 @@ class _ProgramBuilder:
         return Ref("row", len(self.inputs) + len(self.operations) - 1)
 
     def _factors(self, node: Node) -> tuple[Ref, ...] | None:
-        """The factors of a float32 product that only one sum uses, to be fused."""
+        """Return the factors of a float32 product, if only one sum uses it."""
         if node.is_scalar or self.uses[node] > 1 or node.call is None:
             return None
         number = self.ref(node).number - len(self.inputs)
@@ -218,7 +214,7 @@ class _ProgramBuilder:
 
 
 def without_zero(call: Call) -> Node | None:
-    """What a call adds 0 to, which changes nothing but a negative zero; or None."""
+    """Return the term to which a call adds 0; None for other calls."""
     if call.primitive in SUMS:
         for term, other in (call.inputs, call.inputs[::-1]):
             if is_zero(other):
@@ -227,7 +223,7 @@ def without_zero(call: Call) -> Node | None:
 
 
 def _between(outputs: Sequence[Node], inputs: Sequence[Node]) -> list[Call]:
-    """The calls between a leaf's inputs and its results, in order."""
+    """Return the calls between the inputs of a leaf and its results, in order."""
     calls = []
     for node in made_of(outputs, inputs, with_scalars=False):
         if node.call is None:

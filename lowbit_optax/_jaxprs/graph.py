@@ -1,10 +1,10 @@
-"""The graph of a traced function: its values as nodes, and the calls that compute them.
+"""Graphs of traced functions: values are nodes, and calls compute them.
 
-The variables of a jaxpr are known inside of it only. A :class:`Node` is a value of the
-whole program: a function that is called can be inlined, and its values are then nodes
-like all others. What becomes of an equation is the choice of the reader, a function
-that :func:`inline` takes. :class:`Graph` makes one graph of a whole function;
-:func:`evaluate` computes any of its values, and only what they need.
+The variables of a jaxpr are only known inside of it. A :class:`Node` is a value of the
+whole program. If a called function is inlined, its values are nodes like all others. A
+function that is passed to :func:`inline` decides how to read each equation.
+:class:`Graph` is the graph of a whole function. :func:`evaluate` computes some of its
+values, and only the values that they need.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _CALLS = frozenset(
     }
 )  # fmt: skip
 SUMS = frozenset({p.add_p, p.add_jaxvals_p})
-"""What adds two arrays: JAX has a primitive of its own for sums of derivatives."""
+"""Primitives that add two arrays. JAX has a separate one for sums of derivatives."""
 
 EXPENSIVE = frozenset(
     {
@@ -38,9 +38,9 @@ EXPENSIVE = frozenset(
         p.sort_p, p.svd_p, p.while_p,
     }
 )  # fmt: skip
-"""What XLA does not fuse with other operations.
+"""Primitives that XLA does not fuse with other operations.
 
-A conditional without these becomes a selection: computing every branch is cheap.
+A conditional without them becomes a selection, because computing all branches is cheap.
 """
 
 _ZERO_OF_ZERO = (p.broadcast_in_dim_p, p.square_p)
@@ -48,14 +48,14 @@ _ZERO_OF_ZERO = (p.broadcast_in_dim_p, p.square_p)
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Call:
-    """One application of a primitive. Two calls are equal only if they are the same.
+    """One application of a primitive. Calls are compared by identity.
 
     Args:
-      primitive, params: as in a jaxpr's equation.
-      inputs, outputs: its operands and results.
-      number: counts calls in a valid order.
-      context: the equation's, if it has one: the mesh that was in force, and what else
-        holds for it only (``jax.sharding.auto_axes`` changes it within a program).
+      primitive, params: as in the equation of a jaxpr.
+      inputs, outputs: operands and results.
+      number: numbers the calls in a valid order.
+      context: context of the equation, if any, such as the mesh that was active
+        (``jax.sharding.auto_axes`` changes it within a program).
     """
 
     primitive: core.Primitive
@@ -68,12 +68,12 @@ class Call:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Node:
-    """One value. Two nodes are equal only if they are the same.
+    """One value. Nodes are compared by identity.
 
     Args:
-      aval: its shape and dtype.
-      call: what computes it; None for an input or a constant.
-      constant: a constant's value, a number or an array.
+      aval: shape and dtype.
+      call: the call that computes the value; None for an input or a constant.
+      constant: value of a constant, a number or an array.
     """
 
     aval: typing.Any
@@ -82,17 +82,17 @@ class Node:
 
     @property
     def is_scalar(self) -> bool:
-        """Whether its rank is 0."""
+        """Whether the rank is 0."""
         return self.aval.shape == ()
 
 
 def constant(value) -> Node:
-    """A number or an array, as a node that nothing computes."""
+    """Return a number or an array as a node without a call."""
     return Node(jax.typeof(value), constant=value)
 
 
 def with_outputs(call: Call, avals: Iterable) -> list[Node]:
-    """Give a call results of these shapes and dtypes, and return them."""
+    """Create results of a call with these shapes and dtypes, and return them."""
     call.outputs = tuple(Node(aval, call) for aval in avals)
     return list(call.outputs)
 
@@ -102,13 +102,13 @@ def inline(
     inputs: Sequence[Node],
     read_equation: Callable[[typing.Any, list[Node]], Sequence[Node]],
 ) -> list[Node]:
-    """The results of a jaxpr, as nodes.
+    """Return the results of a jaxpr as nodes.
 
     Args:
       closed: the jaxpr.
-      inputs: nodes that take the place of its inputs.
-      read_equation: makes the results of an equation from its operands. To inline what
-        the equation calls, it calls this function again.
+      inputs: nodes for its inputs.
+      read_equation: makes the results of an equation from its operands. To inline a
+        function that the equation calls, it calls ``inline`` again.
     """
     jaxpr = closed.jaxpr
     known = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -129,10 +129,10 @@ def inline(
 def made_of(
     wanted: Iterable[Node], known: Container[Node] = (), *, with_scalars: bool = True
 ) -> list[Node]:
-    """Nodes and all that they are computed from, each once.
+    """Return nodes and all nodes from which they are computed, each once.
 
-    What is known is left out, and scalars if they are not wanted, with all that they
-    are computed from.
+    ``known`` nodes are left out, and so are scalars if ``with_scalars`` is False, each
+    with the nodes from which they are computed.
     """
     found: dict[Node, None] = {}
     waiting = list(wanted)
@@ -147,18 +147,18 @@ def made_of(
 
 
 def calls_between(wanted: Iterable[Node], known: Iterable[Node]) -> list[Call]:
-    """The calls that compute wanted values from those that are known, in order."""
+    """Return the calls that compute wanted values from known ones, in order."""
     nodes = made_of(wanted, frozenset(known))
     calls = {x.call for x in nodes if x.call is not None}
     return sorted(calls, key=lambda call: call.number)
 
 
 def value_of(node: Node, known: Mapping[Node, typing.Any]):
-    """A node's value: a known one, or the node's constant."""
+    """Return the known value of a node, or its constant."""
     if node in known:
         return known[node]
     if node.constant is None:
-        raise KeyError("an input of the graph has no value")
+        raise KeyError("known must have a value for each input of the graph")
     return node.constant
 
 
@@ -168,12 +168,12 @@ def run(
     instead: Mapping[Call, Callable[[list], Sequence]] | None = None,
     changed: Callable[[Node, typing.Any], typing.Any] = lambda _, value: value,
 ) -> None:
-    """Compute calls in order from the values known so far, and add their outputs.
+    """Run calls in order, and add their outputs to the known values.
 
     Args:
-      calls, known: in a valid order; values by node.
-      instead: for some calls, what computes their outputs from their operands.
-      changed: gives the value that later calls read, from a node and its value.
+      calls, known: calls in a valid order, and values by node.
+      instead: for some calls, functions that compute the outputs from the operands.
+      changed: maps a node and its value to the value that later calls read.
     """
     instead = instead or {}
     for call in calls:
@@ -185,7 +185,7 @@ def run(
 
 
 def bind(call: Call, operands: Sequence) -> Sequence:
-    """The results of a call for these operands."""
+    """Return the results of a call for these operands."""
     primitive, params = call.params.get(AS_BOUND, (call.primitive, call.params))
     params = primitive.get_bind_params(params)
     context = call.context.manager if call.context else contextlib.nullcontext()
@@ -197,9 +197,10 @@ def bind(call: Call, operands: Sequence) -> Sequence:
 
 
 def varying_alike(operands: Sequence) -> Sequence:
-    """Operands that vary over the same axes of a ``jax.shard_map``, as primitives ask.
+    """Return operands that vary over the same axes of a ``jax.shard_map``.
 
-    :class:`Graph` leaves out what JAX inserts to make scalars vary.
+    Primitives require this. :class:`Graph` leaves out the operations with which JAX
+    makes scalars vary.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return operands
@@ -215,7 +216,7 @@ def varying_alike(operands: Sequence) -> Sequence:
 def primitive_of(
     function: Callable, *dtypes: np.dtype
 ) -> tuple[core.Primitive, dict[str, typing.Any], np.dtype]:
-    """The only primitive of a function of scalars, its parameters, its result's dtype.
+    """Return the only primitive of a function of scalars, with parameters and dtype.
 
     The parameters differ between versions of JAX.
     """
@@ -226,19 +227,19 @@ def primitive_of(
 
 
 def as_closed_jaxpr(jaxpr) -> ClosedJaxpr:
-    """A jaxpr among an equation's parameters, with its constants if it has any."""
+    """Return a jaxpr from the parameters of an equation as a closed jaxpr."""
     is_closed = isinstance(jaxpr, ClosedJaxpr)
     return jaxpr if is_closed else ClosedJaxpr(jaxpr, ())
 
 
 def called_jaxpr(params: Mapping[str, typing.Any]) -> ClosedJaxpr:
-    """The function that an equation with these parameters calls once."""
+    """Return the function that an equation with these parameters calls once."""
     key = "jaxpr" if "jaxpr" in params else "call_jaxpr"
     return as_closed_jaxpr(params[key])
 
 
 def holds(params: Mapping[str, typing.Any], wanted: Callable[..., bool]) -> bool:
-    """Whether a function among an equation's parameters has a wanted equation."""
+    """Return whether a function in the parameters has an equation that is wanted."""
     return any(
         wanted(inner) or holds(inner.params, wanted)
         for jaxpr in core.jaxprs_in_params(dict(params))
@@ -247,16 +248,16 @@ def holds(params: Mapping[str, typing.Any], wanted: Callable[..., bool]) -> bool
 
 
 def is_by_platform(primitive: core.Primitive, params: Mapping) -> bool:
-    """Whether it is a conditional of ``lax.platform_dependent``.
+    """Return whether a call is a conditional of ``lax.platform_dependent``.
 
-    Some of its branches may compile on one platform only. So they can be neither all
-    computed nor moved into another conditional.
+    Some of its branches may compile on only one platform. Therefore, they can neither
+    all be computed nor be moved into another conditional.
     """
     return primitive is p.cond_p and bool(params.get("branches_platforms"))
 
 
 def scalar_of(node: Node) -> Node | None:
-    """The scalar that a node is, or is made of by repeating it."""
+    """Return the scalar that a node is or repeats, or None."""
     while not node.is_scalar:
         if node.call is None or node.call.primitive is not p.broadcast_in_dim_p:
             return None
@@ -265,12 +266,12 @@ def scalar_of(node: Node) -> Node | None:
 
 
 def is_constant_number(node: Node) -> bool:
-    """Whether it is a constant whose value is known while tracing."""
+    """Return whether a node is a constant whose value is known during tracing."""
     return node.constant is not None and not isinstance(node.constant, jax.Array)
 
 
 def is_zero(node: Node) -> bool:
-    """Whether it is 0 everywhere, whatever the inputs."""
+    """Return whether a node is 0 everywhere, for all inputs."""
     while node.call is not None:
         if node.call.primitive not in _ZERO_OF_ZERO:
             return False
@@ -279,16 +280,16 @@ def is_zero(node: Node) -> bool:
 
 
 class Graph:
-    """A traced function's values.
+    """The values of a traced function.
 
     Args:
-      closed: the jaxpr of a function of ``len(inputs)`` arrays.
-      opaque: names of functions under ``jit`` that are not inlined: calls of them are
-        operations like any other.
-      selects: whether every conditional becomes a selection, and not only a cheap one.
+      closed: jaxpr of a function of ``len(inputs)`` arrays.
+      opaque: names of functions under ``jit`` that are not inlined. Their calls are
+        like other operations.
+      selects: whether every conditional becomes a selection, and not only cheap ones.
 
     Attributes:
-      inputs, outputs: lists of :class:`Node`, flat.
+      inputs, outputs: flat lists of :class:`Node`.
     """
 
     def __init__(
@@ -302,10 +303,7 @@ class Graph:
         self.outputs = self._inlined(closed, self.inputs)
 
     def apply(self, function: Callable, *operands: Node) -> Node:
-        """``function(*operands)``, which is one primitive that works elementwise.
-
-        Scalars may stand beside arrays.
-        """
+        """Apply a function that is one elementwise primitive to arrays and scalars."""
         dtypes = (x.aval.dtype for x in operands)
         primitive, params, dtype = primitive_of(function, *dtypes)
         like = next((x for x in operands if not x.is_scalar), operands[0])
@@ -313,7 +311,7 @@ class Graph:
         return self.call(primitive, params, operands, [aval])[0]
 
     def selected(self, which: Node, cases: Sequence[Node]) -> Node:
-        """The case that a truth value selects, or a number, as conditionals take it."""
+        """Return the case that a bool or an integer selects, as in conditionals."""
         if len(cases) == 2 and which.aval.dtype != jnp.bool_:
             which = self.apply(lax.gt, which, constant(which.aval.dtype.type(0)))
         operands, aval = [which, *cases], cases[0].aval
@@ -324,12 +322,12 @@ class Graph:
     ) -> list[Node]:
         """Append an application of a primitive, and return its results.
 
-        optax computes the learning rate of a step once for every leaf. So scalars that
-        are computed from the same scalars in the same way are one node.
+        optax computes the learning rate of a step again for every leaf. Therefore,
+        scalars that are computed in the same way from the same scalars become one node.
 
         Args:
-          primitive, params, inputs, context: as of :class:`Call`.
-          avals: the shapes and dtypes of the results.
+          primitive, params, inputs, context: as in :class:`Call`.
+          avals: shapes and dtypes of the results.
         """
         is_scalar = all(aval.shape == () for aval in avals)
         key = _computation_key(primitive, params, inputs) if is_scalar else None
@@ -343,18 +341,16 @@ class Graph:
         return results
 
     def _inlined(self, closed: ClosedJaxpr, operands: Sequence[Node]) -> list[Node]:
-        """The results of a jaxpr, whose equations become calls of this graph."""
         return inline(closed, operands, self._read_equation)
 
     def _read_equation(self, eqn, operands: list[Node]) -> list[Node]:
-        """The results of an equation."""
         primitive, params = eqn.primitive, eqn.params
         if primitive in _CALLS and params.get("name") not in self._opaque:
             return self._inlined(called_jaxpr(params), operands)
         if primitive is p.copy_p:
             return operands
         if primitive.name == "pvary" and operands[0].is_scalar:
-            # A scalar is the same for all leaves, whether these vary or not.
+            # Scalars are the same for all leaves, even if some leaves vary.
             return operands
         if primitive is p.cond_p and self._is_selection(params):
             which, *arguments = operands
@@ -364,7 +360,7 @@ class Graph:
         return self.call(primitive, params, operands, avals, eqn.ctx)
 
     def _is_selection(self, params: Mapping) -> bool:
-        """Whether a conditional becomes a selection, for which all branches run."""
+        """Return whether a conditional becomes a selection, which runs all branches."""
         if is_by_platform(p.cond_p, params):
             return False
         expensive = lambda x: x.primitive in EXPENSIVE
@@ -372,13 +368,13 @@ class Graph:
 
 
 def evaluate(nodes: Sequence[Node], known: dict[Node, typing.Any]) -> list:
-    """Values of nodes. Only what they need is computed, and added to ``known``."""
+    """Return values of nodes. Adds them, and values that they need, to ``known``."""
     run(calls_between(nodes, known), known)
     return [value_of(node, known) for node in nodes]
 
 
 def _computation_key(primitive, params, inputs: Sequence[Node]):
-    """Equal for equal computations of scalars; None if they cannot be compared."""
+    """Return equal keys for equal computations of scalars; None if not comparable."""
 
     def operand_key(node: Node):
         if not is_constant_number(node):

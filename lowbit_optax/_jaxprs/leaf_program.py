@@ -1,6 +1,6 @@
-"""Programs of elementwise operations on the rows of a leaf: static and hashable.
+"""Static, hashable programs of elementwise operations on the rows of a leaf.
 
-:mod:`lowbit_optax._jaxprs.elementwise` makes them; kernels run them.
+:mod:`lowbit_optax._jaxprs.elementwise` makes them, and kernels run them.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ from lowbit_optax._jaxprs.graph import varying_alike
 
 @dataclasses.dataclass(frozen=True)
 class Ref:
-    """A value of a program: a row, a scalar of the table, or a constant.
+    """Reference to a value of a program: a row, a scalar of the table, or a constant.
 
     Args:
       kind: ``"row"``, ``"scalar"`` or ``"constant"``.
-      number: of the row or scalar.
-      dtype: of a scalar or constant.
-      value: a constant's bytes.
+      number: number of the row or scalar.
+      dtype: dtype of the scalar or constant.
+      value: bytes of the constant.
     """
 
     kind: typing.Literal["row", "scalar", "constant"]
@@ -34,12 +34,9 @@ class Ref:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One elementwise operation, which makes one row.
+    """One elementwise operation, whose result is a row.
 
-    Args:
-      primitive: the primitive, or :data:`MULTIPLY_ADD`.
-      params: the parameters of the primitive.
-      inputs: the operands.
+    ``primitive`` may be :data:`MULTIPLY_ADD`.
     """
 
     primitive: typing.Any
@@ -48,17 +45,17 @@ class Operation:
 
 
 MULTIPLY_ADD = "multiply_add"
-"""``a * b + c``, which a GPU computes in one instruction that rounds once."""
+"""``a * b + c``, which is one instruction on a GPU and rounds once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a leaf's update computes from its rows, one more row per operation.
+    """The computation of the update of a leaf. Each operation adds one row.
 
     Args:
-      inputs: how many rows are given.
-      operations: in order.
-      outputs: the results.
+      inputs: number of rows that are given.
+      operations: list of operations in order.
+      outputs: results.
     """
 
     inputs: int
@@ -71,9 +68,9 @@ class Program:
         scalars: Sequence[jax.Array],
         multiply_add: Callable,
     ) -> list[jax.Array]:
-        """The outputs, for inputs of any one shape.
+        """Return the outputs, for inputs with any common shape.
 
-        The scalars of the table come from :func:`encode_scalars` or
+        The table of scalars is a result of :func:`encode_scalars` or
         :func:`plain_scalars`.
         """
         rows = list(rows)
@@ -96,18 +93,18 @@ class Program:
         return [value(ref) for ref in self.outputs]
 
     def only(self, numbers: Iterable[int]) -> "Program":
-        """The program of some of the outputs."""
+        """Return the program for some of the outputs."""
         outputs = tuple(self.outputs[i] for i in numbers)
         return dataclasses.replace(self, outputs=outputs).without_dead_operations()
 
     @property
     def scalars(self) -> list[Ref]:
-        """The scalars of the table that the program reads."""
+        """Scalars of the table that the program reads."""
         refs = [*(ref for x in self.operations for ref in x.inputs), *self.outputs]
         return list(dict.fromkeys(ref for ref in refs if ref.kind == "scalar"))
 
     def reading(self, instead: Mapping[Ref, Ref]) -> "Program":
-        """The program that reads other values in place of some of its own."""
+        """Return the program that reads other values instead of some of its own."""
 
         def renamed(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
             return tuple(instead.get(ref, ref) for ref in refs)
@@ -118,7 +115,7 @@ class Program:
         return Program(self.inputs, operations, renamed(self.outputs))
 
     def without_dead_operations(self) -> "Program":
-        """The program without operations that nothing reads, its rows renumbered."""
+        """Return the program without unused operations, with new row numbers."""
         rows = [Ref("row", self.inputs + i) for i in range(len(self.operations))]
         read = set(self.outputs)
         for row, operation in zip(rows[::-1], self.operations[::-1], strict=True):
@@ -131,19 +128,19 @@ class Program:
 
 
 def encode_scalars(values: Sequence[jax.Array]) -> jax.Array:
-    """Scalars of up to 32 bits as one uint32 vector."""
+    """Return scalars of up to 32 bits as one uint32 vector."""
     return jnp.stack([_to_word(jnp.asarray(x)) for x in values])
 
 
 def plain_scalars(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Scalars as they are, which have derivatives, as words do not; bools as words."""
+    """Return scalars unchanged, so that they have derivatives, and bools as words."""
     return [_to_word(x) if x.dtype == bool else x for x in map(jnp.asarray, values)]
 
 
 def decode_scalar(word: jax.Array, dtype: np.dtype) -> jax.Array:
-    """A scalar back from its word, the inverse of :func:`encode_scalars`.
+    """Return a scalar from its word; inverts :func:`encode_scalars`.
 
-    What :func:`plain_scalars` left as it is stays so.
+    Scalars that :func:`plain_scalars` did not change are returned unchanged.
     """
     if word.dtype == dtype:
         return word
@@ -154,7 +151,7 @@ def decode_scalar(word: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def scalar_value(ref: Ref, scalars: Sequence[jax.Array]) -> jax.Array:
-    """A constant, or a scalar of the table that :meth:`Program.run` takes."""
+    """Return a constant, or a scalar of the table that :meth:`Program.run` reads."""
     dtype = np.dtype(ref.dtype)
     if ref.kind == "constant":
         return jnp.asarray(np.frombuffer(ref.value, dtype)[0])

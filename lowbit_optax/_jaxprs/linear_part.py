@@ -1,10 +1,10 @@
-"""How much a result of a leaf's shape moves with one of its inputs, as a node.
+"""The derivative of a result of a leaf with respect to one of its inputs, as a node.
 
     u = s * m + d * w   -->   du/dm = s,   du/dw = d
 
-Each element of the result must be a linear function of the input's element in its
-place; the factors may be scalars or arrays, and are nodes of the graph. Scalars count
-as constants, even if they are made of the input, as a norm is.
+Each element of the result must be a linear function of the same element of the input.
+The factors may be scalars or arrays, and are nodes of the graph. Scalars count as
+constants, even if they depend on the input, such as a norm.
 """
 
 import functools
@@ -22,38 +22,34 @@ ZERO, ONE = constant(np.float32(0)), constant(np.float32(1))
 
 
 class NotLinear(Exception):
-    """Why a result is not a linear function of an input, element by element."""
+    """Raised with the reason why a result is not linear in each element of an input."""
 
 
 def linear_factor(
     result: Node, of: Node, graph: Graph, *, strict: bool = True
 ) -> Node | None:
-    """The derivative of a result with respect to an input, element by element.
+    """Return the elementwise derivative of a result with respect to an input.
 
     Args:
       result: a node of rank 1 or more.
       of: the input, a node of the same shape.
       graph: their graph, to which the factor is added.
-      strict: whether terms that are not linear are an error; else they count as 0.
+      strict: whether terms that are not linear raise :class:`NotLinear`. Otherwise,
+        they count as 0.
 
     Returns:
-      A node of rank 0 or of the result's shape; None for 0.
-
-    Raises:
-      NotLinear: with the reason.
+      A node of rank 0 or with the shape of the result; None for 0.
     """
     return _Derivative(of, graph, strict).of_node(result)
 
 
 class _Derivative:
-    """The derivatives of nodes with respect to one of them."""
-
     def __init__(self, of: Node, graph: Graph, strict: bool):
         self._graph, self._strict = graph, strict
         self._known: dict[Node, Node | None] = {of: ONE}
 
     def of_node(self, node: Node) -> Node | None:
-        """The derivative of a node; None for 0."""
+        """Return the derivative of a node; None for 0."""
         if node.is_scalar or node.call is None:
             return self._known.get(node)
         if node not in self._known:
@@ -72,7 +68,7 @@ class _Derivative:
     def _linear(
         self, node: Node, call: Call, factors: Sequence[Node | None]
     ) -> Node | None:
-        """The derivative of a call's result; None if it is not linear."""
+        """Return the derivative of a call's result; None if it is not linear."""
         primitive, operands = call.primitive, call.inputs
         shapes = {x.aval.shape for x in operands if not x.is_scalar}
         if shapes != {node.aval.shape} or node.aval.dtype != np.float32:
@@ -108,7 +104,7 @@ class _Derivative:
     ) -> Node:
         cases = [ZERO if x is None else x for x in factors]
         if not (which.is_scalar and all(x.is_scalar for x in cases)):
-            # Unlike other primitives, a selection takes no scalars beside arrays.
+            # Unlike other primitives, a selection does not mix scalars and arrays.
             cases = [self._repeated(x, node) for x in cases]
         return self._graph.selected(which, cases)
 

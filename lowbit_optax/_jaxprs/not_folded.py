@@ -1,4 +1,4 @@
-"""``not_folded``: constants that XLA does not compute with while it compiles."""
+"""``not_folded`` stops XLA from computing with constants during compilation."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,10 @@ from jax.core import Tracer
 
 
 def not_folded(x):
-    """A traced float array that XLA takes for unknown, at no cost in memory.
+    """Return a traced float array that XLA cannot evaluate, at no cost in memory.
 
-    It would compute the codes of zeros while it compiles, an element at a time: nine
-    seconds for a matrix of 1024 x 1024, and a warning.
+    Otherwise, XLA would compute the codes of zeros during compilation, one element at a
+    time, which takes nine seconds for a matrix of 1024 x 1024 and prints a warning.
     """
     if not (isinstance(x, Tracer) and jnp.issubdtype(x.dtype, jnp.floating)):
         return x

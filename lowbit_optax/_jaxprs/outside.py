@@ -1,10 +1,9 @@
 """Arrays that XLA computes before a kernel runs, and that the kernel reads.
 
 The update of a leaf may be elementwise except for a few arrays. Muon's update needs a
-product of matrices, which has the leaf's shape. A factored second moment needs sums
-along rows and along columns, which have one element along some of the leaf's axes. A
-kernel reads such an array like the leaf's own arrays, and repeats in registers what has
-one element along an axis.
+matrix product with the shape of the leaf. A factored second moment needs sums along
+rows and columns, which have one element along some axes of the leaf. A kernel reads
+such arrays like the leaf's own arrays, and repeats single elements in registers.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,22 +15,22 @@ from lowbit_optax._jaxprs.elementwise import is_elementwise
 from lowbit_optax._jaxprs.graph import EXPENSIVE, Call, Node
 
 _WRITTEN = EXPENSIVE | {p.reshape_p, p.squeeze_p, p.transpose_p}
-"""The primitives whose results of a leaf's shape kernels read from outside.
+"""Primitives whose results kernels read from outside, if they have the leaf's shape.
 
-XLA writes these to memory anyway. What it would fuse with the update instead, such as
-random numbers, takes longer to read than XLA takes for the whole update.
+XLA writes these results to memory anyway. XLA would fuse other results, such as random
+numbers, with the update, and reading them takes longer than XLA's whole update.
 """
 
 
 def arrays_from_outside(outputs: Sequence[Node], own: Collection[Node]) -> list[Node]:
-    """The arrays from which elementwise operations compute a leaf's results.
+    """Return the arrays from which elementwise operations compute a leaf's results.
 
     Args:
-      outputs: results of the leaf's shape.
+      outputs: results with the shape of the leaf.
       own: the leaf's own arrays, which are left out.
 
     Returns:
-      Arrays that a kernel can read. If the results need others too, no program of
+      Arrays that a kernel can read. If the results need other arrays too, no program of
       elementwise operations can compute them.
     """
     shape = outputs[0].aval.shape
@@ -49,18 +48,18 @@ def arrays_from_outside(outputs: Sequence[Node], own: Collection[Node]) -> list[
 
 
 def _is_inside(call: Call, shape: tuple[int, ...]) -> bool:
-    """Whether a kernel can compute a call from its operands."""
+    """Return whether a kernel can compute a call from its operands."""
     is_repeat = call.primitive is p.broadcast_in_dim_p
     is_known = is_repeat or is_elementwise(call.primitive)
     return is_known and call.outputs[0].aval.shape == shape
 
 
 def _is_readable(node: Node, shape: tuple[int, ...]) -> bool:
-    """Whether a kernel can read a node, and it is worth that."""
+    """Return whether a kernel can read a node, and whether that is worthwhile."""
     dtype = node.aval.dtype
     if not jnp.issubdtype(dtype, jnp.number) or dtype.itemsize > 4:
         return False
     if node.aval.shape == shape:
         return node.call is None or node.call.primitive in _WRITTEN
-    # With as many axes as the leaf, each axis has one element or the leaf's size.
+    # If the ranks are equal, each axis has one element or the size of the leaf.
     return len(node.aval.shape) == len(shape)

@@ -1,10 +1,10 @@
-"""A traced loss as a list of calls, in which scans are found.
+"""A traced loss as a list of calls, in which scans are visible.
 
-The loss is traced once, to a jaxpr. Functions under ``jit`` that hold a scan (or all of
-them) are inlined, so that every scan is a call of one list, and a parameter is followed
-through them. The loss is then evaluated from this list: some calls in another way
-(:mod:`lowbit_optax.release.evaluation`, :mod:`lowbit_optax.precision.rounded`), all
-others as they were traced.
+The loss is traced once, to a jaxpr. Functions under ``jit`` that contain a scan (or all
+functions) are inlined, so that every scan is a call in one list, and a parameter can be
+followed through them. To evaluate the loss, :mod:`lowbit_optax.release.evaluation`
+and :mod:`lowbit_optax.precision.rounded` replace some calls, and run all other calls
+unchanged.
 """
 
 import collections
@@ -29,12 +29,12 @@ from pallas_kernels.operations import ClosedJaxpr
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scan:
-    """What ``lax.scan`` was called with, in flat lists.
+    """The arguments of ``lax.scan``, in flat lists.
 
     Args:
-      body: the jaxpr of ``(constants, carry, x) -> (carry, y)``.
+      body: jaxpr of ``(constants, carry, x) -> (carry, y)``.
       length, reverse, unroll: as in ``lax.scan``.
-      constants, carry, xs: how many of each; ``ys`` likewise.
+      constants, carry, xs, ys: number of values of each kind.
     """
 
     body: ClosedJaxpr
@@ -48,7 +48,7 @@ class Scan:
 
     @staticmethod
     def of(eqn) -> "Scan":
-        """The parts of a scan's equation."""
+        """Return the parts of the equation of a scan."""
         body = as_closed_jaxpr(eqn.params["jaxpr"])
         xs = _count_stacked(eqn.invars, body.jaxpr.invars)
         ys = _count_stacked(eqn.outvars, body.jaxpr.outvars)
@@ -64,24 +64,20 @@ class Scan:
 
 
 def _count_stacked(outside: Sequence, inside: Sequence) -> int:
-    """How many values have an axis more outside of a scan's body than inside it."""
+    """Return how many values have one more axis outside the body of a scan."""
     rank = lambda atom: len(atom.aval.shape)
     return sum(rank(a) != rank(b) for a, b in zip(outside, inside, strict=True))
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
 class ScanCall(Call):
-    """A call of ``lax.scan``.
-
-    Args:
-      scan: its parts.
-    """
+    """A call of ``lax.scan``."""
 
     scan: Scan
 
     @property
     def scanned(self) -> tuple[Node, ...]:
-        """The values that it runs over."""
+        """Values over which the scan runs."""
         return self.inputs[len(self.inputs) - self.scan.xs :]
 
 
@@ -89,10 +85,10 @@ class Segment(typing.NamedTuple):
     """Consecutive calls of a program.
 
     Args:
-      calls: in order.
-      reads: the values from before that they need. The first segment reads all inputs.
-      writes: the values of theirs that what follows needs.
-      later: all values that what follows needs.
+      calls: list of calls in order.
+      reads: earlier values that the calls need. The first segment reads all inputs.
+      writes: results of the calls that later segments need.
+      later: all values that later segments need.
     """
 
     calls: Sequence[Call]
@@ -102,7 +98,7 @@ class Segment(typing.NamedTuple):
 
     @property
     def is_scan(self) -> bool:
-        """Whether it is one scan, and nothing else."""
+        """Whether the segment is one scan."""
         return len(self.calls) == 1 and isinstance(self.calls[0], ScanCall)
 
 
@@ -110,17 +106,17 @@ class LossProgram:
     """The calls of a traced function.
 
     Args:
-      closed: its jaxpr.
-      inline_all: whether all functions under ``jit`` are inlined, also those without a
-        scan.
-      parameters: how many of the inputs are parameters. Functions under ``jit`` that
-        read several of them are inlined.
+      closed: jaxpr of the function.
+      inline_all: whether all functions under ``jit`` are inlined, including functions
+        without a scan.
+      parameters: number of inputs that are parameters. Functions under ``jit`` that
+        read several parameters are inlined.
 
     Attributes:
-      inputs, outputs: lists of :class:`Node`, flat.
-      calls: in order.
-      uses: by value, how often a call or the outputs read it.
-      of_parameters: the parameters, and what is made of them alone.
+      inputs, outputs: flat lists of :class:`Node`.
+      calls: list of calls in order.
+      uses: for each value, the number of calls and outputs that read it.
+      of_parameters: the parameters, and values that depend only on them.
     """
 
     def __init__(
@@ -137,11 +133,10 @@ class LossProgram:
 
     @property
     def scans(self) -> list[ScanCall]:
-        """The calls that are scans."""
         return [call for call in self.calls if isinstance(call, ScanCall)]
 
     def users(self, value: Node) -> list[str]:
-        """Names of what reads a value, for messages."""
+        """Return the names of the calls that read a value, for messages."""
         names = [call.primitive.name for call in self.calls if value in call.inputs]
         return names + ["the result"] * (value in self.outputs)
 
@@ -151,12 +146,12 @@ class LossProgram:
         instead: Mapping[Call, Callable[[list], Sequence]],
         changed: Callable[[Node, typing.Any], typing.Any] = lambda _, value: value,
     ) -> list:
-        """The outputs.
+        """Return the outputs.
 
         Args:
-          arguments: of the inputs.
-          instead, changed: as in :func:`lowbit_optax._jaxprs.graph.run`; inputs are
-            changed too.
+          arguments: values of the inputs.
+          instead, changed: as in :func:`lowbit_optax._jaxprs.graph.run`. ``changed``
+            also applies to inputs.
         """
         known = {
             node: changed(node, value)
@@ -166,14 +161,14 @@ class LossProgram:
         return self.results(known)
 
     def results(self, known: Mapping[Node, typing.Any]) -> list:
-        """The outputs, once the values that they are have been computed."""
+        """Return the outputs after their values have been computed."""
         return [value_of(node, known) for node in self.outputs]
 
     def segments(self, groups: Sequence[Sequence[Call]] = ()) -> list[Segment]:
-        """The calls in consecutive segments.
+        """Return the calls in consecutive segments.
 
-        Args:
-          groups: the calls of each segment; by default every second one is a scan.
+        ``groups`` contains the calls of each segment. By default, every second one is a
+        scan.
         """
         found = []
         needed = set(self.outputs)
@@ -183,7 +178,7 @@ class LossProgram:
             if number == 0:
                 made = [*self.inputs, *made]
             later = frozenset(needed)
-            # Dictionaries keep an order, so that a program is the same in every run.
+            # Dictionaries keep their order, so the program is the same in every run.
             writes = [node for node in dict.fromkeys(made) if node in later]
             needed = (needed | set(read)) - set(made)
             before = [n for n in dict.fromkeys(read) if n in needed]
@@ -219,16 +214,16 @@ class LossProgram:
 
 
 def without_barriers_on(closed: ClosedJaxpr, inputs: Collection[int]) -> ClosedJaxpr:
-    """The same function, whose checkpoints read some of its inputs where they are.
+    """Return the same function with checkpoints that read some inputs directly.
 
-    What is under ``jax.checkpoint`` is computed again for its derivative. Its operands
-    go through an optimization barrier first, so that XLA does not merge this with the
-    first computation. But what goes through a barrier is written to memory first. For
-    a slice of a stack that is a copy, where the computation could read the stack.
+    Functions under ``jax.checkpoint`` run again for their derivative. Their operands
+    first pass an optimization barrier, so that XLA does not merge the two runs. XLA
+    writes the operands of a barrier to memory. For a slice of a stack, this is a copy,
+    although the function could read the stack.
 
     Args:
-      closed: the function. Only checkpoints that it calls itself are changed.
-      inputs: numbers of its inputs.
+      closed: the function. Only checkpoints that it calls directly change.
+      inputs: numbers of its inputs that need no barrier.
     """
     free = {id(closed.jaxpr.invars[n]) for n in inputs}
 
@@ -253,7 +248,7 @@ def _is_scan(eqn) -> bool:
 
 
 def _jits_a_scan(eqn) -> bool:
-    """Whether a function under ``jit`` has a scan, itself or under another ``jit``."""
+    """Return whether a function under ``jit`` contains a scan, directly or nested."""
     return any(
         _is_scan(inner) or (inner.primitive is primitives.jit_p and _jits_a_scan(inner))
         for inner in called_jaxpr(eqn.params).jaxpr.eqns

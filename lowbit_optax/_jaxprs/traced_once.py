@@ -1,4 +1,4 @@
-"""Functions of arrays that JAX traces once for all that is alike."""
+"""Functions of arrays that JAX traces once for equal static arguments and shapes."""
 
 import functools
 from collections.abc import Callable
@@ -8,14 +8,14 @@ import jax
 
 @functools.lru_cache(maxsize=4096)
 def traced_once(function: Callable, *static) -> Callable:
-    """``function(*static, ...)`` as a function of arrays that JAX traces once.
+    """Return ``function(*static, ...)`` as a function of arrays that JAX traces once.
 
-    Leaves of one shape and format then take little time to trace, and outside of jit
-    little time to compile: one program each, not one per operation.
+    This makes tracing fast for leaves with the same shape and format. Outside of jit it
+    also makes compiling fast, with one program per leaf instead of one per operation.
 
     Args:
-      function: of hashable things and then of trees of arrays; a function of a module,
-        or a method of something hashable.
-      *static: the hashable things.
+      function: a module-level function, or a method of a hashable object. Its arguments
+        are hashable objects and then trees of arrays.
+      *static: the hashable objects.
     """
     return jax.jit(functools.partial(function, *static))

@@ -1,9 +1,10 @@
-"""Words with which stochastic rounding takes the neighbour that is asked for.
+"""Random words that make stochastic rounding return a chosen neighbour.
 
-Stochastic rounding takes the upper neighbour of x with the probability f, the share of
-their distance by which x is above the lower one: if the word, as a fraction, is at
-least 1 - f. With ``1/2 + d / spacing`` in place of a random fraction it takes the
-neighbour that is nearer to x + d: the lower or the upper one if that is past either.
+Stochastic rounding returns the upper neighbour of x if the word, as a fraction, is at
+least 1 - f. Here f is the distance from the lower neighbour to x, divided by the
+spacing. With the fraction ``1/2 + d / spacing`` instead of a random one, the result is
+the neighbour that is nearer to x + d. If x + d is outside of both neighbours, the
+result is the one on that side.
 """
 
 import jax
@@ -22,16 +23,16 @@ from lowbit_optax._numerics.float_layouts import (
 def words_toward(
     x: jax.Array, ahead: jax.Array, layout: FloatLayout, mantissa_bits: int
 ) -> jax.Array:
-    """The words that round float32 to the neighbour nearer to ``x + ahead``.
+    """Return words that round float32 to the neighbour nearer to ``x + ahead``.
 
     Args:
       x: float32.
-      ahead: float32, d.
-      layout: of the dtype to which x is rounded.
-      mantissa_bits: those that rounding leaves, the layout's or fewer.
+      ahead: float32, d in the module's docstring.
+      layout: layout of the dtype to which x is rounded.
+      mantissa_bits: number of mantissa bits that rounding keeps, at most the layout's.
 
     Returns:
-      uint32 of x's shape, whose leading 23 bits are used.
+      uint32 words with the shape of x. Only their leading 23 bits are used.
 
     >>> import jax.numpy as jnp
     >>> from lowbit_optax._numerics.float_layouts import layout_of
@@ -42,14 +43,14 @@ def words_toward(
     Array([1, 1, 1.125, 1.125], dtype=float8_e4m3fn)
     """
     pattern = as_fields(x)
-    # Below this exponent the spacing is constant, or its inverse past float32's range.
+    # Below this exponent, the spacing is constant or its inverse overflows float32.
     least = max(layout.smallest_exponent, mantissa_bits + 1)
     exponent = jnp.maximum(
         pattern & jnp.uint32(INFINITY), jnp.uint32(least << MANTISSA)
     )
     inverse = float_of(jnp.uint32((2 * BIAS + mantissa_bits) << MANTISSA) - exponent)
     away = float_of(as_fields(ahead) ^ (pattern & jnp.uint32(SIGN)))
-    # A fraction is the mantissa of a number from 1 to 2.
+    # Store the fraction in the mantissa of a number from 1 to 2.
     fraction = jnp.float32(1.5) + away * inverse
     fraction = jnp.clip(fraction, jnp.float32(1), jnp.float32(2 - 2.0**-MANTISSA))
     return as_fields(fraction) << jnp.uint32(32 - MANTISSA)

@@ -1,4 +1,4 @@
-"""Which codes there are, by name; see :mod:`lowbit_optax._numerics.codes`."""
+"""Look up a code by name; see :mod:`lowbit_optax._numerics.codes`."""
 
 import functools
 
@@ -7,17 +7,17 @@ from lowbit_optax._numerics.float_code import Float
 from lowbit_optax._numerics.in_units import Dynamic, Linear, Segments, Sqrt
 from lowbit_optax._numerics.nested_code import Nested
 
-# e of each code, by the bits of a field and whether one of them is the sign. With
-# these, an 8-bit first moment resolves values about as small as the root of the second
-# moment does. With e = 3 it would not, and the updates of values far below the largest
-# of their block would be noise of many times their own size.
+# Segments.segments for each field width and signedness. With these values, an 8-bit
+# first moment resolves values almost as small as the square root of the second moment.
+# With 3 instead of 4, it would not: for values far below the largest of their block,
+# the noise in an update would be many times the update.
 _COMPANDED = {(8, True): 4, (8, False): 4, (4, True): 1, (4, False): 2}
 _LOG = {8: 5, 4: 3}
 
 
 @functools.lru_cache(maxsize=64)
 def code_of(name: str, bits: int, signed: bool, scale: Scale) -> Code:
-    """The code with a name, for signed or for non-negative values."""
+    """Return the code with this name, for signed or for non-negative values."""
     if name == "linear":
         return Linear(bits, signed, scale)
     if name == "dynamic":

@@ -1,36 +1,37 @@
-"""Codes: a float32 value as a k-bit field, relative to the scale of its block.
+"""Codes store a float32 value as a k-bit field, relative to the scale of its block.
 
-A code consists of elementwise functions on arrays of one common shape, so that whole
-arrays on the XLA path and rows in a kernel run the same operations (sums, products,
-shifts, comparisons, integer minima and maxima; only ``Sqrt`` takes a root)::
+A code is a set of elementwise functions on arrays of one common shape. XLA applies them
+to whole arrays and kernels to rows, so both run the same operations (sums, products,
+shifts, comparisons, integer minima and maxima; only ``Sqrt`` needs a square root)::
 
     keys(x) --> maximum over the block --> scale_of_keys --> scale, stored as bfloat16
-    prepare(scale) --> once per block, what the next two take
+    prepare(scale) --> prepared, once per block
     encode_fields(x, prepared, words) --> fields
     decode_fields(fields, prepared) --> x'
 
-:mod:`lowbit_optax._numerics.in_units` is about the codes that count in units, and
-:mod:`lowbit_optax._numerics.nested_code` about the one whose steps depend on the block.
+:mod:`lowbit_optax._numerics.in_units` contains the codes whose values are multiples of
+a unit. :mod:`lowbit_optax._numerics.nested_code` contains a code whose step size
+depends on the block.
 
-**Rounding.** Let ``a <= x <= b`` be the neighbours of x among the code's values. The
-result is b with probability ``(x - a) / (b - a)``, rounded to a multiple of 2^-12 or
-less. So the mean is x to within 2^-12 of the step. With ``words`` None, the result is
-the nearer neighbour.
+**Rounding.** Let ``a <= x <= b`` be the neighbours of x among the values of the code.
+The result is b with probability ``(x - a) / (b - a)``, rounded to a multiple of 2^-12
+or of a smaller power of two. Therefore, the mean is x to within 2^-12 of a step. If
+``words`` is None, the result is the nearer neighbour.
 
-**Zero** has a field of its own, which decodes to exactly 0 and is never rounded at
-random. (In ``"float"`` it becomes the smallest positive value, unless the whole block
-is 0.) The unsigned codes are for second moments, whose root divides an update. A second
-moment that became 0 would let the update grow without bound, so a positive number never
-rounds to zero in these codes: it becomes the smallest positive value instead.
+**Zero** has its own field, which decodes to exactly 0, and is never rounded randomly.
+(In ``"float"``, zero becomes the smallest positive value unless the whole block is 0.)
+Unsigned codes store second moments, and updates are divided by their square roots. If a
+positive second moment became 0, its update could grow without bound. Therefore,
+unsigned codes round small positive numbers up to the smallest positive value.
 
-**Values that are not finite.** Infinities and NaNs do not enter the scale, so the other
-values of the block keep their precision. The unsigned codes have one field for them,
-which decodes to infinity: as in float32, a second moment that has overflowed stays
-infinite, and its parameter no longer moves. The signed codes store the largest value of
-the block instead, from which the moment recovers. Magnitudes of 2^50 and more do not
-enter the scale of a signed code either: a gradient g of 2^64, which overflows the
-second moment, leaves ``(1 - b1) g`` in the first, 2^57 with b1 = 0.99, and all smaller
-moments of the block would be lost beside it. A negative number in an unsigned code
+**Non-finite values.** Infinities and NaNs do not affect the scale, so the other values
+of the block keep their precision. Unsigned codes have one field for both, which decodes
+to infinity. As in float32, a second moment that has overflowed stays infinite, and its
+parameter stops changing. Signed codes store the largest value of the block instead, so
+that the moment can recover. In signed codes, magnitudes of 2^50 and more do not affect
+the scale either. For example, a gradient g of 2^64 overflows the second moment, and
+adds ``(1 - b1) g``, or 2^57 for b1 = 0.99, to the first moment. With a scale for such a
+value, the block would lose all smaller moments. A negative number in an unsigned code
 becomes the smallest positive value.
 """
 
@@ -45,10 +46,10 @@ import numpy as np
 from jax import lax
 
 RANDOM_BITS = 12
-"""How many leading bits of a random word every rounding reads; some read more."""
+"""Number of leading bits of a random word that every rounding reads. Some read more."""
 
-ONE_EXPONENT = 1 << 23  # of a float32's pattern
-_LARGEST_SCALED = 2.0**50  # of a signed code
+ONE_EXPONENT = 1 << 23  # in the pattern of a float32
+_LARGEST_SCALED = 2.0**50  # in signed codes
 
 Scale = typing.Literal["bfloat16", "power_of_two"]
 Prepared = tuple[jax.Array, jax.Array]
@@ -56,24 +57,24 @@ MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-    """``a * b + c``. A kernel passes its own version, which is one instruction."""
+    """Return ``a * b + c``. Kernels pass a version that is one instruction."""
     return a * b + c
 
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """What all codes share. Subclasses define the values that fields stand for.
+    """Base class of all codes. Subclasses define the values of the fields.
 
-    A block's scale comes from the largest of its :meth:`magnitude_key`, unless a code
-    needs other ``keys``.
+    The scale of a block is computed from the largest :meth:`magnitude_key` of the
+    block, unless a code overrides ``keys``.
 
     Args:
-      bits: k, the bits of a field.
-      signed: whether negative values have fields.
-      scale: which scales there are: ``"bfloat16"``, any bfloat16, or
+      bits: k, number of bits of a field.
+      signed: whether the code can store negative values.
+      scale: allowed scales: ``"bfloat16"`` for any bfloat16 number, or
         ``"power_of_two"``.
-      limit: numbers of this magnitude and more do not enter the scale; None takes 2^50
-        in signed codes and infinity in others.
+      limit: magnitudes from this number on do not affect the scale. None means 2^50 in
+        signed codes and infinity in unsigned codes.
     """
 
     bits: int
@@ -82,43 +83,43 @@ class Code:
     limit: float | None = dataclasses.field(default=None, kw_only=True)
 
     rounds_evenly: typing.ClassVar[bool] = False
-    """Whether its ``words`` fill their range evenly over the steps (`Draws.even`)."""
+    """Whether ``words`` fill their range evenly over the steps (`Draws.even`)."""
 
     maxima: typing.ClassVar[int] = 1
-    """Of how many keys per element a block's scale needs the maxima."""
+    """Number of keys per element whose maxima determine the scale of a block."""
 
     is_linear_in_units: typing.ClassVar[bool] = False
-    """Whether values are numbers times the unit of a block."""
+    """Whether values are fixed numbers times the unit of a block."""
 
     @property
     def largest_field(self) -> int:
-        """The field of ``largest_value``; in signed codes, without the sign bit."""
+        """Field of ``largest_value``. In signed codes, without the sign bit."""
         return 2 ** (self.bits - 1) - 1 if self.signed else 2**self.bits - 2
 
     @property
     def infinity_field(self) -> int:
-        """The unsigned codes' field for values that are not finite."""
+        """Field of infinities and NaNs in unsigned codes."""
         return self.largest_field + 1
 
     @property
     def spare_field(self) -> int:
-        """A field of a signed code that no number needs: that of negative zero."""
+        """Field that no number needs in a signed code: negative zero."""
         return 2 ** (self.bits - 1)
 
     @property
     def _above(self) -> int:
-        """How far the first pattern that does not enter the scale is below 2^31."""
+        """2^31 minus the first pattern that does not affect the scale."""
         limit = _LARGEST_SCALED if self.signed else math.inf
         return 2**31 - pattern_of(limit if self.limit is None else self.limit)
 
     def magnitude_key(self, x: jax.Array) -> jax.Array:
-        """Integers that are ordered as the finite magnitudes are.
+        """Return int32 keys that have the order of the finite magnitudes.
 
-        The maximum of the keys of a block gives its largest finite magnitude, by
-        :meth:`magnitude_of`. Infinities, NaNs and magnitudes past the limit have
-        negative keys: adding to the exponent overflows the integer, which takes fewer
-        instructions than testing for them. In an unsigned code, negative numbers have
-        keys below that of 0 as well.
+        :meth:`magnitude_of` converts the largest key of a block to its largest finite
+        magnitude. Infinities, NaNs and magnitudes from the limit on have negative keys,
+        because the addition to their exponents overflows. This takes fewer instructions
+        than a comparison. In unsigned codes, the keys of negative numbers are also
+        below the key of 0.
         """
         pattern = bits_of(x)
         if self.signed:
@@ -126,25 +127,25 @@ class Code:
         return pattern + jnp.int32(self._above)
 
     def magnitude_of(self, key: jax.Array) -> jax.Array:
-        """The magnitude of a :meth:`magnitude_key`, float32; 0 for a negative key."""
+        """Return the float32 magnitude of a :meth:`magnitude_key`, or 0 if negative."""
         return float_of(jnp.maximum(key - jnp.int32(self._above), jnp.int32(0)))
 
     def keys(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """The keys whose maxima over a block determine its scale, ``maxima`` of them.
+        """Return the ``maxima`` keys whose maxima over a block determine its scale.
 
-        They are int32 arrays of x's shape; below 0 they count as 0.
+        They are int32 arrays with the shape of x. A negative maximum counts as 0.
         """
         return (self.magnitude_key(x),)
 
     def scale_of_keys(self, keys: Sequence[jax.Array]) -> jax.Array:
-        """The scales of blocks, bfloat16, from the maxima of their :meth:`keys`.
+        """Return the bfloat16 scales of blocks from the maxima of their :meth:`keys`.
 
-        They are rounded up, and 0 for blocks of zeros.
+        Scales are rounded up. The scale of a block of zeros is 0.
         """
         raise NotImplementedError
 
     def prepare(self, scale: jax.Array) -> Prepared:
-        """What :meth:`encode_fields` and :meth:`decode_fields` take for a scale."""
+        """Return the values that encoding and decoding need for a scale."""
         raise NotImplementedError
 
     def encode_fields(
@@ -158,14 +159,14 @@ class Code:
 
         Args:
           x: float32.
-          prepared: from :meth:`prepare`, of x's shape or broadcasting to it.
-          words: uint32 of x's shape, uniformly random; at least the leading
-            :data:`RANDOM_BITS` bits must not be used for anything else. None rounds to
-            nearest.
-          multiply_add: computes ``a * b + c`` of three arrays.
+          prepared: result of :meth:`prepare`, which must broadcast to the shape of x.
+          words: uniformly random uint32 words with the shape of x. At least their
+            leading :data:`RANDOM_BITS` bits must not be used for anything else. If
+            None, values are rounded to nearest.
+          multiply_add: computes ``a * b + c`` for three arrays.
 
         Returns:
-          uint32 fields of ``bits`` bits, of x's shape.
+          uint32 fields of ``bits`` bits, with the shape of x.
         """
         raise NotImplementedError
 
@@ -175,18 +176,18 @@ class Code:
         prepared: Prepared,
         multiply_add: MultiplyAdd = multiply_add,
     ) -> jax.Array:
-        """The float32 values of uint32 fields, the inverse of :meth:`encode_fields`."""
+        """Return the float32 values of uint32 fields; inverts :meth:`encode_fields`."""
         raise NotImplementedError
 
     def decode_radicand(
         self, fields: jax.Array, prepared: Prepared, multiply_add=multiply_add
     ) -> jax.Array:
-        """The positive numbers of :func:`radicand`, of the values of fields."""
+        """Return the first result of :func:`radicand` for the values of fields."""
         return radicand(self.decode_fields(fields, prepared, multiply_add))[0]
 
 
 def radicand(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The nearest numbers that are normal and positive, and which numbers are finite.
+    """Return the nearest positive normal numbers, and whether x is finite.
 
     >>> radicand(jnp.float32([0, 1, jnp.inf]))[0].tolist()
     [1.1754943508222875e-38, 1.0, 3.4028234663852886e+38]
@@ -197,12 +198,12 @@ def radicand(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def bits_of(x: jax.Array) -> jax.Array:
-    """The bit patterns of float32 numbers, as int32."""
+    """Return the bit patterns of float32 numbers as int32."""
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def float_of(pattern: jax.Array) -> jax.Array:
-    """The float32 numbers that int32 or uint32 bit patterns stand for.
+    """Return the float32 numbers that have these int32 or uint32 bit patterns.
 
     >>> import jax.numpy as jnp
     >>> float(float_of(jnp.uint32(0x3F800000)))
@@ -212,12 +213,12 @@ def float_of(pattern: jax.Array) -> jax.Array:
 
 
 def pattern_of(x: float) -> int:
-    """The float32 bit pattern of a number, as a Python int."""
+    """Return the float32 bit pattern of a number as a Python int."""
     return int(np.float32(x).view(np.int32))
 
 
 def one_unless_zero(x: jax.Array) -> jax.Array:
-    """1 for every number except +0, int32; by its pattern, without a selection."""
+    """Return int32 1 for every number except +0, computed without a selection."""
     pattern = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(jnp.minimum(pattern, jnp.uint32(1)), jnp.int32)
 
@@ -225,19 +226,19 @@ def one_unless_zero(x: jax.Array) -> jax.Array:
 def shift_and_round(
     pattern: jax.Array, first: int, dropped: int, words: jax.Array | None
 ) -> jax.Array:
-    """``(pattern - first) / 2^dropped`` rounded to an integer, as int32.
+    """Return ``(pattern - first) / 2^dropped`` rounded to an integer, as int32.
 
-    ``first`` is a multiple of ``2^dropped``; see :func:`rounding_offset`.
+    ``first`` must be a multiple of ``2^dropped``; see :func:`rounding_offset`.
     """
     pattern = pattern + (rounding_offset(dropped, words) - jnp.int32(first))
     return pattern >> jnp.int32(dropped)
 
 
 def rounding_offset(dropped: int, words: jax.Array | None) -> jax.Array:
-    """What to add to integers before dropping ``dropped`` bits, so that it rounds them.
+    """Return the number to add before ``dropped`` bits are dropped, to round.
 
-    At least RANDOM_BITS bits must be dropped; ``words`` as for
-    :meth:`Code.encode_fields`. The result is int32, less than ``2^dropped``.
+    At least RANDOM_BITS bits must be dropped. ``words`` is as in
+    :meth:`Code.encode_fields`. The result is int32 and less than ``2^dropped``.
     """
     if words is None:
         return jnp.int32(1 << (dropped - 1))
@@ -245,10 +246,7 @@ def rounding_offset(dropped: int, words: jax.Array | None) -> jax.Array:
 
 
 def rounding_thresholds(words: jax.Array | None) -> jax.Array:
-    """Rounding thresholds between 0 and 1: the middles of 2^12 intervals at random.
-
-    With ``words`` None, the threshold is 1/2.
-    """
+    """Return midpoints of 2^12 random intervals in [0, 1], or 1/2 without ``words``."""
     if words is None:
         return jnp.float32(0.5)
     number = (words >> jnp.uint32(32 - RANDOM_BITS)).astype(jnp.int32)
@@ -257,21 +255,21 @@ def rounding_thresholds(words: jax.Array | None) -> jax.Array:
 
 
 def number_of(fields: jax.Array, zero: int = 0) -> jax.Array:
-    """uint32 fields below 2^23 less that of zero, as float32, without a conversion.
+    """Return uint32 fields below 2^23, minus ``zero``, as float32 without a conversion.
 
-    The field becomes the mantissa of 2^23: the float 2^23 + field.
+    The field becomes the mantissa of the float 2^23 + field.
     """
     return float_of(fields | jnp.uint32(0x4B000000)) - jnp.float32(2.0**23 + zero)
 
 
 def with_sign_of_field(magnitude: jax.Array, fields: jax.Array, bits: int) -> jax.Array:
-    """float32 magnitudes with the signs that lead fields of so many bits."""
+    """Return float32 magnitudes with the signs in the first bits of k-bit fields."""
     sign = (fields >> jnp.uint32(bits - 1)) << jnp.uint32(31)
     return float_of(as_fields(magnitude) | sign)
 
 
 def as_fields(numbers: jax.Array) -> jax.Array:
-    """The patterns of 32-bit numbers as uint32; of non-negative integers, their values.
+    """Return the patterns of 32-bit numbers as uint32.
 
     >>> import jax.numpy as jnp
     >>> as_fields(jnp.int32(7)).dtype

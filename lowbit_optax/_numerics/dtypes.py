@@ -1,4 +1,4 @@
-"""Arguments that name a dtype: errors that say what was given and what is accepted."""
+"""Checks of arguments that name a dtype."""
 
 import typing
 
@@ -7,11 +7,11 @@ import numpy as np
 
 
 def dtype_of(argument: str, value: typing.Any) -> np.dtype:
-    """The dtype that a value names: a dtype, its name, or an array that has one.
+    """Return the dtype of a value: a dtype, its name, or an array.
 
     Args:
-      argument: its name, for the error.
-      value: what was passed. None is refused, although numpy takes it for float64.
+      argument: name of the argument, for the error.
+      value: the argument. None raises an error, although numpy reads it as float64.
 
     Raises:
       TypeError: if the value names no dtype.
@@ -29,7 +29,7 @@ def dtype_of(argument: str, value: typing.Any) -> np.dtype:
 
 
 def float_dtype(argument: str, value: typing.Any) -> np.dtype:
-    """The real floating-point dtype that a value names, as in :func:`dtype_of`.
+    """Return the real floating-point dtype of a value, as in :func:`dtype_of`.
 
     Raises:
       TypeError: if the value names another dtype, or no dtype.
@@ -37,7 +37,7 @@ def float_dtype(argument: str, value: typing.Any) -> np.dtype:
     >>> float_dtype("f: dtype", jnp.int8)
     Traceback (most recent call last):
         ...
-    TypeError: f: dtype is int8; accepted are floating-point dtypes such as bfloat16
+    TypeError: f: dtype must be a floating-point dtype such as bfloat16, got int8
     """
     dtype = dtype_of(argument, value)
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -47,5 +47,5 @@ def float_dtype(argument: str, value: typing.Any) -> np.dtype:
 
 def _not_a_float_dtype(argument: str, value: typing.Any) -> TypeError:
     return TypeError(
-        f"{argument} is {value}; accepted are floating-point dtypes such as bfloat16"
+        f"{argument} must be a floating-point dtype such as bfloat16, got {value}"
     )

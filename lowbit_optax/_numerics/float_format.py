@@ -1,7 +1,7 @@
 """Floating-point formats fp(e, m, b), emulated in float32.
 
-Here is what the formats are. Rounding to their numbers and their bit patterns are in
-:mod:`lowbit_optax._numerics.grid`.
+This module defines the formats. :mod:`lowbit_optax._numerics.grid` rounds to them and
+converts their bit patterns.
 
 References:
   Lee, Sharma and Aiken 2023, "Training with Mixed-Precision Floating-Point
@@ -35,31 +35,33 @@ Overflow = typing.Literal["saturate", "infinity"]
 
 @dataclasses.dataclass(frozen=True)
 class FloatFormat:
-    """A floating-point format fp(e, m, b), and rounding to it.
+    """A floating-point format fp(e, m, b).
 
-    With bias B = 2^(e-1) - 1 + b, its numbers are, for mantissas f = 0 ... 2^m - 1,
+    With bias B = 2^(e-1) - 1 + b and mantissas f = 0 ... 2^m - 1, the numbers are
 
         +-2^(E-B) (1 + f / 2^m),    E = 1 ... 2^e - 1    (normal)
         +-2^(1-B) f / 2^m                                (zero and subnormal)
 
-    except those that ``specials`` takes away. All of them are float32 numbers.
+    except those whose patterns ``specials`` reserves. All must be float32 numbers.
 
     Args:
-      exponent_bits: e, 2 to 8.
-      mantissa_bits: m, 0 to 23.
-      bias: b, added to the usual bias. A larger one gives smaller numbers.
-      specials: "none": every pattern is a number. "nan": every pattern but the one of
-        all ones, which is NaN. "ieee": the top exponent means infinity and NaN. None
-        takes "none", or "ieee" where the top exponent is past float32's: fp(8, m).
-      overflow: what becomes of values that round past the largest number: "saturate"
-        gives the largest number, "infinity" gives infinity. This is emulated, so the
-        format needs no pattern for infinity. Infinity itself stays infinity in "ieee"
-        formats and with "infinity"; otherwise it becomes the largest number.
-      subnormals: False leaves no number between zero and the smallest normal.
+      exponent_bits: e, from 2 to 8.
+      mantissa_bits: m, from 0 to 23.
+      bias: b, added to the usual bias. A larger bias gives smaller numbers.
+      specials: patterns that are not finite numbers. "none": no pattern. "nan": the
+        pattern of all ones is NaN. "ieee": the largest exponent is reserved for
+        infinity and NaN. If None, "none", or "ieee" for fp(8, m), because the largest
+        exponent would exceed float32's.
+      overflow: result for values that round past the largest number: "saturate" for the
+        largest number, "infinity" for infinity. Because the format is emulated, it
+        needs no pattern for infinity. Infinity itself stays infinity in "ieee" formats
+        and with "infinity"; otherwise it becomes the largest number.
+      subnormals: if False, there are no numbers between zero and the smallest normal
+        one.
 
     Raises:
-      TypeError: bits or bias are not integers.
-      ValueError: bits or bias are out of range, or float32 lacks one of the numbers.
+      TypeError: if bits or bias are not integers.
+      ValueError: if bits or bias are out of range, or float32 lacks one of the numbers.
 
     >>> import jax.numpy as jnp
     >>> forward = FloatFormat(4, 3, 4)
@@ -87,41 +89,49 @@ class FloatFormat:
             try:
                 object.__setattr__(self, name, operator.index(value))
             except TypeError:
-                raise TypeError(f"{name} must be an integer, got {value!r}") from None
+                raise TypeError(
+                    f"FloatFormat: {name} must be an integer, got {value!r}"
+                ) from None
         if not 2 <= self.exponent_bits <= 8:
-            raise ValueError(f"exponent_bits must be 2 to 8, got {self.exponent_bits}")
+            raise ValueError(
+                f"FloatFormat: exponent_bits must be 2 to 8, got {self.exponent_bits}"
+            )
         if not 0 <= self.mantissa_bits <= 23:
-            raise ValueError(f"mantissa_bits must be 0 to 23, got {self.mantissa_bits}")
+            raise ValueError(
+                f"FloatFormat: mantissa_bits must be 0 to 23, got {self.mantissa_bits}"
+            )
         if self.specials is None:
             object.__setattr__(self, "specials", self._usual_specials)
         if self.specials not in typing.get_args(Specials):
             raise ValueError(
-                f'specials must be "none", "nan", "ieee" or None, got {self.specials!r}'
+                'FloatFormat: specials must be "none", "nan", "ieee" or None, got '
+                f"{self.specials!r}"
             )
         if self.overflow not in typing.get_args(Overflow):
             raise ValueError(
-                f'overflow must be "saturate" or "infinity", got {self.overflow!r}'
+                'FloatFormat: overflow must be "saturate" or "infinity", got '
+                f"{self.overflow!r}"
             )
         first, last = 1 - self._layout.bias, self._largest_exponent
         if first < 1 - BIAS or last > BIAS:
             raise ValueError(
-                f"the numbers of {self} must be float32's, of exponents "
-                f"{1 - BIAS} to {BIAS}; got {first} to {last}"
+                f"FloatFormat: exponents must be in float32's range, {1 - BIAS} to "
+                f"{BIAS}, but {self} has exponents from {first} to {last}"
             )
 
     @classmethod
     def of(cls, dtype: jax.typing.DTypeLike) -> "FloatFormat":
-        """The format whose numbers are a dtype's; values past the largest saturate.
+        """Return the format with the numbers of a dtype; overflow saturates.
 
         Args:
-          dtype: float32, bfloat16, float16, or a float8, float6 or float4 with a sign.
+          dtype: float32, bfloat16, float16, or a signed float8, float6 or float4 dtype.
 
         Returns:
-          The format. For the fnuz dtypes, whose NaN is in the place of minus zero, it
-          is the format of the same numbers that has a minus zero and no NaN.
+          The format. The fnuz dtypes have a NaN instead of a minus zero. Their formats
+          have a minus zero, and no NaN.
 
         Raises:
-          TypeError: any other dtype.
+          TypeError: if the dtype is another one.
 
         >>> FloatFormat.of("bfloat16") == FloatFormat(8, 7)
         True
@@ -129,10 +139,12 @@ class FloatFormat:
         for name, description in _DTYPES.items():
             if jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).name == name:
                 return cls(*description)
-        raise TypeError(f"no format for {dtype}; accepted: {', '.join(_DTYPES)}")
+        raise TypeError(
+            f"FloatFormat.of: dtype must be one of {', '.join(_DTYPES)}, got {dtype}"
+        )
 
     def has_all_of(self, dtype: jax.typing.DTypeLike) -> bool:
-        """Whether it has every number of a dtype, infinity and NaN included.
+        """Return whether the format has every number of a dtype, infinity and NaN.
 
         >>> FP32.has_all_of("float16"), FloatFormat.of("float16").has_all_of("bfloat16")
         (True, False)
@@ -151,7 +163,7 @@ class FloatFormat:
 
     @property
     def dtype(self) -> np.dtype | None:
-        """The dtype whose numbers these are, or None.
+        """Dtype with the same numbers, or None.
 
         >>> FloatFormat(4, 3, 4).dtype
         dtype(float8_e4m3b11fnuz)
@@ -164,24 +176,24 @@ class FloatFormat:
 
     @property
     def bits(self) -> int:
-        """The width of a pattern: 1 + e + m."""
+        """Number of bits of a pattern: 1 + e + m."""
         return self._layout.width
 
     @property
     def largest(self) -> float:
-        """The largest finite number."""
+        """Largest finite number."""
         hidden = self._layout.hidden
         fraction = (self._layout.special - 1) % hidden + hidden
         return math.ldexp(fraction, self._largest_exponent - self.mantissa_bits)
 
     @property
     def smallest_normal(self) -> float:
-        """2^(1-B)."""
+        """Smallest normal number, 2^(1-B)."""
         return math.ldexp(1.0, 1 - self._layout.bias)
 
     @property
     def smallest(self) -> float:
-        """The smallest number above zero."""
+        """Smallest positive number."""
         if not self.subnormals:
             return self.smallest_normal
         return math.ldexp(self.smallest_normal, -self.mantissa_bits)
@@ -189,23 +201,24 @@ class FloatFormat:
     def round(self, x: jax.Array, random: jax.Array | None = None) -> jax.Array:
         """Round to numbers of the format, to nearest even or stochastically.
 
-        Ties go to the even significand; with no mantissa bits, where none is even, to
-        the larger magnitude.
+        Ties go to the even significand, or to the larger magnitude if there are no
+        mantissa bits.
 
         Args:
-          x: float array, of at most 32 bits.
-          random: uint32 of x's shape, random bits to round stochastically: up with
-            probability (x - below) / (above - below), to a multiple of 2^-31; None
-            rounds to nearest even. Past the largest number, ``overflow`` says what
-            becomes of x and of x rounded up.
+          x: float array of at most 32 bits.
+          random: uint32 random bits with the shape of x, for stochastic rounding: up
+            with probability (x - below) / (above - below), rounded to a multiple of
+            2^-31. If None, round to nearest even. Past the largest number, ``overflow``
+            decides the result, including for values that are rounded up past it.
 
         Returns:
-          Array like x; zeros keep their sign and NaN stays NaN, of the same payload in
-          float32. A dtype of fewer numbers than the format's rounds once more.
+          Array with the shape and dtype of x, rounded again if the dtype lacks numbers
+          of the format. Zeros keep their sign. NaN stays NaN, and keeps its payload in
+          float32.
 
         Raises:
-          TypeError: x is not a float array of at most 32 bits.
-          ValueError: random is not uint32 of x's shape.
+          TypeError: if x is not a float array of at most 32 bits.
+          ValueError: if random is not uint32 with the shape of x.
         """
         x = _checked(x)
         rounded, _ = round_to_grid(rounding.to_float32(x), grid_of(self), random)
@@ -214,53 +227,53 @@ class FloatFormat:
         return rounded.astype(x.dtype)
 
     def overflows(self, x: jax.Array) -> jax.Array:
-        """Where values are past the largest number, before rounding.
+        """Return where values are past the largest number, before rounding.
 
         Args:
-          x: float array, of at most 32 bits.
+          x: float array of at most 32 bits.
 
         Returns:
-          bool of x's shape: ``|x| > largest``. Infinities are past it in every format,
-          and so is NaN.
+          bool array with the shape of x: ``|x| > largest``. True for infinities and
+          NaN.
 
         Raises:
-          TypeError: x is not a float array of at most 32 bits.
+          TypeError: if x is not a float array of at most 32 bits.
         """
         x = rounding.to_float32(_checked(x))
         return magnitude_of(x) > grid_of(self).largest
 
     def encode(self, x: jax.Array) -> jax.Array:
-        """The patterns of numbers of the format: sign, exponent, mantissa.
+        """Return the patterns of numbers of the format: sign, exponent, mantissa.
 
         Args:
-          x: float array of :meth:`round`'s results; other values are cut off.
+          x: float array, a result of :meth:`round`. Other values are truncated.
 
         Returns:
-          uint8, uint16 or uint32, the smallest that has :attr:`bits`, which are the
-          lowest. Values past the largest, and infinity where the format has none, are
-          the largest; NaN, where the format has none, too. In an "ieee" format NaN
-          keeps the leading bits of its payload.
+          uint8, uint16 or uint32, the smallest that has :attr:`bits` bits. The pattern
+          is in the lowest bits. Values past the largest number become the largest
+          number, and so do infinity and NaN if the format lacks them. In an "ieee"
+          format, NaN keeps the leading bits of its payload.
         """
         return traced_once(encode, self._layout)(_checked(x))
 
     def decode(self, patterns: jax.Array) -> jax.Array:
-        """The values of patterns, the inverse of :meth:`encode`.
+        """Return the values of patterns; inverts :meth:`encode`.
 
         Args:
-          patterns: unsigned integers, of which the lowest :attr:`bits` are read.
+          patterns: unsigned integers. Only the lowest :attr:`bits` bits are read.
 
         Returns:
-          float32. Patterns between zero and the smallest normal are the subnormal
-          numbers also where :meth:`round` never yields them.
+          float32. Patterns below the smallest normal number decode to subnormal
+          numbers, even if ``subnormals`` is False.
 
         Raises:
-          TypeError: patterns are not unsigned integers.
+          TypeError: if patterns are not unsigned integers.
         """
         patterns = jnp.asarray(patterns)
         if not jnp.issubdtype(patterns.dtype, jnp.unsignedinteger):
             raise TypeError(
-                f"patterns must be unsigned integers, got {patterns.dtype} "
-                f"{patterns.shape}"
+                "FloatFormat.decode: patterns must be unsigned integers, got "
+                f"{patterns.dtype} {patterns.shape}"
             )
         return traced_once(decode, self._layout)(patterns)
 
@@ -290,7 +303,7 @@ class FloatFormat:
 
 
 def grid_of(fmt: FloatFormat) -> Grid:
-    """The integers that describe a format to :func:`round_to_grid`, numpy scalars."""
+    """Return the numpy scalars that describe a format to :func:`round_to_grid`."""
     drop = MANTISSA - fmt.mantissa_bits
     numbers = np.array([fmt.smallest, fmt.largest], np.float32)
     smallest, largest = map(int, numbers.view(np.uint32))
@@ -307,10 +320,10 @@ def grid_of(fmt: FloatFormat) -> Grid:
 
 
 FP32 = FloatFormat(8, 23)
-"""float32 itself: rounding to it changes nothing."""
+"""float32 as a format. Rounding to it changes nothing."""
 
-# The fnuz dtypes have one NaN, in the place of minus zero; their other patterns are all
-# numbers, hence "none".
+# The fnuz dtypes have one NaN, in the pattern of minus zero. All other patterns are
+# numbers, so specials is "none".
 _DESCRIPTIONS: dict[str, tuple[int, int, int, Specials]] = {
     "float32": (8, 23, 0, "ieee"),
     "bfloat16": (8, 7, 0, "ieee"),
@@ -326,7 +339,7 @@ _DESCRIPTIONS: dict[str, tuple[int, int, int, Specials]] = {
     "float6_e2m3fn": (2, 3, 0, "none"),
     "float4_e2m1fn": (2, 1, 0, "none"),
 }
-# Not every version of JAX has all of them.
+# Older versions of JAX lack some of them.
 _DTYPES = {n: d for n, d in _DESCRIPTIONS.items() if hasattr(jnp, n)}
 
 
@@ -334,6 +347,7 @@ def _checked(x: jax.Array) -> jax.Array:
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 4:
         raise TypeError(
-            f"x must be a float array of at most 32 bits, got {x.dtype} {x.shape}"
+            "FloatFormat: x must be a float array of at most 32 bits, got "
+            f"{x.dtype} {x.shape}"
         )
     return x

@@ -1,19 +1,18 @@
-"""float32 values as patterns of a narrower format with k more mantissa bits.
+"""Patterns of float32 values in a narrower format with k more mantissa bits.
 
-Extend a narrow format with E exponent and M mantissa bits to M + k mantissa bits. Its
-patterns, sign apart, are integers in the order of their magnitudes. Everything that
-this package does with weights is integer arithmetic on them:
+The extended format has the E exponent bits of the narrow format, and M + k mantissa
+bits. Without the sign, its patterns are integers in the order of the magnitudes. All
+computations with stored weights are integer arithmetic on these patterns:
 
 * rounding float32 to the narrow format is the case k = 0,
 * ``pattern = (param << k) + residual`` joins a parameter and its extra bits,
-* ``pattern - (param << k)`` is the residual that belongs to a given parameter.
+* ``pattern - (param << k)`` is the residual for a given parameter.
 
-All of it uses integer operations, for two reasons. XLA may drop a round trip float32 ->
-bfloat16 -> float32 and keep the excess precision, so that a rounding error measured
-with casts would be zero on a GPU. And scaling through float32's subnormal range may
-flush numbers to zero.
+The arithmetic uses integers for two reasons. XLA may remove a round trip float32 ->
+bfloat16 -> float32, so a rounding error measured with casts would be zero on a GPU. And
+arithmetic on float32's subnormal numbers may flush them to zero.
 
-For bfloat16, the extended pattern is the leading 16 + k bits of the float32 itself.
+For bfloat16, the extended pattern is the leading 16 + k bits of the float32.
 """
 
 import dataclasses
@@ -28,20 +27,21 @@ MANTISSA = 23
 BIAS = 127
 INFINITY = 0x7F800000
 SIGN = 0x80000000
-"""float32's mantissa bits, exponent bias, infinity and sign."""
+"""float32's mantissa bits, exponent bias, infinity, and sign bit."""
 
 Specials = typing.Literal["none", "nan", "ieee"]
 
 TOWARD_ZERO = 0
-"""In the place of random bits: nothing is added before the last bits are dropped."""
+"""Pass it instead of random bits to drop the last bits, without adding a number first.
+"""
 
 RoundingBits = jax.Array | typing.Literal[0] | None
-"""How to round: by uint32 random bits, :data:`TOWARD_ZERO`, or None for to nearest."""
+"""How to round: uint32 random bits, :data:`TOWARD_ZERO`, or None for to nearest."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FloatLayout:
-    """What the bit patterns of a float format mean.
+    """The meaning of the bit patterns of a float format.
 
     Args:
       exponent_bits, mantissa_bits, bias: as in IEEE 754.
@@ -55,48 +55,48 @@ class FloatLayout:
 
     @property
     def max_extra_bits(self) -> int:
-        """The extra bits with which every normal float32 in the range is exact."""
+        """Number of extra bits with which normal float32 numbers in range are exact."""
         return MANTISSA - self.mantissa_bits
 
     @property
     def width(self) -> int:
-        """Bits of a number, the sign included."""
+        """Number of bits of a pattern, including the sign."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def hidden(self) -> int:
-        """The leading bit of a normal number's significand, which is not stored."""
+        """Leading bit of the significand of normal numbers, which is not stored."""
         return 1 << self.mantissa_bits
 
     @property
     def largest(self) -> int:
-        """The largest magnitude pattern, which is all ones."""
+        """Largest magnitude pattern, which is all ones."""
         return (1 << (self.width - 1)) - 1
 
     @property
     def special(self) -> int:
-        """The smallest magnitude pattern that is not a finite value."""
+        """Smallest magnitude pattern that is not a finite number."""
         count = {"none": 0, "nan": 1, "ieee": self.hidden}[self.specials]
         return self.largest + 1 - count
 
     @property
     def nan(self) -> int:
-        """The magnitude pattern of a quiet NaN."""
+        """Magnitude pattern of a quiet NaN."""
         return self.special | (self.hidden >> 1)
 
     @property
     def has_infinity(self) -> bool:
-        """Whether ``special`` is infinity, and not a NaN."""
+        """Whether ``special`` is infinity and not NaN."""
         return self.specials == "ieee"
 
     @property
     def same_exponent(self) -> bool:
-        """Whether the exponent field is float32's, as in bfloat16."""
+        """Whether the exponent has 8 bits like float32's, as in bfloat16."""
         return self.exponent_bits == 8
 
     @property
     def smallest_exponent(self) -> int:
-        """The exponent of the smallest normal number, as float32 stores it."""
+        """Exponent of the smallest normal number, as float32 stores it."""
         return BIAS + 1 - self.bias
 
 
@@ -110,35 +110,35 @@ NARROW_DTYPES = tuple(_LAYOUTS)
 
 
 def is_narrow(dtype: jax.typing.DTypeLike) -> bool:
-    """Whether weight formats can store parameters in this dtype."""
-    # Typed random keys have a dtype that numpy does not know.
+    """Return whether weight formats can store parameters in this dtype."""
+    # numpy does not know the dtype of typed random keys.
     return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype) in _LAYOUTS
 
 
 def layout_of(dtype: jax.typing.DTypeLike) -> FloatLayout:
-    """The layout of a dtype that :func:`is_narrow`; a KeyError for others."""
+    """Return the layout of a narrow dtype; raise a KeyError for other dtypes."""
     return _LAYOUTS[np.dtype(dtype)]
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """The patterns of a narrow float array, sign included, as uint32."""
+    """Return the patterns of a narrow float array as uint32, including signs."""
     unsigned = f"uint{layout_of(x.dtype).width}"
     return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
 def from_bits(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The narrow float array of these patterns, the inverse of :func:`to_bits`."""
+    """Return the narrow float array with these patterns; inverts :func:`to_bits`."""
     unsigned = f"uint{layout_of(dtype).width}"
     return lax.bitcast_convert_type(bits.astype(unsigned), np.dtype(dtype))
 
 
 def magnitude_of(x: jax.Array) -> jax.Array:
-    """float32's pattern without its sign, uint32."""
+    """Return the uint32 patterns of float32 numbers without their signs."""
     return lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(SIGN - 1)
 
 
 def exponent_and_significand(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float32's exponent, 1 for its subnormals, and significand with its hidden bit."""
+    """Return float32's exponent (1 for subnormals) and significand with hidden bit."""
     hidden = 1 << MANTISSA
     stored = magnitude >> jnp.uint32(MANTISSA)
     fraction = magnitude & jnp.uint32(hidden - 1)
@@ -147,15 +147,15 @@ def exponent_and_significand(magnitude: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def round_off(value: jax.Array, shift, random: RoundingBits = None) -> jax.Array:
-    """``value / 2^shift`` as uint32, rounded as ``random`` says.
+    """Return ``value / 2^shift`` as uint32, rounded as ``random`` specifies.
 
-    Stochastic rounding goes up with probability (dropped bits) / 2^shift, exactly.
+    Stochastic rounding rounds up with probability (dropped bits) / 2^shift, exactly.
 
     Args:
       value: uint32, less than 2^31.
-      shift: 0 to 31, an int or a uint32 array.
-      random: uint32 random bits, whose leading ``shift`` bits are used to round
-        stochastically; :data:`TOWARD_ZERO`; or None, which rounds to nearest even.
+      shift: an int or a uint32 array, from 0 to 31.
+      random: uint32 random bits for stochastic rounding, which uses the leading
+        ``shift`` bits; :data:`TOWARD_ZERO`; or None to round to nearest even.
     """
     if isinstance(shift, int):
         if shift == 0:
@@ -167,7 +167,7 @@ def round_off(value: jax.Array, shift, random: RoundingBits = None) -> jax.Array
 def rounded_before_shift(
     value: jax.Array, shift, random: RoundingBits = None
 ) -> jax.Array:
-    """:func:`round_off` before its last shift: the bits to drop are still there."""
+    """Return the value that :func:`round_off` shifts, before bits are dropped."""
     if random is TOWARD_ZERO:
         return value
     one = jnp.uint32(1)
@@ -177,8 +177,8 @@ def rounded_before_shift(
     else:
         half = (one << (jnp.maximum(shift, one) - one)) - one
     if random is None:
-        # Add half - 1 plus the last kept bit, so that ties go up only if that bit is 1.
-        # With shift 0 the kept bit must not be added.
+        # Add half - 1 plus the last kept bit, so that ties are rounded up only if that
+        # bit is 1. With shift 0, the kept bit must not be added.
         odd = (value >> shift) & jnp.minimum(shift, one)
         return value + half + odd
     return value + ((random >> one) >> (jnp.uint32(31) - shift))
@@ -187,10 +187,10 @@ def rounded_before_shift(
 def round_off_far(
     significand: jax.Array, shift: jax.Array, random: RoundingBits
 ) -> jax.Array:
-    """:func:`round_off` of a float32's significand by any number of bits.
+    """Apply :func:`round_off` to a float32 significand, with any shift.
 
-    Random numbers have 31 bits, so the bits beyond these are dropped first; there are
-    31 of them at most, because no significand has more.
+    Random numbers have 31 bits, so bits below these are dropped first. At most 31 bits
+    are dropped, because significands have fewer.
     """
     most = jnp.uint32(31)
     near = jnp.minimum(shift, most)
@@ -209,18 +209,18 @@ def to_pattern(
 
     Args:
       x: float32 array.
-      layout: of the narrow format.
-      extra: k, 0 to ``layout.max_extra_bits``.
-      random: as for :func:`round_off`.
-      nans: the range of patterns, inclusive, into which NaNs are clipped if all of
-        float32's bits are kept (bfloat16 with 16 more bits); None takes the patterns
-        whose leading bits are a NaN of the format. If fewer bits are kept, every NaN
-        becomes the same quiet NaN, in bfloat16 without a sign.
+      layout: layout of the narrow format.
+      extra: k, from 0 to ``layout.max_extra_bits``.
+      random: as in :func:`round_off`.
+      nans: first and last pattern to which NaNs are clipped if all bits of float32 are
+        kept (bfloat16 with 16 extra bits). If None, the patterns whose leading bits are
+        a NaN of the format. If fewer bits are kept, every NaN becomes the same quiet
+        NaN, without a sign in bfloat16.
 
     Returns:
-      ``(sign, magnitude)``, uint32. ``sign`` has the sign bit where float32 has it.
-      Values past the largest finite one get the pattern of infinity, or of NaN if the
-      format has no infinity. A NaN gets the pattern of a NaN.
+      ``(sign, magnitude)`` as uint32. The sign bit is in the same position as in
+      float32. Values past the largest finite number become infinity, or NaN if the
+      format has no infinity. NaN stays NaN.
     """
     sign = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(SIGN)
     magnitude = magnitude_of(x)
@@ -239,14 +239,14 @@ def to_pattern(
     smallest = layout.smallest_exponent
     bias_gap = jnp.uint32((smallest - 1) << MANTISSA)
     normal = round_off(magnitude - bias_gap, drop, random)
-    # Below the format's smallest normal number the spacing is constant: shift the
-    # significand, as an integer, down to it.
+    # Below the smallest normal number of the format, the spacing is constant, so shift
+    # the significand down as an integer.
     exponent, significand = exponent_and_significand(magnitude)
     is_normal = magnitude >= jnp.uint32(smallest << MANTISSA)
     deep = jnp.where(is_normal, jnp.uint32(0), jnp.uint32(smallest + drop) - exponent)
     pattern = jnp.where(is_normal, normal, round_off_far(significand, deep, random))
     special = jnp.uint32(layout.special << extra)
-    top = (1 << layout.exponent_bits) - layout.has_infinity  # an exponent too large
+    top = (1 << layout.exponent_bits) - layout.has_infinity  # first too large one
     past = magnitude >= jnp.uint32((top + smallest - 1) << MANTISSA)
     pattern = jnp.minimum(jnp.where(past, special, pattern), special)
     return sign, jnp.where(nan, jnp.uint32(layout.nan << extra), pattern)
@@ -255,7 +255,7 @@ def to_pattern(
 def from_pattern(
     sign: jax.Array, magnitude: jax.Array, layout: FloatLayout, extra: int
 ) -> jax.Array:
-    """The exact float32 value of a sign and a pattern, as :func:`to_pattern` gives."""
+    """Return the exact float32 values of the results of :func:`to_pattern`."""
     rise = layout.max_extra_bits - extra
     if layout.same_exponent:
         return lax.bitcast_convert_type(

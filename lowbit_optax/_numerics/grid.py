@@ -1,15 +1,14 @@
-"""Rounding float32 to the numbers of a format, and their patterns.
+"""Rounding of float32 to the numbers of a format, and their bit patterns.
 
-A number of the format is a float32 whose significand ends at a given bit: ``23 - m``
-bits are dropped from float32's, and below the smallest normal as many more as the
-exponent is too small. Rounding drops them as integers, because XLA may leave out a cast
-and may flush subnormals to zero:
+A number of the format is a float32 whose significand ends at a certain bit. Normal
+numbers drop the last ``23 - m`` bits of float32's significand. Numbers below the
+smallest normal one drop one more bit for each exponent below it. Rounding drops these
+bits with integer arithmetic, because XLA may remove casts and flush subnormals to zero:
 
     magnitude -> (exponent, significand) -> round_off(significand, shift) -> magnitude
 
-Rounding sees a format as seven integers, a :class:`Grid`. They can be traced: a program
-can decide while it runs to which of two formats a tensor is rounded, and still rounds
-it only once.
+A :class:`Grid` describes a format as seven integers. They can be traced, so a program
+can choose one of two formats at run time, and round only once.
 
 References:
   IEEE 754-2019, section 4.3.1.
@@ -38,18 +37,19 @@ Integer = jax.Array | np.uint32
 
 
 class Grid(typing.NamedTuple):
-    """A format as the integers that rounding to it needs, uint32 scalars.
+    """A format as the uint32 scalars that rounding needs.
 
-    The grids of two formats can be mixed: :func:`jax.numpy.where` selects each field.
+    To select one of two formats at run time, apply :func:`jax.numpy.where` to each
+    field.
 
     Attributes:
-      drop: how many bits of float32's significand a normal number leaves out.
-      drop_below: how many a number just below the smallest normal leaves out.
-      smallest_exponent: of the smallest normal, as float32 stores it.
-      smallest: the smallest number above zero, a float32 pattern like the rest.
-      largest: the largest finite number.
-      past: what finite values past the largest become.
-      infinite: what infinity becomes.
+      drop: number of significand bits that normal numbers drop.
+      drop_below: number of bits that numbers just below the smallest normal one drop.
+      smallest_exponent: exponent of the smallest normal number, as float32 stores it.
+      smallest: float32 pattern of the smallest positive number.
+      largest: float32 pattern of the largest finite number.
+      past: float32 pattern of the result for finite values past the largest number.
+      infinite: float32 pattern of the result for infinity.
 
     >>> import jax, jax.numpy as jnp
     >>> from lowbit_optax._numerics.float_format import FloatFormat, grid_of
@@ -77,29 +77,28 @@ def round_to_grid(
 
     Args:
       x: float32 array.
-      grid: of ``float_format.grid_of``, or selected from several of its results.
+      grid: result of ``float_format.grid_of``, or a selection from several results.
       random: as in ``FloatFormat.round``.
 
     Returns:
-      ``(rounded, overflowed)``: float32 as ``FloatFormat.round``'s, and bool as
-      ``FloatFormat.overflows``'s.
+      ``(rounded, overflowed)``: the results of ``FloatFormat.round`` in float32, and of
+      ``FloatFormat.overflows``.
 
     Raises:
-      TypeError: x is not float32.
-      ValueError: random is not uint32 of x's shape.
+      TypeError: if x is not float32.
+      ValueError: if random is not uint32 with the shape of x.
     """
     x = jnp.asarray(x)
     if x.dtype != jnp.float32:
-        raise TypeError(f"x must be float32, got {x.dtype} {x.shape}")
+        raise TypeError(f"round_to_grid: x must be float32, got {x.dtype} {x.shape}")
     if random is not None and (random.dtype, random.shape) != (jnp.uint32, x.shape):
         raise ValueError(
-            f"random must be uint32 {x.shape}, got {random.dtype} {random.shape}"
+            f"round: random must be uint32 {x.shape}, got {random.dtype} {random.shape}"
         )
     return traced_once(_round_to_grid)(x, grid, random)
 
 
 def _round_to_grid(x: jax.Array, grid: Grid, random: jax.Array | None):
-    """See :func:`round_to_grid`."""
     magnitude = magnitude_of(x)
     exponent, significand = exponent_and_significand(magnitude)
     shift = jnp.where(
@@ -108,7 +107,7 @@ def _round_to_grid(x: jax.Array, grid: Grid, random: jax.Array | None):
         grid.drop,
     )
     kept = round_off_far(significand, shift, random)
-    # The hidden bit adds 1 to the exponent, and so does one carried out of it.
+    # The hidden bit adds 1 to the exponent, and so does a carry out of it.
     base = (exponent - np.uint32(1)) << np.uint32(MANTISSA)
     rounded = jnp.where(
         shift <= np.uint32(MANTISSA),
@@ -125,7 +124,7 @@ def _round_to_grid(x: jax.Array, grid: Grid, random: jax.Array | None):
 
 
 def encode(layout: FloatLayout, x: jax.Array) -> jax.Array:
-    """The patterns of a format's numbers; see ``FloatFormat.encode``."""
+    """Return the patterns of numbers; see ``FloatFormat.encode``."""
     drop, smallest = layout.max_extra_bits, layout.smallest_exponent
     largest = np.uint32(layout.special - 1)
     base = np.uint32((smallest - 1) << layout.mantissa_bits)
@@ -151,20 +150,20 @@ def encode(layout: FloatLayout, x: jax.Array) -> jax.Array:
             pattern = jnp.where(nan, infinity | payload, pattern)
     sign = lax.bitcast_convert_type(x, jnp.uint32) >> np.uint32(31)
     pattern = pattern | (sign << np.uint32(layout.width - 1))
-    # The smallest unsigned integers that hold a pattern.
+    # Use the smallest unsigned dtype that can store a pattern.
     return pattern.astype(f"uint{max(8, 1 << (layout.width - 1).bit_length())}")
 
 
 def decode(layout: FloatLayout, patterns: jax.Array) -> jax.Array:
-    """The float32 values of unsigned patterns, the inverse of :func:`encode`."""
+    """Return the float32 values of unsigned patterns; inverts :func:`encode`."""
     patterns = patterns.astype(jnp.uint32)
     sign = (patterns >> np.uint32(layout.width - 1)) << np.uint32(31)
     pattern = patterns & np.uint32(layout.largest)
     drop = np.uint32(layout.max_extra_bits)
     below = np.uint32(layout.smallest_exponent - 1)
     normal = (pattern << drop) + (below << np.uint32(MANTISSA))
-    # A subnormal's leading bit is moved to the hidden one's place, unless it is one of
-    # float32's subnormals.
+    # Move the leading bit of a subnormal number to the place of the hidden bit, unless
+    # the number is also subnormal in float32.
     rise = drop + below
     up = jnp.minimum(lax.clz(pattern) - np.uint32(31 - MANTISSA), rise)
     subnormal = (pattern << up) + ((rise - up) << np.uint32(MANTISSA))

@@ -1,11 +1,12 @@
-"""The codes whose values are fixed numbers times a unit: linear, dynamic and others.
+"""Codes whose values are fixed numbers times a unit, such as linear and dynamic ones.
 
-``unit`` is exactly ``scale * 2^-q``. Measured in units, the fields of a code stand for
-fixed numbers (for ``Linear``, integers), the largest of which is ``largest_value``. The
-scale is the smallest bfloat16 (or power of two) for which ``largest_value * unit`` is
-at least the largest magnitude in the block. What is prepared is ``(unit, 1 / unit)``.
+The ``unit`` of a block is exactly ``scale * 2^-q``. Measured in units, each field of a
+code has a fixed value (an integer, for ``Linear``), and the largest is
+``largest_value``. The scale is the smallest bfloat16 (or power of two) for which
+``largest_value * unit`` is at least the largest magnitude in the block. ``prepare``
+returns ``(unit, 1 / unit)``.
 
-:mod:`lowbit_optax._numerics.codes` explains what a code is and how all codes round.
+:mod:`lowbit_optax._numerics.codes` explains codes and their rounding.
 """
 
 import dataclasses
@@ -37,37 +38,37 @@ from lowbit_optax._numerics.codes import (
 )
 from pallas_kernels import operations
 
-# A quotient that should be exactly a scale may come out this much larger, because the
-# division rounds. If it were then rounded up to the next scale, the scale of a constant
-# moment would creep upwards.
+# Because divisions round, a quotient that should be exactly a scale may be larger by
+# this tolerance. Without it, the quotient would be rounded up to the next scale, and
+# the scale of a constant moment would grow in every step.
 _TOLERANCE = 4  # units in the last place
 _LARGEST_BFLOAT16 = 0x7F7F0000
 
 
 @dataclasses.dataclass(frozen=True)
 class InUnits(Code):
-    """A code whose values are numbers times the unit of a block."""
+    """Base class of codes whose values are fixed numbers times the unit of a block."""
 
     is_linear_in_units: typing.ClassVar[bool] = True
 
     @property
     def largest_value(self) -> float:
-        """The largest number that a field stands for, in units."""
+        """Largest value of a field, in units."""
         return float(self.largest_field)
 
     @property
     def smallest_value(self) -> float:
-        """The smallest positive number that a field stands for, in units."""
+        """Smallest positive value of a field, in units."""
         return 1.0
 
     @property
     def _least_factor(self) -> float:
-        """The least number by which decoding multiplies a unit."""
+        """Smallest number by which decoding multiplies a unit."""
         return min(self.smallest_value, 1.0)
 
     @property
     def _exponent(self) -> int:
-        """The number q of the module's docstring."""
+        """The number q in the docstring of the module."""
         return math.ceil(math.log2(self.largest_value))
 
     def scale_of_keys(self, keys):
@@ -81,25 +82,27 @@ class InUnits(Code):
         return float_layouts.from_bits(pattern >> jnp.uint32(16), jnp.bfloat16)
 
     def prepare(self, scale):
-        # With a smaller scale a product of the unit would be subnormal, and XLA may
-        # treat subnormal numbers as 0.
+        # With a smaller scale, products with the unit would be subnormal, and XLA may
+        # flush subnormal numbers to 0.
         least = 2.0 ** (-126 + self._exponent) / self._least_factor
         scale = jnp.maximum(scale, jnp.float32(least))
         unit = scale * jnp.float32(2.0**-self._exponent)
         if self.scale == "power_of_two":
-            # 2^-e has exponent field 127 - e: exact, and no division.
+            # The exponent field of 2^-e is 127 - e, so this is exact and needs no
+            # division.
             return unit, float_of(jnp.uint32(0x7F000000) - as_fields(unit))
         return unit, jnp.float32(1) / unit
 
     def _infinite(self, fields: jax.Array, number: jax.Array) -> jax.Array:
-        """The numbers, and infinity where an unsigned field stands for it."""
+        """Return the numbers, and infinity for the field of infinity."""
         is_infinite = fields == jnp.uint32(self.infinity_field)
         return jnp.where(is_infinite, jnp.float32(jnp.inf), number)
 
     def _unsigned_fields(self, x: jax.Array, fields: jax.Array) -> jax.Array:
-        """The fields of x, so that a positive one is not 0's, nor infinity a number's.
+        """Return the fields of x, with corrections for positive numbers and infinity.
 
-        A NaN becomes infinity too.
+        A positive number does not get the field of 0. Infinity and NaN get the field of
+        infinity.
         """
         fields = jnp.maximum(fields, one_unless_zero(x))
         finite = x < jnp.float32(jnp.inf)
@@ -108,10 +111,10 @@ class InUnits(Code):
 
 @dataclasses.dataclass(frozen=True)
 class Linear(InUnits):
-    """Integers: with 8 bits, -127 to 127 or 0 to 254. Symmetric, without a zero point.
+    """Symmetric integers without a zero point: -127 to 127 or 0 to 254 with 8 bits.
 
-    A float32 near 2^11 has 12 fractional bits. So adding 2^11 to a number turns its
-    pattern into a fixed-point number, which an integer sum and a shift can round.
+    A float32 near 2^11 has 12 fractional bits. Therefore, adding 2^11 to a number turns
+    its pattern into a fixed-point number, which an integer sum and a shift can round.
     """
 
     @property
@@ -120,7 +123,6 @@ class Linear(InUnits):
 
     @property
     def _zero(self) -> int:
-        """The field of 0."""
         return 2 ** (self.bits - 1) if self.signed else 0
 
     def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
@@ -142,21 +144,21 @@ class Linear(InUnits):
 
 @dataclasses.dataclass(frozen=True)
 class Segments(InUnits):
-    """Segments of equal steps; the steps of each are twice those of the one before it.
+    """Segments of equal steps. Each segment has steps twice as large as the one before.
 
-    The magnitude field ``j 2^m + i``, with ``i < 2^m``, stands in units for
+    The magnitude field ``j 2^m + i``, with ``i < 2^m``, has the value, in units,
 
         2^j (1 + i 2^-m) - 1
 
-    where j counts the segments from 0. The float32 pattern of ``1 + |x| / unit`` has j
-    and i as its leading bits. So encoding is one multiplication and addition, and
-    rounding is integer arithmetic. Between neighbours the pattern is linear in x, so
-    the mean of stochastic rounding is x. With 8 segments of 16 steps and a sign this
-    would be the mu-law of telephony (ITU-T G.711).
+    where j is the number of the segment, starting at 0. The leading bits of the float32
+    pattern of ``1 + |x| / unit`` are j and i. Therefore, encoding is one multiplication
+    and addition, and rounding is integer arithmetic. Between neighbours the pattern is
+    linear in x, so the mean of stochastic rounding is x. With a sign and 8 segments of
+    16 steps, this would be the mu-law of telephony (ITU-T G.711).
 
     Args:
-      segments: e, for 2^e segments. The remaining m bits of the magnitude number the
-        steps of a segment.
+      segments: e, for 2^e segments. The other m bits of the magnitude count the steps
+        of a segment.
     """
 
     segments: int = 3
@@ -169,8 +171,8 @@ class Segments(InUnits):
     def largest_field(self):
         if self.signed:
             return super().largest_field
-        # The last segment is reserved for infinity. Of the segment before it only the
-        # first value is used, which makes an unsigned scale a round number of units.
+        # The last segment is reserved for infinity. The segment before it uses only its
+        # first value, so that the scale of an unsigned code is a round number of units.
         return (2**self.segments - 2) << self._steps
 
     @property
@@ -194,7 +196,7 @@ class Segments(InUnits):
     def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
         _, inverse = prepared
         size = jnp.abs(x) if self.signed else x
-        # A signed code uses 2 + 2 |x| / unit: from 2 on, the low bits of the exponent
+        # Signed codes use 2 + 2 |x| / unit. From 2 on, the low bits of the exponent
         # count the segments from 0.
         first = 2.0 if self.signed else 1.0
         inverse = jnp.broadcast_to(inverse * jnp.float32(first), size.shape)
@@ -203,8 +205,8 @@ class Segments(InUnits):
         most = jnp.int32(pattern_of(first * limit))
         pattern = jnp.minimum(pattern, most)
         if not self.signed:
-            # The exponent's bias is subtracted last: the pattern of a negative x is
-            # negative, and subtracting from it first would wrap around.
+            # Subtract the bias of the exponent last. Before rounding, it would overflow
+            # for the negative patterns of negative x.
             fields = shift_and_round(pattern, 0, self._dropped, words)
             fields = fields - jnp.int32(127 << self._steps)
             return as_fields(jnp.maximum(fields, one_unless_zero(x)))
@@ -217,8 +219,8 @@ class Segments(InUnits):
 
     def decode_fields(self, fields, prepared, multiply_add=multiply_add):
         unit = jnp.broadcast_to(prepared[0], fields.shape)
-        # Raise the exponents: in an unsigned code, so that the field of infinity gets
-        # float32's exponent of infinity; in a signed code, so that no carry is needed.
+        # Raise the exponents. In unsigned codes, the field of infinity then has the
+        # exponent of float32's infinity; in signed codes, no carry is needed.
         lowest = 128 if self.signed else 256 - 2**self.segments
         lower = jnp.float32(2.0 ** (127 - lowest))
         shift = jnp.uint32(self._dropped)
@@ -228,17 +230,18 @@ class Segments(InUnits):
             lower = jnp.full(fields.shape, lower)
             return multiply_add(float_of(pattern), lower, minus_one) * unit
         magnitude = fields & jnp.uint32(2 ** (self.bits - 1) - 1)
-        # A sum, though no bit is in both: it can share the shift's instruction.
+        # Use a sum, although no bit is set in both, because it can share an instruction
+        # with the shift.
         pattern = (magnitude << shift) + jnp.uint32(lowest << 23)
-        # The product is exact. So (2^j (1 + i 2^-m) - 1) unit is rounded only once,
-        # with a fused multiply-add or without.
+        # The product is exact, so (2^j (1 + i 2^-m) - 1) unit is rounded only once,
+        # with or without a fused multiply-add.
         value = multiply_add(float_of(pattern), lower * unit, -unit)
         return with_sign_of_field(value, fields, self.bits)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sqrt(InUnits):
-    """Squares of integers, 0 to 254^2 with 8 bits: linear in the root of x."""
+    """Squares of integers, from 0 to 254^2 with 8 bits: linear in the square root."""
 
     @property
     def largest_value(self):
@@ -251,7 +254,8 @@ class Sqrt(InUnits):
         number = jnp.where(finite, x, jnp.float32(0)) * inverse
         root = lax.sqrt(number).astype(jnp.int32)
         low = root.astype(jnp.float32)
-        # The step is (low + 1)^2 - low^2: the mean must be that of x, not of its root.
+        # The step is (low + 1)^2 - low^2, because the mean of x must be kept, and not
+        # the mean of its root.
         up = number - low * low > rounding_thresholds(words) * (low + low + one)
         fields = jnp.where(up, root + jnp.int32(1), root)
         fields = jnp.minimum(fields, jnp.int32(self.largest_field))
@@ -265,16 +269,16 @@ class Sqrt(InUnits):
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic(InUnits):
-    """Dettmers' dynamic exponent map, computed by arithmetic instead of a table.
+    """Dettmers' dynamic exponent map, computed with arithmetic instead of a table.
 
-    The position i of the leading one bit of a magnitude k selects a decade, and the
-    bits below it divide the decade linearly:
+    The position i of the leading one bit of a magnitude k selects a decade. The bits
+    below it divide the decade linearly:
 
         10^(i - I) (0.1 + 0.9 (k + 1/2 - 2^i) / 2^i)
 
-    where I is the highest i. Unsigned magnitudes start at 1 instead of 0, so k = 1
-    stands for zero. This is the published map (``create_dynamic_map`` in bitsandbytes)
-    without its value +1, which has no negative counterpart.
+    where I is the largest i. Unsigned magnitudes start at 1 instead of 0, and k = 1 is
+    zero. This is the published map (``create_dynamic_map`` in bitsandbytes) without its
+    value +1, which has no negative counterpart.
     """
 
     @property
@@ -291,23 +295,23 @@ class Dynamic(InUnits):
 
     @property
     def _decades(self) -> int:
-        """I of the class's formula, the number of the highest decade."""
+        """I in the docstring of the class, the number of the highest decade."""
         return self.bits - 1 - self.signed
 
     def _published(self, k: int) -> float:
-        """The value of magnitude k by the class's formula."""
+        """Return the value of magnitude k, as in the docstring of the class."""
         i = k.bit_length() - 1
         return 10.0 ** (i - self._decades) * (0.1 + 0.9 * ((k + 0.5) / 2**i - 1))
 
     @property
     def _lowest(self) -> int:
-        """The magnitude of the smallest positive value."""
+        """Magnitude of the smallest positive value."""
         return 2 - self.signed
 
     def _values(self, fields: jax.Array, multiply_add: MultiplyAdd) -> jax.Array:
-        """The values of fields without a sign, times :attr:`_steps_of_one`."""
-        # A power of two times k + 1/2. In the exponent, i is in the last bits, or i + 1
-        # where k = 0 stands for zero.
+        """Return the values of unsigned fields times :attr:`_steps_of_one`."""
+        # A power of two times k + 1/2. The last bits of the exponent are i, or i + 1 in
+        # unsigned codes, where k = 1 is zero.
         double = 1 + self.signed
         pattern = fields | jnp.uint32(0x4B000000 + (double << 23))
         half = 2.0 ** (double - 1)
@@ -315,24 +319,26 @@ class Dynamic(InUnits):
         number = float_of(pattern) - jnp.float32(first)
         pattern = as_fields(number)
         power = float_of(pattern & jnp.uint32(0x7F800000))
-        # Of a decade's 10 2^i parts, the value has 9 (k + 1/2) - 8 2^i. It is exact.
+        # In units of 1 / (10 2^i) of a decade, the value is 9 (k + 1/2) - 8 2^i, which
+        # is exact.
         minus_eight = jnp.full_like(power, -8)
         parts = multiply_add(power, minus_eight, number * jnp.float32(9))
         return parts * operations.power_of_five(pattern >> jnp.uint32(23))
 
     @property
     def _steps_of_one(self) -> float:
-        """How many of the parts in which :meth:`_values` counts are 1."""
+        """The number of parts, as :meth:`_values` counts them, in 1."""
         scale = 2.0 ** (1 + self.signed)
         return 10.0 ** (self._decades + 1) * scale / (1 if self.signed else 5)
 
     def _place(self, number: jax.Array, multiply_add: MultiplyAdd) -> jax.Array:
-        """Where a number lies among the magnitudes, 2^11 + k for the value of k.
+        """Return 2^11 + k for the value of magnitude k, with interpolation.
 
-        Between two magnitudes it is linear. Within a decade that is the class's formula
-        solved for k + 1/2, which is 2^i at its start. It is the least of all decades'
-        lines, whose slopes fall. The values next to a power of ten are 1/6 of their
-        distance below it and 5/6 above it; the formula alone would give each a half.
+        The interpolation is linear. Within a decade, it solves the formula of the class
+        for k + 1/2, which is 2^i at the start of the decade. The result is the minimum
+        over the lines of all decades, because their slopes decrease. The two values
+        next to a power of ten have 1/6 of their distance below it and 5/6 above, where
+        the formula alone would give each one half.
         """
         lines = []
         for i in range(self._lowest - 1, self._decades + 1):
@@ -345,10 +351,10 @@ class Dynamic(InUnits):
         half = jnp.full_like(number, 0.5)
         edge = operations.smaller(operations.smaller(above, start - above), half)
         share = jnp.full_like(number, 2 / 3)
-        # Near 2^11 a float32 has 12 fractional bits, as in Linear.
+        # Near 2^11, a float32 has 12 fractional bits, as in Linear.
         zero = 2.0 ** (23 - RANDOM_BITS)
         place = multiply_add(edge - half, share, place) + jnp.float32(zero - 0.5)
-        # Between zero and the smallest value, over several decades, it is linear too.
+        # Between zero and the smallest value, over several decades, it is also linear.
         smallest = jnp.float32(self.smallest_value)
         from_zero = multiply_add(
             number,
@@ -360,7 +366,7 @@ class Dynamic(InUnits):
     def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
         _, inverse = prepared
         size = jnp.abs(x) if self.signed else x
-        # In the order of patterns a NaN is above infinity.
+        # In the order of patterns, NaN is larger than infinity.
         largest = jnp.int32(pattern_of(self.largest_value))
         pattern = jnp.minimum(bits_of(size * inverse), largest)
         if not self.signed:

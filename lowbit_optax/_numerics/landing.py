@@ -1,23 +1,25 @@
-"""Exact landing: the residual belongs to the parameter that optax's addition gives.
+"""Exact landing: make optax's addition give a chosen parameter and a matching residual.
 
 optax adds an update as ``(p + u).astype(p.dtype)``. The update ``u = float32(p') -
-float32(p)`` takes a narrow p to a chosen p': the float32 sum rounds to p' exactly.
+float32(p)`` changes a narrow parameter p to a chosen p', because the float32 sum rounds
+to p' exactly.
 
-The sign of a zero matters too, because it can be the sign of the master: an unsigned
-residual has none. IEEE 754 defines these sums:
+The sign of a zero matters too: residuals can be unsigned, so a zero parameter may carry
+the sign of the master. IEEE 754 defines these sums:
 
     -0 + -0 = -0    -0 + +0 = +0    x - x = +0
 
-So an update that changes nothing is -0. In float16 and float8, :func:`difference` reads
-a parameter of -0 as a small negative number that the sum then rounds to -0.
+Therefore, an update that changes nothing is -0. In float16 and float8,
+:func:`difference` reads a parameter of -0 as a small negative number, and the sum
+rounds it to -0.
 
-A few sums cannot give p': p' is smaller than p by a factor of more than 2^16 (almost
-all of p cancels), one of the two is infinite, or p' is -0 and p is not, in bfloat16 and
-with updates in the gradients' dtype. In bfloat16, -0 also stays -0 if p' is +0. So the
-parameter that the sum will really give is computed first, and then the residual that
-belongs to it.
+A few sums cannot give p': if p' is smaller than p by a factor of more than 2^16 (almost
+all of p cancels), if one of the two is infinite, or if p' is -0 and p is not, in
+bfloat16 and with updates in the gradients' dtype. In bfloat16, -0 also stays -0 if p'
+is +0. For these cases, the parameter that the sum gives is computed first, and the
+residual is computed for this parameter.
 
-``lowbit_optax.step`` needs no update: the new parameter replaces the old one.
+``lowbit_optax.step`` needs no update, because the new parameter replaces the old one.
 """
 
 import dataclasses
@@ -37,15 +39,14 @@ class Replacement:
     is_direct = True
 
     def of(self, param, grad) -> "Replacement":
-        """The landing of one leaf."""
         return self
 
     def land(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``(the new parameter, the step's result)``, which are the same here."""
+        """Return ``(new parameter, result of the step)``, which are the same here."""
         return new, new
 
     def result(self, old: jax.Array, landed: jax.Array) -> jax.Array:
-        """The step's result for a parameter that :meth:`land` returned."""
+        """Return the result of the step for a parameter from :meth:`land`."""
         return landed
 
 
@@ -54,10 +55,11 @@ class Addition:
     """optax adds an update to the old parameter, as in ``optax.apply_updates``.
 
     Args:
-      like_grads: whether updates have the gradients' dtypes, if these are those of the
-        parameters. Then fewer sums give ``new``: a change of more than 256 units in the
-        last place, as where a bfloat16 weight's exponent changes, is rounded.
-      dtype: of this leaf's updates; None for float32.
+      like_grads: whether updates have the dtypes of the gradients, for parameters with
+        the same dtype as their gradient. Then more sums do not give ``new``: a change
+        of more than 256 units in the last place is rounded, for example if the exponent
+        of a bfloat16 weight changes.
+      dtype: dtype of the updates of this leaf; None for float32.
 
     >>> import jax.numpy as jnp
     >>> Addition().land(jnp.bfloat16(1.0), jnp.bfloat16(0.5))
@@ -70,27 +72,23 @@ class Addition:
     is_direct = False
 
     def of(self, param, grad) -> "Addition":
-        """The landing of one leaf."""
         is_wanted = self.like_grads and param.dtype == grad.dtype
         if not is_wanted or not is_narrow(grad.dtype):
             return self
         return dataclasses.replace(self, dtype=grad.dtype)
 
     def land(self, old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``(the parameter that the addition gives, the update to add)``.
+        """Return ``(parameter that the addition gives, update to add)``.
 
-        Args:
-          old, new: arrays of one narrow dtype.
-
-        Returns:
-          ``(landed, update)``. ``landed`` is ``round(float32(old) + update)`` bit for
-          bit. It is ``new``, except in the cases listed in the module's docstring.
+        ``old`` and ``new`` have the same narrow dtype. The parameter is
+        ``round(float32(old) + update)``, bit for bit. It is ``new``, except in the
+        cases in the docstring of the module.
         """
         update = self.cast(difference(old, new))
         return narrow_or_cast(to_float32(old) + to_float32(update), old.dtype), update
 
     def result(self, old: jax.Array, landed: jax.Array) -> jax.Array:
-        """The update that takes ``old`` to a parameter that :meth:`land` returned."""
+        """Return the update that changes ``old`` to a parameter from :meth:`land`."""
         update = lambda old, landed: self.cast(difference(old, landed))
         tangent = lambda old, landed: (
             landed.astype(jnp.float32) - old.astype(jnp.float32)
@@ -98,7 +96,7 @@ class Addition:
         return straight_through(update, tangent)(old, landed)
 
     def cast(self, update: jax.Array) -> jax.Array:
-        """An update in its dtype."""
+        """Round an update to its dtype."""
         return update if self.dtype is None else narrow_or_cast(update, self.dtype)
 
 
@@ -110,7 +108,7 @@ ADD_LIKE_GRADS = Addition(like_grads=True)
 
 
 def difference(old: jax.Array, new: jax.Array) -> jax.Array:
-    """The float32 update from ``old`` to ``new``.
+    """Return the float32 update from ``old`` to ``new``.
 
     If ``new`` is a parameter that :meth:`Addition.land` returned for ``old``, adding
     the update gives exactly ``new``.
@@ -121,10 +119,10 @@ def difference(old: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def apply_leaf(param: jax.Array, update: jax.Array) -> jax.Array:
-    """``param + update`` rounded to the parameter's dtype, as optax applies updates.
+    """Return ``param + update`` in the parameter's dtype, as optax applies updates.
 
-    An update of zero keeps the sign of a float16 or float8 zero, unlike a sum. Wrappers
-    such as ``optax.MultiSteps`` return +0 for a step that they skip.
+    Unlike in a sum, a float16 or float8 zero keeps its sign if the update is zero.
+    Wrappers such as ``optax.MultiSteps`` return +0 for a step that they skip.
     """
     tangent = lambda *terms: sum(x.astype(jnp.float32) for x in terms)
     return straight_through(_rounded_sum, tangent)(param, update)
@@ -139,19 +137,19 @@ def _rounded_sum(param: jax.Array, update: jax.Array) -> jax.Array:
 
 
 def _keeps_sign_of_zero(dtype: jax.typing.DTypeLike) -> bool:
-    """Whether some normal float32 numbers round to zero in a narrow dtype.
+    """Return whether some normal float32 numbers round to zero in a narrow dtype.
 
-    bfloat16 has float32's exponents. Only subnormal numbers round to its zeros, and
-    many processors flush those in the sum.
+    bfloat16 has float32's exponents, so only subnormal numbers round to zero, and many
+    processors flush these in the sum.
     """
     return is_narrow(dtype) and not layout_of(dtype).same_exponent
 
 
 def _with_sign_of_zero(x: jax.Array) -> jax.Array:
-    """A narrow array as float32, with a quarter of the smallest number below 0 for -0.
+    """Return a narrow array as float32, with -0 as minus 1/4 of the smallest number.
 
-    The quarter is far enough below the half that would not round to zero, and large
-    enough to survive next to most numbers of the dtype in a float32 sum.
+    A quarter is less than the half that would not round to zero, and large enough to
+    survive next to most numbers of the dtype in a float32 sum.
     """
     wide, layout = to_float32(x), layout_of(x.dtype)
     if not _keeps_sign_of_zero(x.dtype):

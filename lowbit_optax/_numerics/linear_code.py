@@ -1,23 +1,23 @@
-"""The linear symmetric code of weights, as elementwise functions without packing.
+"""The linear symmetric code of quantised weights, as elementwise functions.
 
 With B = 2^(k-1) - 1 and a step size delta per block,
 
     Q(x) = delta clip(SR(x / delta), -B, B),    delta >= max |x| / B
 
-where SR rounds stochastically, and the field is the integer plus 2^(k-1). The one
-unused field, 0, stands for NaN. A weight that is not finite becomes NaN, so that the
-loss shows it.
+where SR is stochastic rounding. The field is the integer plus 2^(k-1). Field 0 is not
+used by numbers and stores NaN. Non-finite weights become NaN, so that they show in the
+loss.
 
 delta is rounded up to fewer significant bits (:func:`significant_bits`), for two
 reasons:
 
-- Every value ``c delta`` is exact in float32. So storing a value that was just read,
-  with the same delta, changes nothing on any backend.
-- A delta with few significant bits seldom changes. When it changes, every weight of the
-  block falls between the new steps and is rounded, which is noise.
+- Every value ``c delta`` is exact in float32. Therefore, storing a value that was just
+  read, with the same delta, does not change it on any backend.
+- A delta with few significant bits seldom changes. If it changes, all weights of the
+  block fall between the new steps and are rounded, which adds noise.
 
-For the second reason a delta is also kept while it fits (:func:`kept_delta`). A step
-without an update changes nothing.
+For the second reason, a delta is also kept as long as it fits (:func:`kept_delta`). A
+step with a zero update changes nothing.
 """
 
 import math
@@ -39,61 +39,54 @@ from lowbit_optax._numerics.codes import (
 )
 
 RANDOM_BITS = 23
-"""How many leading bits of a random word rounding reads."""
+"""Number of leading bits of a random word that rounding reads."""
 
 _UNREAD = 32 - RANDOM_BITS
 
 _MIDDLE = 1.5 * 2.0**23
 _FIRST = pattern_of(_MIDDLE)
 
-# A quotient that should be exactly a delta may come out larger, because the division
-# rounds.
+# Because the division rounds, a quotient that should be exactly a delta may be larger.
 _TOLERANCE = 4  # units in the last place
-# With a smaller delta a remainder of 2^-24 delta would be subnormal, and XLA may treat
-# subnormal numbers as 0.
+# With a smaller delta, a remainder of 2^-24 delta would be subnormal, and XLA may flush
+# subnormal numbers to 0.
 _SMALLEST_DELTA = np.float32(2.0**-100)
 
 
 _MAGNITUDES = Code(16, signed=True, limit=math.inf)
 magnitude_key, magnitude_of = _MAGNITUDES.magnitude_key, _MAGNITUDES.magnitude_of
-"""The keys of all finite weights, and the magnitudes of the largest of them."""
+"""Keys of all finite weights, and the conversion of the largest key to a magnitude."""
 
 
 def largest_code(bits: int) -> int:
-    """B, the largest integer of a code of ``bits`` bits."""
+    """Return B, the largest integer of a code of ``bits`` bits."""
     return 2 ** (bits - 1) - 1
 
 
 def significant_bits(bits: int) -> int:
-    """How many significant bits delta has, the leading one included.
+    """Return the number of significant bits of delta, including the leading one.
 
-    The worst choice would be about as many bits as a code has. Then the largest weight
-    of a block comes to lie between two codes. Rounded up, it is the largest code of a
-    larger delta, which the next update exceeds again, and delta grows without end: by a
-    factor of 10,000 over 1000 updates by normal numbers of 0.1 steps, if delta and
-    codes both have 4 bits.
+    The worst number would be about the number of bits of a code. Then the largest
+    weight of a block falls between two codes. If it is rounded up, it becomes the
+    largest code of a larger delta, and the next update exceeds it again. If delta and
+    codes both have 4 bits, delta grows by a factor of 10,000 over 1000 normally
+    distributed updates of 0.1 steps.
 
-    For codes of 7 bits or more, 4 bits are far enough from that. delta seldom changes,
-    and is at most 1/8 larger than necessary. For shorter codes, delta has as many bits
-    as keep the products exact. It then follows the largest weight, which is always
+    For codes of 7 bits or more, 4 bits avoid this. delta seldom changes, and is at most
+    1/8 larger than necessary. For shorter codes, delta has the largest number of bits
+    that keeps products exact. It then follows the largest weight, which is always
     exactly a code.
-
-    Args:
-      bits: k, the bits of a code.
     """
     return 24 - bits if bits <= 6 else 4
 
 
 def delta_of(maximum: jax.Array, bits: int) -> jax.Array:
-    """The step sizes of blocks with these largest finite magnitudes, float32.
-
-    They are 0 for blocks of zeros.
-    """
+    """Return float32 step sizes for the largest magnitudes of blocks; 0 for 0."""
     dropped = 24 - significant_bits(bits)
     largest = np.float32(np.finfo(np.float32).max / largest_code(bits))
     pattern = as_fields(maximum * np.float32(1 / largest_code(bits)))
     pattern = pattern + jnp.uint32((1 << dropped) - 1 - _TOLERANCE)
-    # Limited, so that no product of a code and delta overflows.
+    # Limit delta, so that no product with a code overflows.
     pattern = jnp.minimum(pattern, jnp.uint32(largest.view(np.uint32)))
     pattern = pattern >> jnp.uint32(dropped) << jnp.uint32(dropped)
     delta = jnp.maximum(float_of(pattern), _SMALLEST_DELTA)
@@ -101,18 +94,18 @@ def delta_of(maximum: jax.Array, bits: int) -> jax.Array:
 
 
 def kept_delta(maximum: jax.Array, old: jax.Array, bits: int) -> jax.Array:
-    """The step size of each block that has one already.
+    """Return the step sizes of blocks that already have one.
 
-    The old one is kept while ``least delta <= maximum <= B delta``, where ``least`` is
-    a code that rounding cannot fall below: with a new delta the largest weight is at
-    least ``least`` of them, rounded down or up; and a largest weight of at least
-    ``least`` deltas is not rounded to less. So what was just stored keeps its delta.
+    The old step size is kept if ``least delta <= maximum <= B delta``. With a new
+    delta, the largest weight of a block is at least ``least`` steps, whether it is
+    rounded up or down, and rounding does not reduce a weight of at least ``least``
+    steps below that. Therefore, a block that was just stored keeps its delta.
 
     References:
-      LPMM, section 5.2, "Dynamic quantization", takes a new one at every step.
+      LPMM, section 5.2, "Dynamic quantization", computes a new one in every step.
     """
     top = largest_code(bits)
-    # A new delta is larger than necessary by at most a unit of its last place.
+    # Rounding up makes a new delta larger by at most one unit in its last place.
     coarsest = 1 + 2.0 ** (1 - significant_bits(bits))
     least = math.floor(top / coarsest * (1 - 2.0**-20))
     fits = (maximum >= old * np.float32(least)) & (maximum <= old * np.float32(top))
@@ -120,7 +113,7 @@ def kept_delta(maximum: jax.Array, old: jax.Array, bits: int) -> jax.Array:
 
 
 def prepare(delta: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``(delta, 1 / delta)``, which :func:`encode` and :func:`decode` take."""
+    """Return ``(delta, 1 / delta)`` for :func:`encode` and :func:`decode`."""
     return delta, jnp.float32(1) / jnp.maximum(delta, _SMALLEST_DELTA)
 
 
@@ -131,23 +124,24 @@ def encode(
     words: jax.Array | None,
     multiply_add: MultiplyAdd = multiply_add,
 ) -> jax.Array:
-    """The uint32 fields of float32 values, with prepared step sizes of their shape.
+    """Return the uint32 fields of float32 values. Step sizes have the same shape.
 
-    The leading 23 bits of ``words`` are random; None rounds to nearest, ties to even.
+    The leading 23 bits of ``words`` are random. If None, round to nearest, ties to
+    even.
     """
     delta, inverse = prepared
-    # The float32 numbers near 1.5 * 2^23 are integers, so the sum rounds to nearest,
-    # ties to even, and its pattern counts them.
+    # float32 numbers near 1.5 * 2^23 are integers, so the sum rounds to nearest, ties
+    # to even, and the pattern counts the steps.
     middle = jnp.full(x.shape, _MIDDLE, jnp.float32)
     rounded = multiply_add(x, inverse, middle)
     code = bits_of(rounded)
     if words is not None:
-        # The product and the difference are exact, whatever the error of the inverse.
-        # So a value that is a multiple of delta has no remainder and does not change.
+        # The product and the difference are exact, even if the inverse is not.
+        # Therefore, a multiple of delta has no remainder, and does not change.
         rest = multiply_add(middle - rounded, delta, x)
-        # It is half a step at most, in either direction. It moves the code if a random
-        # part of a step carries it, or fails to carry it, over a whole one. The part
-        # is counted from its half, and by half a step the pattern is above a whole one.
+        # The remainder is at most half a step in either direction, so the code moves by
+        # floor(rest / delta + u), with u uniform in [0, 1). The signed random number is
+        # u - 1/2, and _FIRST is half a step above a multiple of 2^23.
         share = inverse * jnp.float32(2.0**RANDOM_BITS)
         share = bits_of(multiply_add(rest, share, middle))
         drawn = lax.bitcast_convert_type(words, jnp.int32) >> jnp.int32(_UNREAD)
@@ -164,9 +158,10 @@ def encode(
 def decode(
     fields: jax.Array, prepared: tuple[jax.Array, jax.Array], bits: int
 ) -> jax.Array:
-    """The float32 values of fields; ``prepared`` as in :func:`encode`."""
+    """Return the float32 values of fields; ``prepared`` is as in :func:`encode`."""
     delta, _ = prepared
     value = number_of(fields, 2 ** (bits - 1)) * delta
-    # Between the product and a sum, so that XLA contracts them on no device. A NaN
-    # constant would become an array that JAX moves out of a scan over layers.
+    # Put the selection between the product and later sums, so that XLA fuses them on no
+    # device. A NaN constant would become an array that JAX moves out of a scan over
+    # layers.
     return jnp.where(fields == jnp.uint32(0), value * jnp.float32(jnp.nan), value)

@@ -1,7 +1,4 @@
-"""Second moments on a grid of powers of two, as fine as the range of a block allows.
-
-:mod:`lowbit_optax._numerics.codes` explains what a code is and how all codes round.
-"""
+"""Second moments on a logarithmic grid, as fine as the range of a block allows."""
 
 import dataclasses
 import math
@@ -24,8 +21,9 @@ from lowbit_optax._numerics.codes import (
 )
 from pallas_kernels import operations
 
-# Steps are 2^19 to 2^23 in a float32's pattern: 1/16, 1/8, ... 1 octave. A base on any
-# of these grids ends in three zeros in bfloat16. The step's number takes their place.
+# Steps are 2^19 to 2^23 in the pattern of a float32: 1/16, 1/8, ... 1 octave. In
+# bfloat16, a base on any of these grids ends in three zero bits, which store the number
+# of the step instead.
 _FINEST = 19
 _COARSEST = 23
 _PLACE = 16
@@ -34,56 +32,57 @@ _STEPS = 7 << _PLACE
 _INFINITY = pattern_of(math.inf)
 _OVERFLOW = -(2**31)
 
-_NEAR = 2.0**23  # where the float32 numbers are integers
+_NEAR = 2.0**23  # float32 numbers near it are integers
 
-# log2(1 + t) is about t + 0.344 t (1 - t).
+# log2(1 + t) is approximately t + 0.344 t (1 - t).
 _BEND = 0.344
 
 
 @dataclasses.dataclass(frozen=True)
 class Nested(Code):
-    """Numbers a step apart in the logarithm, where the block's range gives the step.
+    """Numbers at equal logarithmic steps. The range of the block determines the step.
 
-    The values of all blocks lie on nested grids
+    The values of all blocks are on nested grids
 
         2^(n k),    k = 1/16, 1/8, 1/4, 1/2 or 1 octave,    n an integer
 
-    with numbers of m bits of mantissa in place of ``2^(n / 2^m)``. A block has the
-    finest grid of which 2^bits - 2 neighbours cover its positive values. Since grids
-    are nested, no value is rounded again when another value of its block moves; it is
-    when the block takes a coarser grid. Zero and infinity have fields of their own.
+    with numbers of m mantissa bits instead of ``2^(n / 2^m)``. A block uses the finest
+    grid on which 2^bits - 2 neighbours cover its positive values. Because the grids are
+    nested, a value is not rounded again when another value of its block changes, but
+    only when the block changes to a coarser grid. Zero and infinity have their own
+    fields.
 
-    With 6 bits the coarsest grid covers 61 octaves below the largest value. What is
-    smaller becomes the smallest of these numbers: a weight whose second moment has
-    decayed must not coarsen the grid of its neighbours.
+    With 6 bits, the coarsest grid covers 61 octaves below the largest value. Smaller
+    values become the smallest of these numbers, so that a weight whose second moment
+    has decayed does not make the grid of its neighbours coarser.
 
-    **Rounding** is in the logarithm, unlike that of other codes: a second moment that
-    keeps the mean of its logarithm has the right ``E[g^2 / nu]``, and so updates of the
-    right size. In the mean of nu the updates of a coarse grid would be too long. Its
-    thresholds fill the step evenly over time: independent ones would let values of a
-    coarse grid walk at random, with a variance of 0.7 steps in octaves.
+    **Rounding** keeps the mean of the logarithm, unlike in other codes. Then ``E[g^2 /
+    nu]`` is right, and so is the size of updates. If the mean of nu were kept, updates
+    would be too large on a coarse grid. The thresholds fill the step evenly over time.
+    With independent thresholds, values on a coarse grid would make a random walk, with
+    a variance of 0.7 steps in octaves.
 
     The scale is the smallest value of the block on its grid, with the number of the
-    step in the last three bits of its mantissa; 0 for a block of zeros.
+    step in the last three bits of its mantissa. It is 0 for a block of zeros.
     """
 
     maxima = 2
     rounds_evenly = True
 
     def keys(self, x):
-        """Two keys: of the largest finite and of the smallest positive number."""
-        # Less than 0 for +0 and for negative numbers, of which 0 alone overflows.
+        """Return the keys of the largest finite and of the smallest positive number."""
+        # The second key is negative for +0 and for negative numbers; only +0 overflows.
         return self.magnitude_key(x), jnp.int32(_OVERFLOW) - bits_of(x)
 
     def scale_of_keys(self, keys):
         key, smallest = keys
         largest = bits_of(self.magnitude_of(key))
-        # From float32's smallest normal number on.
+        # Count patterns from float32's smallest normal number.
         high = jnp.maximum(largest - jnp.int32(ONE_EXPONENT), jnp.int32(0))
         low = jnp.int32(_OVERFLOW) - jnp.maximum(smallest, jnp.int32(1))
         low = jnp.clip(low - jnp.int32(ONE_EXPONENT), jnp.int32(0), high)
-        # The finest grid that fits is one of three. With the first, the block is 2^bits
-        # steps long at most and half of that at least; with the last it surely fits.
+        # The finest grid that fits is one of three. On the first, the block has at most
+        # 2^bits steps and at least half of them. The last always fits.
         exponent = bits_of(_number((high - low) >> jnp.int32(8))) >> jnp.int32(23)
         dropped = exponent - jnp.int32(127 - 8 - 1 + self.bits)
         dropped = jnp.maximum(dropped, jnp.int32(_FINEST))
@@ -103,7 +102,7 @@ class Nested(Code):
         return jnp.int32(self.largest_field - 1)
 
     def prepare(self, scale):
-        """The pattern of the base less a step, and the logarithm of the step's."""
+        """Return the pattern of the base minus one step, and the log2 of the step."""
         pattern = bits_of(scale)
         number = pattern & jnp.int32(_STEPS)
         dropped = (number >> jnp.int32(_PLACE)) + jnp.int32(_FINEST)
@@ -116,7 +115,7 @@ class Nested(Code):
         base = zero + lax.bitcast_convert_type(step, jnp.int32)
         infinity = jnp.int32(_INFINITY)
         above = operations.pattern_above(x, base, infinity - base)
-        # The bend is a number near 2^23, whose pattern counts it.
+        # The bend is a number near 2^23, so its pattern is an integer.
         above = as_fields(above) + (step - jnp.uint32(pattern_of(_NEAR)))
         above = above + _bend(above, shift, multiply_add)
         if words is None:
@@ -139,20 +138,19 @@ class Nested(Code):
 
 
 def _positive(fields: jax.Array, prepared: Prepared, of_zero: int) -> jax.Array:
-    """The patterns of fields, one of them given, and a finite one for infinity's."""
+    """Return finite patterns of fields, with ``of_zero`` for field 0."""
     zero, dropped = prepared
-    # The last step may end above the largest number.
+    # The last step may end above the largest finite number.
     pattern = (fields << as_fields(dropped)) + as_fields(zero)
     pattern = jnp.minimum(pattern, jnp.uint32(_INFINITY - 1))
     return jnp.where(fields == jnp.uint32(0), jnp.uint32(of_zero), pattern)
 
 
 def _bend(above: jax.Array, shift: jax.Array, multiply_add: MultiplyAdd) -> jax.Array:
-    """What a pattern lacks to a logarithm that is exact on the grid.
+    """Return the correction from a pattern to a logarithm, plus the pattern of 2^23.
 
-    2^23 and that, as a pattern.
-
-    Between two numbers of a grid, the pattern is linear in x.
+    The pattern is linear in x between two numbers of a grid. The correction is 0 on the
+    grid.
     """
     period = jnp.uint32(1) << shift
     rest = _number(above & (period - jnp.uint32(1)))
@@ -162,18 +160,17 @@ def _bend(above: jax.Array, shift: jax.Array, multiply_add: MultiplyAdd) -> jax.
 
 
 def _steps_between(low: jax.Array, high: jax.Array, dropped: jax.Array) -> jax.Array:
-    """From the last number of a grid that is not above, to the first not below."""
+    """Return how many whole steps of a grid cover the range from low to high."""
     return _shifted_up(high, dropped) - (low >> dropped)
 
 
 def _shifted_up(x: jax.Array, dropped: jax.Array) -> jax.Array:
-    """Non-negative int32 divided by ``2^dropped`` and rounded up."""
+    """Return non-negative int32 divided by ``2^dropped``, rounded up."""
     below = (jnp.int32(1) << dropped) - jnp.int32(1)
-    # Unsigned, the sum cannot overflow.
+    # The sum cannot overflow as an unsigned integer.
     total = as_fields(x) + as_fields(below)
     return lax.bitcast_convert_type(total >> as_fields(dropped), jnp.int32)
 
 
 def _number(x: jax.Array) -> jax.Array:
-    """Integers of less than 24 bits as float32."""
     return lax.bitcast_convert_type(x, jnp.int32).astype(jnp.float32)

@@ -1,48 +1,47 @@
-"""Random bits from a counter: the same numbers on every sharding and implementation.
+"""Random bits from a counter, the same for every sharding and implementation.
 
-The generator is a keyed 32-bit mixing hash. With ``i`` the element's global row-major
-index and two 32-bit keys,
+The generator is a keyed 32-bit mixing hash. With the global row-major index ``i`` of an
+element and two 32-bit keys, it computes
 
     x = i + k0;  x ^= x >> 16;  x *= 0x7feb352d
     x += k1;     x ^= x >> 15;  x *= 0x846ca68b;  x ^= x >> 16
 
-which is C. Wellons' ``lowbias32`` finaliser (https://github.com/skeeto/hash-prospector)
-with a key added before and another between its two rounds. With both keys 0 it is
-``mix(i)``, and the keys take in one number n after another by
+This is C. Wellons' ``lowbias32`` finaliser (https://github.com/skeeto/hash-prospector),
+with one key added before it and the other between its two rounds. Let ``mix(i)`` be
+this hash with both keys 0. For each of the numbers n = seed, step, leaf and stream, in
+this order, the keys are updated by
 
     k0 = mix(k0 + n * 0x9e3779b9);  k1 = mix(k1 ^ k0)
 
-in this order: seed, step, leaf, stream. They start as ``k0 = 0x243f6a88``, ``k1 =
-0x85a308d3`` (the first digits of pi).
+Initially, ``k0 = 0x243f6a88`` and ``k1 = 0x85a308d3`` (the first digits of pi).
 
-In a leaf of more than 2^32 elements ``i`` is the index modulo 2^32, and the keys take
-in one number more, before the stream: where along its first axes an element is. These
-are as few axes as leave at most 2^32 elements behind each place on them. So in a stack
-of layers it is the layer's number, and the same for all of a layer's elements.
+In a leaf of more than 2^32 elements, ``i`` is the index modulo 2^32, and one more
+number updates the keys before the stream: the position along the first axes, as few as
+leave at most 2^32 elements for each position. For a stack of layers, this is the number
+of the layer, which is the same for all elements of a layer.
 
-Inside the user's ``jax.shard_map`` an array is one shard, and its place in the whole is
-not known. There ``i`` is the index in the shard, and the keys take in the shard's
-number, before anything that depends on the shape. It counts along the mesh axes over
-which the leaf varies by its type, so shards that are replicas of each other draw the
-same bits, and others do not. Without these types (``check_vma=False``) replicas cannot
-be told from shards, and all draw the same bits.
+Inside the user's ``jax.shard_map``, an array is one shard, and its position in the
+whole array is unknown. ``i`` is the index in the shard, and the number of the shard
+updates the keys before any number that depends on the shape. Shards are counted along
+the mesh axes over which the type of the leaf varies, so replicas draw the same bits,
+and different shards draw different bits. Without these types (``check_vma=False``),
+replicas cannot be distinguished from shards, and all draw the same bits.
 
-The generator is not a cryptographic one. ``test_random_bits.py`` tests what
-rounding needs: unbiased bits, and no correlation between neighbours, steps, leaves and
-streams. Two rounds of mixing leave two small defects. With some keys, the bits of
-neighbouring rows correlate by up to 1% (the leading 8 bits not measurably). And all
-draws use the same 2^32 counters ``i + k0``, so the draws for large leaves overlap, at a
-random distance. In the overlap only k1 distinguishes them, and with some pairs of keys
-the bits correlate by up to 1%.
+The generator is not cryptographic. ``test_random_bits.py`` tests what rounding needs:
+unbiased bits, and no correlation between neighbours, steps, leaves and streams. Two
+rounds of mixing leave two small defects. With some keys, the bits of neighbouring rows
+correlate by up to 1% (the leading 8 bits not measurably). And all draws use the same
+2^32 counters ``i + k0``, so draws for large leaves overlap at a random distance. In the
+overlap only k1 differs, and with some pairs of keys the bits correlate by up to 1%.
 
-There is no array of keys. A number depends only on the place of its element, so it does
-not change with sharding, fusion or the order of leaves.
+There is no array of keys. A random number depends only on the position of its element,
+so it does not change with sharding, fusion or the order of leaves.
 
-**Streams.** Two uses with the same seed, step and leaf need different streams. If they
-shared one, their values would be rounded up and down together.
+**Streams.** Two uses with the same seed, step and leaf need different streams. With the
+same stream, their values would be rounded up and down together.
 
 ======================  ====================  =======================================
-stream                  used for              of
+stream                  rounds                for
 ======================  ====================  =======================================
 0                       the parameter         weight formats, QuantizedTensors,
                                               SplitArrays; values (``precision``)
@@ -55,17 +54,18 @@ stream                  used for              of
                         moments               with the optimizer's seed and step
 ======================  ====================  =======================================
 
-``precision`` and SplitArrays have keys of their own: their seeds or steps count calls,
-and their leaves are the tensors of a program, or the number 0.
+``precision`` and SplitArrays have separate keys: their seeds or steps count calls, and
+their leaves are the tensors of a program, or the number 0.
 
-There are three deliberate exceptions. Nested codes take :mod:`.even_words`. A sum that
-is rounded stochastically (:mod:`lowbit_optax._numerics.sums`) takes the last 16 bits of
-the words of a weight that reads at most the leading 16. And moments 0 and 1
-take products of the words of a weight that reads at most 24 of their bits, with two odd
-constants. That saves words of their own, which would be most of the cost of rounding
-them. A product's leading bits depend on all bits of the word: with those that the
-weight reads fixed, the others still make the leading bits of both moments even, each
-alone and both together.
+Three uses deliberately have no stream of their own. Nested codes use
+:mod:`.even_words`. A sum that is rounded stochastically
+(:mod:`lowbit_optax._numerics.sums`) uses the last 16 bits of the weight's words, if the
+weight reads at most the leading 16. Moments 0 and 1 use products of the weight's words
+with two odd constants, if the weight reads at most 24 bits. This saves the words of the
+moments, which would be most of the cost of rounding them. The leading bits of a product
+depend on all bits of the word. For fixed values of the bits that the weight reads, the
+other bits still make the leading bits of both moments uniform, each alone and both
+together.
 """
 
 import dataclasses
@@ -83,13 +83,13 @@ from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.even_words import even_words
 
 COUNTERS = 2**32
-"""The most elements that can have a counter of their own."""
+"""Largest number of elements that can have different counters."""
 
 PARAM_STREAM = 0
 RESIDUAL_STREAM = 1
 FORWARD_STREAM, BACKWARD_STREAM = 0, 1
 _MOMENT_STREAM = 2
-_FIRST_WHOLE_WORD = 64  # counted from the first stream of the moments
+_FIRST_WHOLE_WORD = 64  # relative to the first stream of the moments
 _ACCUMULATOR_STREAM = 1 << 16
 _OF_MOMENTS = 0xF1357AEB, 0xA0761D65
 
@@ -100,14 +100,14 @@ _STATIC = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RandomBits:
-    """The random bits of one leaf at one step, made by :func:`random_bits`.
+    """Random bits of one leaf at one step, made by :func:`random_bits`.
 
     Args:
-      key, second: uint32 scalars, k0 and k1 of the module's docstring, which have taken
-        in everything but the stream.
+      key, second: uint32 scalars k0 and k1 of the module's docstring, updated by all
+        numbers except the stream.
       index: uint32 array that :meth:`words` uses as the row-major index of the
-        elements; None for a whole leaf. With it, a kernel that holds a part of a leaf
-        (of up to 2^32 elements) gets the leaf's words at these elements.
+        elements; None for a whole leaf. With an index, a kernel that processes a part
+        of a leaf (of up to 2^32 elements) gets the leaf's words for these elements.
 
     >>> import jax.numpy as jnp
     >>> (bits,) = random_bits(jnp.uint32(0), jnp.uint32(7), [leaf_number("['w']")])
@@ -120,12 +120,12 @@ class RandomBits:
     index: jax.Array | None = None
 
     def words(self, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
-        """One uint32 per element, all 32 bits random.
+        """Return one uint32 per element, with 32 random bits.
 
         Args:
-          shape: global shape of the leaf; with an index, the shape of the index.
-          stream: static number that distinguishes the uses of one leaf's random bits,
-            from the table in the module's docstring.
+          shape: global shape of the leaf, or the shape of the index.
+          stream: static number that distinguishes the uses of a leaf's random bits; see
+            the table in the module's docstring.
 
         Raises:
           ValueError: if the index has another shape or is not uint32.
@@ -137,26 +137,26 @@ class RandomBits:
                 key, second = take_in(key, second, place)
         if index.shape != tuple(shape) or index.dtype != jnp.uint32:
             raise ValueError(
-                f"words: the index is {index.dtype}{list(index.shape)}, but words of "
-                f"shape {list(shape)} need uint32{list(shape)}"
+                f"words: the index must be uint32{list(shape)}, got "
+                f"{index.dtype}{list(index.shape)}"
             )
         key, second = take_in(key, second, jnp.uint32(stream))
         return hash_words(index, key, second)
 
     def on_shard(self, number: jax.Array) -> "RandomBits":
-        """The random bits of a shard: other ones for every number, a uint32 scalar."""
+        """Return different random bits for each number of a shard, a uint32 scalar."""
         key, second = take_in(self.key, self.second, number)
         return dataclasses.replace(self, key=key, second=second)
 
     def at_layer(
         self, layer: jax.Array, layers: int, shape: tuple[int, ...]
     ) -> "RandomBits":
-        """The random bits of one layer of a stacked leaf, which are the stack's there.
+        """Return the random bits that a stacked leaf has for one of its layers.
 
         Args:
           layer: int32 scalar, the number of the layer.
-          layers: how many there are.
-          shape: shape of one layer, of at most 2^32 elements.
+          layers: number of layers.
+          shape: shape of one layer, with at most 2^32 elements.
         """
         key, second = keys_at_layer(self.key, self.second, layer, layers, shape)
         first = layer.astype(jnp.uint32) * jnp.uint32(math.prod(shape) % 2**32)
@@ -166,27 +166,26 @@ class RandomBits:
 
 
 class ToNearest(RandomBits):
-    """Constant bits, with which stochastic rounding becomes rounding to nearest."""
+    """Constant bits that turn stochastic rounding into rounding to nearest."""
 
     def __init__(self):
         super().__init__(jnp.uint32(0), jnp.uint32(0))
 
     def words(self, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
-        """The word 2^31 per element, which is half a unit."""
         return jnp.full(shape, 0x80000000, jnp.uint32)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-    """The random numbers of one leaf's moments, or accumulators, at one step.
+    """Random numbers for the moments, or accumulators, of one leaf at one step.
 
     Args:
       random: the leaf's random bits.
-      first: the first of their streams.
-      spare: the stream of whose words the leaf's weight reads at most 24 bits; None if
-        there is none.
-      phase: of :meth:`even`, from :func:`.phase_at`.
+      first: first stream of the moments or accumulators.
+      spare: stream of the leaf's weight, if the weight reads at most 24 bits of its
+        words; otherwise None.
+      phase: phase of :meth:`even`, from :func:`.phase_at`.
     """
 
     random: RandomBits
@@ -195,22 +194,22 @@ class Draws:
     phase: jax.Array | None = None
 
     def words(self, shape: tuple[int, ...], number: int) -> jax.Array:
-        """32 random bits per element, for the leaf's moment of a static number."""
+        """Return 32 random bits per element for a moment with a static number."""
         return self.random.words(shape, self.first + _FIRST_WHOLE_WORD + number)
 
     def halves(self, shape: tuple[int, ...], number: int) -> jax.Array:
-        """16 random bits per element, as uint32 values less than 2^16.
+        """Return 16 random bits per element, as uint32 values less than 2^16.
 
-        Two moments share a word, which is cheaper: ``2j`` and ``2j + 1`` get its low
-        and its high half.
+        To save words, two moments share one: ``2j`` uses the low and ``2j + 1`` the
+        high half.
         """
         words = self.random.words(shape, self.first + number // 2)
         return words >> jnp.uint32(16) if number % 2 else words & jnp.uint32(0xFFFF)
 
     def twelve(self, shape: tuple[int, ...], number: int) -> jax.Array:
-        """12 random bits per element, the leading bits of a uint32.
+        """Return 12 random bits per element, as the leading bits of a uint32.
 
-        The bits below them are random too, or make the middle of what they could be.
+        The lower bits are also random, or are fixed at the middle of their range.
         """
         if self.spare is None or number >= len(_OF_MOMENTS):
             return self.halves(shape, number) << jnp.uint32(16) | jnp.uint32(1 << 15)
@@ -218,7 +217,7 @@ class Draws:
         return self.random.words(shape, self.spare) * factor
 
     def even(self, shape: tuple[int, ...], number: int) -> jax.Array:
-        """Of :mod:`.even_words`, a uint32 per element; :meth:`twelve` without phase."""
+        """Return uint32 :mod:`.even_words`, or :meth:`twelve` without a phase."""
         if self.phase is None:
             return self.twelve(shape, number)
         index = self.random.index
@@ -229,7 +228,7 @@ class Draws:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DrawsToNearest(Draws):
-    """Constant numbers, with which stochastic rounding becomes rounding to nearest."""
+    """Constant numbers that turn stochastic rounding into rounding to nearest."""
 
     random: RandomBits = dataclasses.field(
         default_factory=lambda: RandomBits(jnp.uint32(0), jnp.uint32(0))
@@ -248,27 +247,27 @@ class DrawsToNearest(Draws):
 def moment_draws(
     random: RandomBits, spare: int | None = None, phase: jax.Array | None = None
 ) -> Draws:
-    """The random numbers of a leaf's moments; see :class:`Draws`."""
+    """Return the random numbers for the moments of a leaf; see :class:`Draws`."""
     return Draws(random, spare=spare, phase=phase)
 
 
 def accumulator_draws(random: RandomBits) -> Draws:
-    """The random numbers for the gradient accumulator of a leaf."""
+    """Return the random numbers for the gradient accumulator of a leaf."""
     return Draws(random, _ACCUMULATOR_STREAM)
 
 
 def random_bits(
     seed: jax.Array, step: jax.Array, leaves: Sequence[int]
 ) -> list[RandomBits]:
-    """The random bits of every leaf at one step.
+    """Return the random bits of every leaf at one step.
 
-    ``seed`` and ``step`` are uint32 scalars; ``leaves`` are static numbers from
+    ``seed`` and ``step`` are uint32 scalars. ``leaves`` are static numbers from
     :func:`leaf_number`.
     """
     if not leaves:
         return []
     keys, seconds = random_keys(seed, step, leaves)
-    # Outside of jit, an index that is static would be a program of its own.
+    # Outside of jit, each static index would compile a separate program.
     is_traced = isinstance(keys, Tracer)
     index = lax.index_in_dim if is_traced else lax.dynamic_index_in_dim
     pick = lambda x, i: index(x, i, keepdims=False)
@@ -278,8 +277,9 @@ def random_bits(
 def random_keys(
     seed: jax.Array, step: jax.Array, leaves: Sequence[int]
 ) -> tuple[jax.Array, jax.Array]:
-    """The keys of :func:`random_bits`: two uint32 vectors with one number per leaf."""
-    # For all leaves at once: a few vector operations instead of many scalar ones.
+    """Return the keys of :func:`random_bits` as two uint32 vectors over leaves."""
+    # Compute all leaves together, with a few vector operations instead of many scalar
+    # ones.
     return traced_once(_keys)(seed, step, np.array(leaves, np.uint32))
 
 
@@ -290,14 +290,14 @@ def keys_at_layer(
     layers: int,
     shape: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """The keys of one layer of a stacked leaf; they differ only in a large one.
+    """Return the keys of one layer of a stacked leaf. They differ only in a large one.
 
-    ``key`` and ``second`` are the stack's; the rest is :meth:`RandomBits.at_layer`'s.
+    ``key`` and ``second`` are the stack's keys; see :meth:`RandomBits.at_layer`.
     """
     if math.prod(shape) > COUNTERS:
         raise ValueError(
-            f"keys_at_layer: a layer has shape {list(shape)}; accepted are at most "
-            "2^32 elements"
+            "keys_at_layer: a layer must have at most 2^32 elements, got shape "
+            f"{list(shape)}"
         )
     if not layers_have_keys(layers, shape):
         return key, second
@@ -305,12 +305,12 @@ def keys_at_layer(
 
 
 def layers_have_keys(layers: int, shape: tuple[int, ...]) -> bool:
-    """Whether layers of this shape have keys of their own, as those of large leaves."""
+    """Return whether each layer has different keys, because the leaf is large."""
     return layers * math.prod(shape) > COUNTERS
 
 
 def _keys(*numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The keys after taking in the numbers, one after the other."""
+    """Return the keys after an update by each number in turn."""
     keys, seconds = (jnp.uint32(start) for start in _START)
     for number in numbers:
         keys, seconds = take_in(keys, seconds, number)
@@ -318,10 +318,10 @@ def _keys(*numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def leaf_number(path: str) -> int:
-    """The 32-bit number of a leaf, from its path in the parameter tree.
+    """Return the 32-bit number of a leaf, from its path in the parameter tree.
 
-    It depends on the path and not on the position, so masking or adding other leaves
-    does not change a leaf's random numbers.
+    It does not depend on the position, so masking or adding other leaves does not
+    change the random numbers of a leaf.
 
     >>> leaf_number("['dense']['kernel']") == leaf_number("['dense']['bias']")
     False
@@ -330,18 +330,19 @@ def leaf_number(path: str) -> int:
 
 
 def hash_words(index: jax.Array, key: jax.Array, second: jax.Array) -> jax.Array:
-    """The keyed hash of the module's docstring: of the counters i, with k0 and k1.
+    """Return the hash of the module's docstring for counters i, with keys k0 and k1.
 
-    For fixed keys it is a bijection of the index. Keys are scalars or of its shape.
+    For fixed keys, it is a bijection of the index. Keys are scalars or have the index's
+    shape.
     """
     x = index + key
     x = x ^ (x >> jnp.uint32(16))
     x = x * jnp.uint32(0x7FEB352D)
-    # The second key is added, not combined by an exclusive or, and before the shift. If
+    # Add the second key before the shift; do not combine it with an exclusive or. If
     # the first rounds of two draws coincide, their x differ by a constant here. The
     # carries of the sum and the shift make the difference vary with x. With an
-    # exclusive or it would stay constant, and the last product alone would leave
-    # correlations of several percent.
+    # exclusive or, the difference would stay constant, and the last product alone would
+    # leave correlations of several percent.
     x = x + second
     x = x ^ (x >> jnp.uint32(15))
     x = x * jnp.uint32(0x846CA68B)
@@ -355,13 +356,13 @@ def _mix(x: jax.Array) -> jax.Array:
 def take_in(
     key: jax.Array, second: jax.Array, number: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The keys after taking in one more number; they differ for every number."""
+    """Return the keys after an update by one number; they differ for every number."""
     key = _mix(key + number * jnp.uint32(0x9E3779B9))
     return key, _mix(second ^ key)
 
 
 def row_major(shape: tuple[int, ...]) -> jax.Array:
-    """Row-major index of every element, modulo 2^32."""
+    """Return the row-major index of every element, modulo 2^32."""
     index = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         stride = jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
@@ -370,7 +371,7 @@ def row_major(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _place_on_first_axes(shape: tuple[int, ...]) -> jax.Array | None:
-    """What the keys take in of a leaf of more than 2^32 elements; None of others."""
+    """Return a number for the keys if a leaf has more than 2^32 elements, or None."""
     first = 0
     while math.prod(shape[first:]) > COUNTERS:
         first += 1

@@ -1,26 +1,27 @@
 """Rounding float32 to a narrow dtype, and keeping the next k bits as a residual.
 
-``x.astype(bfloat16).astype(float32)`` rounds nothing on a GPU: XLA drops the round
-trip. These functions work on the integer patterns instead, element by element.
+On a GPU, ``x.astype(bfloat16).astype(float32)`` rounds nothing, because XLA removes the
+round trip. The functions of this module compute with integer patterns instead,
+elementwise.
 
-Let ``w`` be a float32 master's pattern, without its sign, in the parameter's format
-extended by k mantissa bits (:mod:`lowbit_optax._numerics.float_layouts`). Then
+Let ``w`` be the pattern of a float32 master, without its sign, in the parameter's
+format with k more mantissa bits (:mod:`lowbit_optax._numerics.float_layouts`). Then
 
     nearest       p = (w + 2^(k-1)) >> k      e = w - (p << k) in [-2^(k-1), 2^(k-1))
     toward_zero   p = w >> k                  e = w - (p << k) in [0, 2^k)
     stochastic    p = (w + r) >> k            e = w - (p << k) in [-2^k, 2^k)
 
 with r uniform on the integers of [0, 2^k). ``e`` is stored in two's complement
-(unsigned for ``toward_zero``). Its sign tells whether the parameter was rounded up, so
-no separate flag is needed to undo that. ``stochastic`` needs k + 1 stored bits; the
-additional one is the paper's un-round bit.
+(unsigned for ``toward_zero``). Its sign shows whether the parameter was rounded up, so
+joining needs no separate flag. ``stochastic`` stores k + 1 bits; the additional bit is
+the paper's un-round bit.
 
 ``w`` itself is the master rounded to k extra bits: to nearest even, toward zero or
-stochastically. For k = 0 it is the parameter.
+stochastically. If k = 0, it is the parameter.
 
 References:
-  Lewandowski and Kosson, "Memory Efficient Mixed Precision Optimizers", 2023,
-  section 3.1: extra bits, rounding toward zero and stochastic with un-round bit.
+  Lewandowski and Kosson, "Memory Efficient Mixed Precision Optimizers", 2023, section
+    3.1: extra bits, rounding toward zero and stochastic with un-round bit.
 """
 
 import typing
@@ -37,7 +38,7 @@ Rounding = typing.Literal["nearest", "stochastic", "toward_zero"]
 
 
 def stored_bits(extra: int, rounding: Rounding) -> int:
-    """How many bits a residual takes in storage, given k and the rounding.
+    """Return the number of stored bits of a residual, for k and a rounding.
 
     >>> stored_bits(8, "nearest"), stored_bits(8, "stochastic")
     (8, 9)
@@ -52,10 +53,10 @@ def pattern_of(
     rounding: Rounding,
     random: float_layouts.RoundingBits = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """``(sign, w)`` of a float32 master, uint32; the sign bit is where float32 has it.
+    """Return ``(sign, w)`` of a float32 master as uint32. The sign is the first bit.
 
-    The pattern of a NaN is one that rounding the parameter leaves a NaN. ``random``
-    says how the master is rounded to k extra bits, as for
+    The pattern of a NaN is one that stays NaN when the parameter is rounded. ``random``
+    specifies how the master is rounded to k extra bits, as in
     :func:`lowbit_optax._numerics.float_layouts.round_off`.
     """
     layout = float_layouts.layout_of(dtype)
@@ -72,10 +73,10 @@ def pattern_of(
 def _nearest_past_the_largest(
     master: jax.Array, dtype: jax.typing.DTypeLike, random: float_layouts.RoundingBits
 ) -> float_layouts.RoundingBits:
-    """Random bits, replaced wherever they might round a number to infinity.
+    """Return random bits that do not round finite numbers to infinity.
 
-    The bits of a number past the largest finite value become one half. Then it is
-    rounded to nearest, and a tie to the even neighbour, as a cast does.
+    For numbers past the largest finite value, the bits become one half. Then the number
+    is rounded to nearest, and a tie to the even neighbour, as in a cast.
     """
     if random is None or random is float_layouts.TOWARD_ZERO:
         return random
@@ -93,9 +94,10 @@ def round_param(
     rounding: Rounding,
     random: jax.Array | None = None,
 ) -> jax.Array:
-    """The parameter of a sign and a pattern, from :func:`pattern_of`.
+    """Return the parameter for a sign and a pattern from :func:`pattern_of`.
 
-    ``random`` are uint32 random bits for ``"stochastic"``; the leading k are used.
+    ``random`` contains uint32 random bits for ``"stochastic"``, which uses the leading
+    k.
     """
     layout = float_layouts.layout_of(dtype)
     if extra == 0:
@@ -106,7 +108,7 @@ def round_param(
         half = jnp.uint32(1 << (extra - 1))
         magnitude = (pattern + half) >> jnp.uint32(extra)
         if not layout.has_infinity:
-            # A tie between the largest finite value and NaN goes down, as in a cast.
+            # Round a tie between the largest finite value and NaN down, as in a cast.
             largest = layout.special - 1
             tie = jnp.uint32((largest << extra) + (1 << (extra - 1)))
             magnitude = jnp.where(pattern == tie, jnp.uint32(largest), magnitude)
@@ -114,7 +116,7 @@ def round_param(
             assert random is not None, "stochastic rounding needs random bits"
             up = random >> jnp.uint32(32 - extra)
             drawn = (pattern + up) >> jnp.uint32(extra)
-            # Past the largest finite value, a random draw could give infinity.
+            # Past the largest finite value, a random number could give infinity.
             inside = pattern <= jnp.uint32((layout.special - 1) << extra)
             magnitude = jnp.where(inside, drawn, magnitude)
     shift = jnp.uint32(32 - layout.width)
@@ -128,22 +130,21 @@ def residual_of(
     extra: int,
     rounding: Rounding,
 ) -> jax.Array:
-    """The residual with which ``param`` comes nearest to the pattern.
+    """Return the residual with which ``param`` is nearest to the pattern.
 
-    For the parameter that :func:`round_param` gives, the residual is exact, with one
-    exception: 464 in float8_e4m3fn, the tie between the largest finite value and NaN.
-    Under ``"nearest"`` its residual is one unit short. For any other parameter (see
-    :mod:`lowbit_optax._numerics.landing`) the residual saturates. Residuals are uint32
+    For parameters from :func:`round_param`, the residual is exact, with one exception:
+    464 in float8_e4m3fn, the tie between the largest finite value and NaN, whose
+    residual is one unit too small with ``"nearest"``. For other parameters (see
+    :mod:`lowbit_optax._numerics.landing`), the residual saturates. Residuals are uint32
     fields of ``stored_bits(extra, rounding)`` bits.
     """
     layout = float_layouts.layout_of(param.dtype)
     bits = float_layouts.to_bits(param)
     magnitude = bits & jnp.uint32(layout.largest)
-    # Measured in the direction of the parameter, a master of the other sign is behind
-    # zero. In bfloat16 the residual stops at zero: masters behind it are smaller than
-    # float32's normal numbers, and join would need extra operations to recognise them.
-    # (Besides, two patterns of 31 bits, one of them behind zero, can be too far apart
-    # for an int32.)
+    # If the signs differ, the master is beyond zero, seen from the parameter. In
+    # bfloat16 the residual stops at zero: masters beyond it are smaller than float32's
+    # normal numbers, and join would need extra operations to recognise them. (Also, the
+    # difference of two 31-bit patterns, one of them negative, may overflow an int32.)
     same_sign = (bits >> jnp.uint32(layout.width - 1)) == (sign >> jnp.uint32(31))
     ahead = pattern.astype(jnp.int32)
     behind = jnp.int32(0) if layout.same_exponent else -ahead
@@ -166,16 +167,16 @@ def split(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Split a master into a parameter and its residual.
 
-    The result is that of :func:`pattern_of`, :func:`round_param` and
-    :func:`residual_of`, in that order. bfloat16 takes fewer operations: the parameter
-    is a rounding of the pattern itself, so the residual modulo 2^k is the low k bits of
-    the pattern.
+    The result is the same as from :func:`pattern_of`, :func:`round_param` and
+    :func:`residual_of` in this order. bfloat16 needs fewer operations: the parameter is
+    the rounded pattern itself, so the residual modulo 2^k is the low k bits of the
+    pattern.
 
     Args:
       master: float32.
-      dtype, extra, rounding: as for these functions.
-      random_param: uint32 random bits for the parameter under ``"stochastic"``.
-      random_residual: how the master is rounded to k extra bits, as for
+      dtype, extra, rounding: as in these functions.
+      random_param: uint32 random bits for the parameter with ``"stochastic"``.
+      random_residual: how to round the master to k extra bits, as in
         :func:`pattern_of`.
 
     Returns:
@@ -192,15 +193,15 @@ def split(
         return param, residual_of(sign, pattern, param, extra, rounding)
     if not extra and random_residual is None:
         return operations.round_to_bfloat16(master), None
-    # bfloat16's pattern is the leading bits of float32's. The sign bit may stay above
-    # it, because no rounding of a number or of infinity carries into the sign.
+    # bfloat16's pattern is the leading bits of float32's. The sign bit can stay above
+    # it, because rounding numbers or infinity never carries into the sign.
     most = layout.max_extra_bits
     drop = most - extra
     if drop:
         if not extra:
             random_residual = _nearest_past_the_largest(master, dtype, random_residual)
-        # NaNs are replaced before the sum. After it, a kernel with long blocks would
-        # need more registers.
+        # Replace NaNs before the sum. After it, a kernel with long blocks would need
+        # more registers.
         bits = operations.pattern_with_one_nan(master)
         bits = float_layouts.rounded_before_shift(bits, drop, random_residual)
     elif rounding == "nearest":
@@ -218,18 +219,19 @@ def split(
 def join(
     param: jax.Array, fields: jax.Array | None, extra: int, rounding: Rounding
 ) -> jax.Array:
-    """The exact float32 master of a parameter and its residual.
+    """Return the exact float32 master of a parameter and its residual.
 
-    Some residuals cannot result from any split with this parameter: in bfloat16, a
-    negative residual at 0 or a positive one at infinity, which would make the master a
-    NaN. Such a residual belongs to another parameter, and the master is the parameter
-    itself. Everywhere else all residuals are possible: they stay within half a unit of
-    the parameter, or within one unit with stochastic rounding.
+    In bfloat16, some residuals cannot result from any split with this parameter:
+    negative residuals of 0 and positive residuals of infinity, which would make the
+    master a NaN. They belong to another parameter, and the master is the parameter
+    itself. All other residuals are possible: the master is within half a unit of the
+    parameter, or within one unit with stochastic rounding.
     """
     layout = float_layouts.layout_of(param.dtype)
     bits = float_layouts.to_bits(param)
     if layout.same_exponent:
-        # The pattern is float32's own; its sign bit is above both parts and stays.
+        # The pattern is float32's own. Its sign bit is above both parts and does not
+        # change.
         drop = layout.max_extra_bits - extra
         high = bits << jnp.uint32(layout.max_extra_bits)
         param = lax.bitcast_convert_type(high, jnp.float32)
@@ -238,17 +240,18 @@ def join(
         low = _error_of(fields, extra, rounding, drop)
         master = lax.bitcast_convert_type(high + low, jnp.float32)
         # Past zero, where the sum carries into the sign, and past infinity, the sum is
-        # the pattern of a NaN. No split makes such a pair: the user set the parameter.
+        # the pattern of a NaN. No split returns such a pair, so the user changed the
+        # parameter.
         leaves = jnp.isnan(master)
         if not drop or rounding == "stochastic":
-            # Here a NaN parameter may legitimately join to a NaN with all of its bits,
-            # or to infinity.
+            # In this case, a NaN parameter can have a residual that makes the master a
+            # NaN with all of its bits, or infinity.
             leaves = leaves ^ jnp.isnan(param)
         return jnp.where(leaves, param, master)
     error = _error_of(fields, extra, rounding) if extra else jnp.uint32(0)
     sign = (bits >> jnp.uint32(layout.width - 1)) << jnp.uint32(31)
     magnitude = ((bits & jnp.uint32(layout.largest)) << jnp.uint32(extra)) + error
-    # A negative residual of a zero means that the master has the other sign.
+    # A negative residual of zero means that the master has the other sign.
     behind = magnitude >> jnp.uint32(31)
     sign = sign ^ (behind << jnp.uint32(31))
     magnitude = jnp.where(behind > 0, jnp.uint32(0) - magnitude, magnitude)
@@ -258,20 +261,20 @@ def join(
 def _error_of(
     fields: jax.Array | None, extra: int, rounding: Rounding, rise: int = 0
 ) -> jax.Array:
-    """``e 2^rise``, in two's complement, from the fields of residuals."""
+    """Return ``e 2^rise`` in two's complement, from the fields of residuals."""
     assert fields is not None
     if rounding == "toward_zero":
         return fields << jnp.uint32(rise)
-    # Shift the field's sign up to bit 31 and back down, which extends the sign.
+    # Shift the sign of the field to bit 31 and back, which extends it.
     unused = 32 - stored_bits(extra, rounding)
     signed = (fields << jnp.uint32(unused)).astype(jnp.int32)
     return (signed >> jnp.int32(unused - rise)).astype(jnp.uint32)
 
 
 def to_float32(x: jax.Array) -> jax.Array:
-    """Widen a narrow float array to float32, exactly, without a cast XLA could merge.
+    """Convert a narrow float array to float32 exactly, without a cast XLA could merge.
 
-    Other dtypes than the narrow ones are cast.
+    Other dtypes are cast.
 
     >>> import jax.numpy as jnp
     >>> to_float32(jnp.bfloat16(1.5))
@@ -285,8 +288,8 @@ def to_float32(x: jax.Array) -> jax.Array:
 def round_nearest(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Round float32 to the nearest value of a narrow dtype, ties to even.
 
-    Values that round past the largest finite one become infinity (NaN in
-    float8_e4m3fn), as in a cast.
+    As in a cast, values that round past the largest finite one become infinity (NaN in
+    float8_e4m3fn).
 
     >>> import jax.numpy as jnp
     >>> round_nearest(jnp.float32(0.999), jnp.bfloat16)
@@ -300,17 +303,15 @@ def round_stochastic(
 ) -> jax.Array:
     """Round float32 to a neighbour in a narrow dtype, so that the mean is ``x``.
 
-    With ``a <= x <= b`` the neighbours, the result is b with probability
-    ``(x - a) / (b - a)``.
-
-    Past the largest finite value it rounds to nearest.
+    Between the neighbours ``a <= x <= b``, the result is b with probability ``(x - a) /
+    (b - a)``. Past the largest finite value, it is the nearest value.
 
     Args:
       x: float32 array.
       dtype: a narrow dtype.
-      random: uint32 array of x's shape, all 32 bits random. bfloat16 uses the leading
-        16 bits; float16 and float8 use 13, 20 or 21 bits for normal results and up to
-        31 for subnormal ones. None rounds to nearest.
+      random: uint32 array with the shape of x, all 32 bits random. bfloat16 uses the
+        leading 16 bits. float16 and float8 use 13, 20 or 21 bits for normal results and
+        up to 31 for subnormal ones. If None, round to nearest.
 
     References:
       Zamirai et al. 2020, section 3.2, "Stochastic Rounding".
@@ -323,7 +324,7 @@ def round_stochastic(
 
 
 def round_to_precision(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Round float32 to the nearest value of a narrow dtype, kept as float32.
+    """Round float32 to the nearest value of a narrow dtype, and return it as float32.
 
     >>> import jax.numpy as jnp
     >>> round_to_precision(jnp.float32(0.3), jnp.bfloat16)
@@ -333,7 +334,7 @@ def round_to_precision(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 def narrow_or_cast(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Round to nearest in any float dtype: the cast that exact landing assumes."""
+    """Round to nearest in any float dtype, as exact landing assumes of a cast."""
     if float_layouts.is_narrow(dtype):
         return round_nearest(to_float32(x), dtype)
     return lax.convert_element_type(x, np.dtype(dtype))

@@ -1,15 +1,16 @@
 """Derivatives of functions that round: rounding counts as the identity.
 
-Rounding is integer arithmetic here (:mod:`lowbit_optax._numerics.rounding`), whose
-derivative is zero. The functions that join, split and advance whole leaves therefore
-have the derivatives of the real arithmetic that they approximate:
+Rounding is integer arithmetic in this package (:mod:`lowbit_optax._numerics.rounding`),
+and the derivative of integer arithmetic is zero. Therefore, the functions that join,
+split and update whole leaves have the derivatives of the real arithmetic that they
+approximate:
 
     d join(param, residual)            = d param
     d split(master)                    = d master, 0
     d advance(param, residual, update) = d param + d update, 0
 
-A residual has no tangent, because the packed ones are integers. So between two steps a
-derivative is stored in the parameter's dtype.
+Residuals have no tangents, because packed residuals are integers. Between two steps, a
+derivative is stored in the dtype of the parameter.
 """
 
 from collections.abc import Callable
@@ -25,15 +26,15 @@ def _first(x: jax.Array, *_) -> jax.Array:
 
 
 def straight_through(function: Callable, tangent: Callable = _first) -> Callable:
-    """``function`` with the derivative that it would have if it did not round.
+    """Return ``function`` with the derivative that it would have without rounding.
 
     If the first argument is a quantised tensor, the derivative does not change.
 
     Args:
       function: maps trees of arrays to a tree of arrays. It must not close over arrays.
-      tangent: a linear function from the tangents of the arguments to the tangent of
-        the first array of the result. The tangents of the other arrays are zero. By
-        default it returns the tangent of the first argument.
+      tangent: linear function from the tangents of the arguments to the tangent of the
+        first array of the result. The tangents of all other arrays are zero. By
+        default, it returns the tangent of the first argument.
 
     >>> import jax.numpy as jnp
     >>> rounded = lambda x: rounding.round_to_precision(x, jnp.bfloat16)
@@ -60,7 +61,7 @@ def straight_through(function: Callable, tangent: Callable = _first) -> Callable
 
 @jax.custom_jvp
 def with_tangent_of(x, y):
-    """y, with the tangent and the cotangent of x, in the dtype of y."""
+    """Return y, with the tangent and the cotangent of x in the dtype of y."""
     del x
     return y
 
@@ -71,11 +72,11 @@ def _(primals, tangents):
 
 
 def widened(x: jax.Array) -> jax.Array:
-    """:func:`.rounding.to_float32` with the derivative of a cast."""
+    """Apply :func:`.rounding.to_float32` with the derivative of a cast."""
     return straight_through(rounding.to_float32)(x)
 
 
 def narrowed(dtype: jax.typing.DTypeLike, x: jax.Array) -> jax.Array:
-    """:func:`.rounding.narrow_or_cast` with the derivative of a cast."""
+    """Apply :func:`.rounding.narrow_or_cast` with the derivative of a cast."""
     narrow = lambda x: rounding.narrow_or_cast(x, dtype)
     return straight_through(narrow)(x)

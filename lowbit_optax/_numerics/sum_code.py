@@ -1,7 +1,4 @@
-"""A code for sums of gradients, around any other.
-
-:mod:`lowbit_optax._numerics.codes` explains what a code is and how all codes round.
-"""
+"""A code for sums of gradients, which wraps another code."""
 
 import dataclasses
 
@@ -12,15 +9,16 @@ from lowbit_optax._numerics.codes import Code, multiply_add
 
 @dataclasses.dataclass(frozen=True)
 class Sum(Code):
-    """A code for sums of gradients, which must not hide a value that is not finite.
+    """A code for sums of gradients, which keeps non-finite values visible.
 
-    A moment recovers when a value that is not finite, or as large as 2^50, is stored as
-    less. Whatever reads a sum must see it. So all finite values enter the scale here,
-    and all others become NaN, in the field that the code itself does not need.
+    A moment recovers if a value that is not finite, or is 2^50 or larger, is stored as
+    a smaller number. In a sum, the code that reads it must see such a value. Therefore,
+    all finite values affect the scale, and all other values become NaN, in the field
+    that ``code`` does not need.
 
     Args:
-      bits, signed, scale: those of the code.
-      code: how the finite values are stored; its ``limit`` is infinity.
+      bits, signed, scale: as in ``code``.
+      code: the code of the finite values. Its ``limit`` must be infinity.
     """
 
     code: Code = dataclasses.field(kw_only=True)
@@ -39,7 +37,7 @@ class Sum(Code):
         nan = jnp.uint32(self.code.spare_field)
         x = jnp.where(finite, x, jnp.float32(0))
         fields = self.code.encode_fields(x, prepared, words, multiply_add)
-        # Only a negative zero can have it.
+        # Only negative zero can have this field.
         fields = jnp.where(fields == nan, jnp.uint32(0), fields)
         return jnp.where(finite, fields, nan)
 

@@ -1,15 +1,15 @@
 """Sums that are rounded stochastically to float32, so that their mean is exact.
 
-float32 loses an update below 2^-25 of the weight, and rounds one that is not much
-larger. What it loses is known exactly (Dekker's Fast2Sum), and the next float32 in its
-direction is taken with the probability that keeps the mean:
+float32 loses updates below 2^-25 of the weight, and rounds updates that are not much
+larger. The error of the sum is known exactly (Dekker's Fast2Sum). The result is the
+next float32 in the direction of the error, with the probability that keeps the mean:
 
     s = fl(w + u)        e = u - fl(s - w)
     s' = next float32 after s in the direction of e   with probability |e| / ulp
          s                                            otherwise
 
-where ulp is the distance of the two. It is that below s if e points to zero, which
-matters for powers of two, such as weights of exactly 1.
+where ulp is the distance between the two numbers. If e points to zero, this is the
+spacing below s, which is smaller for powers of two, such as weights of exactly 1.
 
 References:
   Dekker 1971, "A floating-point technique for extending the available precision".
@@ -21,23 +21,23 @@ from jax import lax
 
 from lowbit_optax._numerics.codes import bits_of, float_of
 
-_EXPONENT = 0x7F800000  # that of infinity, too
+_EXPONENT = 0x7F800000  # also the pattern of infinity
 _MANTISSA_BITS = 23
 _RANDOM_BITS = 16
 _UNUSED = _MANTISSA_BITS - _RANDOM_BITS
 
 
 def stochastic_sum(w: jax.Array, u: jax.Array, words: jax.Array) -> jax.Array:
-    """``w + u`` rounded to one of two neighbouring float32 numbers.
+    """Return ``w + u`` rounded to one of two neighbouring float32 numbers.
 
     Args:
       w: float32.
-      u: float32; the mean is exact where it is not larger than w, else to 2^-24 of it.
-      words: uint32, of which the lowest 16 bits are used. The probability is rounded to
-        a multiple of 2^-16.
+      u: float32. The mean is exact if ``|u| <= |w|``, and otherwise to 2^-24 of u.
+      words: uint32 with random bits in the lowest 16 bits. The probability is rounded
+        to a multiple of 2^-16.
 
     Returns:
-      float32, of w's shape. Infinities and NaNs are those of the sum.
+      float32 with the shape of w. Infinities and NaNs are the same as in the sum.
 
     >>> import jax.numpy as jnp
     >>> w, u = jnp.float32(1.0), jnp.float32(2.0**-25)  # a quarter of the step upwards
@@ -49,17 +49,18 @@ def stochastic_sum(w: jax.Array, u: jax.Array, words: jax.Array) -> jax.Array:
     total = w + u
     error = u - (total - w)
     pattern = bits_of(total)
-    # -1 where the error points to zero, else 0.
+    # -1 if the error points to zero, otherwise 0.
     to_zero = (bits_of(error) ^ pattern) >> jnp.int32(31)
     towards = pattern + to_zero
     binade = towards & jnp.int32(_EXPONENT)
-    # Error and random number as mantissas of that binade, whose last place is the step.
+    # Compare error and random number as mantissas in that binade, where the step is one
+    # unit in the last place.
     share = jnp.abs(error) * jnp.float32(2.0**_MANTISSA_BITS) + float_of(binade)
     words = lax.bitcast_convert_type(words, jnp.int32) << jnp.int32(_UNUSED)
-    # The middles of 2^16 intervals.
+    # Use the midpoints of 2^16 intervals.
     drawn = (words & jnp.int32(2**_MANTISSA_BITS - 2**_UNUSED)) | binade
     drawn = drawn | jnp.int32(2 ** (_UNUSED - 1))
-    # A sum past float32's largest number has an error of infinity.
+    # If the sum overflows float32, its error is infinite.
     moves = (bits_of(share) > drawn) & (bits_of(share) < jnp.int32(_EXPONENT))
     neighbour = towards + to_zero + jnp.int32(1)
     return float_of(jnp.where(moves, neighbour, pattern))

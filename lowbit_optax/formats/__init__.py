@@ -1,4 +1,4 @@
-"""The formats in which masters and moments are stored."""
+"""Storage formats for weights and moments."""
 
 from lowbit_optax.formats.base import MomentFormat, WeightFormat
 from lowbit_optax.formats.block_quantized import block_quantized

@@ -1,17 +1,17 @@
 """The base classes of weight formats and moment formats.
 
-A weight format stores a float32 master as (param, residual), and a moment format stores
-a float32 moment as codes. Both are frozen, hashable dataclasses of static choices, so
-that jit and ``optax.inject_hyperparams`` leave them alone.
+A weight format stores a float32 master as a narrow parameter and a residual. A moment
+format stores a float32 moment as codes. Formats are frozen, hashable dataclasses of
+static values, so ``jax.jit`` and ``optax.inject_hyperparams`` treat them as constants.
 
-The engine (:mod:`lowbit_optax._step.engine`) calls the methods of a format leaf by
-leaf, with arrays of the leaf's full shape. A kernel calls them with rows of these
-arrays, so methods that a kernel calls must be elementwise.
+The engine (:mod:`lowbit_optax._step.engine`) calls the methods of a format with whole
+leaves. A kernel calls them with rows of a leaf, so methods that a kernel calls must be
+elementwise.
 
-The parameters are the truth. Between two steps a user may set weights, for example to
-prune them, to project them or to swap in averages. The residual then belongs to another
-weight. So ``join``, ``inner_weight`` and ``advance`` must use the parameter itself
-wherever rounding the stored master could not have given it.
+You may change parameters between two steps, for example to prune them, to project them
+or to replace them with averages. The residuals then no longer match. Therefore,
+``join``, ``inner_weight`` and ``advance`` must ignore the residual of an element if
+rounding the stored master could not have produced its parameter.
 """
 
 import dataclasses
@@ -29,30 +29,30 @@ from lowbit_optax._numerics.sums import stochastic_sum
 Rounding = typing.Literal["nearest", "stochastic"]
 
 Residual = typing.Any
-"""An array; None for a leaf that needs no residual."""
+"""An array, or None if a leaf has no residual."""
 
 _NO_RESIDUALS = "none"
 
 
 class Residuals(typing.NamedTuple):
-    """The residuals of a state: their tree, by the name of how they are stored.
+    """The residuals of a state, with a name for the way they are stored.
 
-    The name is in the path of every residual. So a checkpoint of other bits, another
-    rounding or another layout is not read as one of these, and
+    The name is in the path of every residual. Therefore, a checkpoint with other bits,
+    another rounding or another layout is not mistaken for this one, and
     :func:`lowbit_optax.master_weights` knows the format.
 
     Args:
-      by_name: one tree with the parameters' structure, with blanks
-        (:mod:`lowbit_optax._step.blanks`) at leaves without a residual. That of formats
-        that keep none has a name too, without which flax would drop another format's
-        residuals from a checkpoint.
+      by_name: maps the name to a tree with the structure of the parameters. Leaves
+        without a residual have blanks (:mod:`lowbit_optax._step.blanks`). Formats
+        without residuals also have a name, because flax would otherwise drop the
+        residuals of another format when it restores a checkpoint.
     """
 
     by_name: dict[str, typing.Any]
 
     @classmethod
     def of(cls, name: str | None, tree) -> "Residuals":
-        """The residuals of a format with this ``residual_name``."""
+        """Return the residuals of a format with this ``residual_name``."""
         return cls({_NO_RESIDUALS if name is None else name: tree})
 
     @property
@@ -69,120 +69,121 @@ class Residuals(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-    """How masters are stored.
+    """Base class of formats that store float32 master weights.
 
-    A format must define ``round``. If it keeps residuals, it must also define
+    A format must define ``round``. If it stores residuals, it must also define
     ``residual_name``, ``init``, ``join`` and ``residual``. If it packs them, it must
     also define ``width`` and ``on_fields``.
 
-    It may define ``split`` and ``store``, if computing the parameter and the residual
-    together is cheaper. It may define ``sum_stream`` or ``advance``, with
-    ``stores_sum`` false, if adding an update is more than storing the sum. The defaults
-    of all other methods are correct for every format.
+    It may define ``split`` and ``store`` if it is cheaper to compute the parameter and
+    the residual together. If an update is more than a float32 addition, it may define
+    ``sum_stream``, or define ``advance`` and let ``stores_sum`` return False. The
+    defaults of all other methods are correct for every format.
     """
 
     reads_stored_moments: typing.ClassVar[bool] = False
-    """Whether updates are computed from the rounded moments that are stored."""
+    """Whether the update is computed from moments after they are rounded."""
 
     @property
     def residual_name(self) -> str | None:
-        """Under which name a state keeps residuals, see :class:`Residuals`."""
+        """The name of the residuals in a state, or None; see :class:`Residuals`."""
         return None
 
     @property
     def stores_sum(self) -> bool:
-        """Whether ``advance`` is just ``store`` of the sum of master and update."""
+        """Whether ``advance`` calls ``store`` with the sum of master and update."""
         return True
 
     def sum_stream(self, dtype: jnp.dtype) -> int | None:
-        """The stream of the words that round the sum in ``advance``.
+        """Return the stream of random words that round the sum in ``advance``.
 
-        With None it is rounded to nearest, by float32's own addition.
+        If None, the sum is a float32 addition, which rounds to nearest.
         """
         return None
 
     @property
     def error_feedback(self) -> str | None:
-        """The field of the moments that take the errors of storing masters; or None.
+        """The field of the moment that receives rounding errors of weights, or None.
 
-        Where there is one, ``stores_sum`` must be false: see
+        If it is not None, ``stores_sum`` must be False; see
         :mod:`lowbit_optax._step.error_feedback`.
         """
         return None
 
     def check(self, dtype: jnp.dtype) -> str | None:
-        """Why this format cannot hold a leaf of a narrow dtype; None if it can."""
+        """Return why this format does not support a dtype, or None if it does."""
         return None
 
     def is_exact(self, dtype: jnp.dtype) -> bool:
-        """Whether a leaf's masters are stored with all the bits of float32."""
+        """Return whether masters are stored with all bits of float32."""
         return False
 
     def for_leaf(
         self, shape: tuple[int, ...], dtype: jnp.dtype, min_size: int
     ) -> "WeightFormat":
-        """The format of one leaf.
+        """Return the format of one leaf.
 
         Args:
-          shape, dtype: of the leaf.
+          shape, dtype: shape and dtype of the leaf.
           min_size: a leaf with fewer elements may get a simpler format.
         """
         return self
 
     def spare_stream(self, dtype: jnp.dtype) -> int | None:
-        """The stream of random words that has bits to spare; None if there is none.
+        """Return the stream of random words that have unused bits, or None.
 
         The format reads at most 24 bits of each word. The leaf's moments may use these
-        words too, see :class:`lowbit_optax._numerics.random_bits.Draws`.
+        words too; see :class:`lowbit_optax._numerics.random_bits.Draws`.
         """
         return None
 
     @property
     def width(self) -> int:
-        """Bits per parameter of packed residuals; 0 if residuals are not packed."""
+        """Bits per parameter of packed residuals, or 0 if residuals are not packed."""
         return 0
 
     def on_fields(self) -> "WeightFormat":
-        """The same format for unpacked residuals: uint32 fields of ``width`` bits."""
+        """Return the format for unpacked residuals: uint32 fields of ``width`` bits."""
         return self
 
     def widen(self, param: jax.Array) -> jax.Array:
-        """The float32 master at the start of training: the parameter itself."""
+        """Return the float32 master at the start of training: the parameter itself."""
         return to_float32(param)
 
     def init(self, param: jax.Array) -> Residual:
-        """The residual with which the master equals the parameter."""
+        """Return the residual of a master that equals the parameter."""
         return None
 
     def join(self, param: jax.Array, residual: Residual) -> jax.Array:
-        """The float32 master; the parameter, wherever the residual is not its own."""
+        """Return the float32 master, or the parameter where the residual is stale."""
         return self.widen(param)
 
     def inner_weight(self, param: jax.Array, residual: Residual) -> jax.Array:
-        """The float32 weight that the inner transformation sees: the master."""
+        """Return the weight that the inner transformation receives: the master."""
         return self.join(param, residual)
 
     def round(
         self, master: jax.Array, dtype: jnp.dtype, random: RandomBits
     ) -> jax.Array:
-        """The parameter that belongs to a master.
+        """Return the parameter that belongs to a master.
 
         Args:
-          master: float32.
-          dtype: of the parameter.
-          random: the leaf's random bits; use only its methods, which ``ToNearest`` has.
+          master: float32 array.
+          dtype: dtype of the parameter.
+          random: random bits of the leaf; call only methods that ``ToNearest`` also
+            has.
         """
         raise NotImplementedError
 
     def residual(
         self, master: jax.Array, param: jax.Array, random: RandomBits
     ) -> Residual:
-        """The residual with which ``param`` comes nearest to ``master``.
+        """Return the residual that brings ``join`` closest to ``master``.
 
         Args:
-          master: float32.
-          param: of the leaf's narrow dtype; not necessarily a rounding of the master.
-          random: the leaf's random bits.
+          master: float32 array.
+          param: array in the leaf's narrow dtype, not necessarily a rounded master.
+          random: random bits of the leaf.
         """
         return None
 
@@ -207,16 +208,16 @@ class WeightFormat:
         Args:
           param: the leaf, in its narrow dtype.
           residual: the leaf's residual from the state.
-          update: float32, of param's shape.
-          random: the leaf's random bits at this step.
-          landing: how the new parameter takes the old one's place, see
+          update: float32 array with the shape of ``param``.
+          random: random bits of the leaf at this step.
+          landing: how the new parameter replaces the old one; see
             :mod:`lowbit_optax._numerics.landing`.
           ahead: for formats with ``error_feedback``, how far the momentum will still
-            move the new master; NaN where the error of rounding it is lost.
+            move the new master, or NaN if the rounding error is not fed back.
 
         Returns:
-          ``(new param, new residual, result)``. The result is what the step returns for
-          the leaf: the new parameter, or the update that optax will add.
+          ``(new param, new residual, result)``. The result is the value that the step
+          returns for the leaf: the new parameter, or the update that optax will add.
         """
         master = self.sum(param, residual, update, random)
         return self.store(param, master, random, landing)
@@ -228,7 +229,7 @@ class WeightFormat:
         update: jax.Array,
         random: RandomBits,
     ) -> jax.Array:
-        """The first half of :meth:`advance`: the master with a float32 update."""
+        """Return the master plus the update; the first half of :meth:`advance`."""
         master, stream = self.join(param, residual), self.sum_stream(param.dtype)
         if stream is None:
             return master + update
@@ -242,7 +243,7 @@ class WeightFormat:
         new: jax.Array,
         new_residual: Residual,
     ) -> jax.Array:
-        """What :meth:`advance` has lost: the update less the master's movement."""
+        """Return the update minus the change of the master in :meth:`advance`."""
         moved = self.join(new, new_residual) - self.join(param, residual)
         return update - moved
 
@@ -253,7 +254,7 @@ class WeightFormat:
         random: RandomBits,
         landing: Landing = REPLACE,
     ) -> tuple[jax.Array, Residual, jax.Array]:
-        """The second half of :meth:`advance`: store a master that has been updated."""
+        """Store an updated master; the second half of :meth:`advance`."""
         if landing.is_direct:
             new, residual = self.split(master, param.dtype, random)
             return new, residual, new
@@ -262,15 +263,15 @@ class WeightFormat:
 
 
 def check_rounding(where: str, given: str) -> None:
-    """Raise a ValueError that names ``where`` unless ``given`` is a rounding."""
+    """Raise a ValueError that begins with ``where`` unless ``given`` is a rounding."""
     if given not in typing.get_args(Rounding):
-        raise ValueError(f"{where} is {given!r}, not 'nearest' or 'stochastic'")
+        raise ValueError(f"{where} must be 'nearest' or 'stochastic', got {given!r}")
 
 
 def rounding_words(
     rounding: str, random: RandomBits | None, shape: tuple[int, ...], stream: int
 ) -> jax.Array | None:
-    """The words that round an array stochastically; None for any other rounding."""
+    """Return the words for stochastic rounding, or None for other roundings."""
     if rounding != "stochastic" or random is None:
         return None
     return random.words(shape, stream)
@@ -278,33 +279,33 @@ def rounding_words(
 
 @dataclasses.dataclass(frozen=True)
 class MomentFormat:
-    """How float32 moments are stored.
+    """Base class of formats that store float32 moments.
 
     A format must define ``encode`` and ``decode``, and ``container`` if it stores a
     moment as several arrays. It may define ``for_field``, ``for_leaf``, ``stored_as``
-    and ``reference``. A format with scales is a :class:`BlockMomentFormat`.
+    and ``reference``. Formats with scales extend :class:`BlockMomentFormat`.
     """
 
     @property
     def stored_as(self) -> str:
-        """In words, all that ``decode`` must know: see ``storage_formats``."""
+        """A text with all that ``decode`` depends on; see ``storage_formats``."""
         return repr(self)
 
     @property
     def container(self) -> type | None:
-        """The NamedTuple type of a stored moment; None if it is a single array.
+        """The NamedTuple type of a stored moment, or None if it is a single array.
 
-        ``encode`` returns one that holds arrays. For every field of the inner state
-        that has moments, the state keeps one that holds trees of arrays, with the
+        ``encode`` returns this type with arrays as fields. In the state, each field
+        with moments is one instance of it, whose fields are trees of arrays with the
         structure of the parameters.
         """
         return None
 
     @property
     def reference(self) -> str | None:
-        """The field of the same state whose roots divide the moments; None if none do.
+        """The field of the same state whose roots divide the moments, or None.
 
-        Where there is one, ``encode`` gets, and ``decode`` returns, quotients: see
+        If it is not None, ``encode`` receives and ``decode`` returns quotients; see
         :mod:`lowbit_optax._numerics.relative`.
         """
         return None
@@ -316,53 +317,53 @@ class MomentFormat:
         bound: str | None = None,
         is_orthogonalized: bool = False,
     ) -> "MomentFormat":
-        """The format of the moments in one field of the inner state.
+        """Return the format of the moments in one field of the inner state.
 
         Args:
-          name: the field, such as ``mu`` or ``nu``.
-          is_second: whether they are second moments, which are never negative; None if
-            that is not known.
-          bound: the field of the same state whose roots are known to bound these
-            moments, up to a constant; None if there is none.
-          is_orthogonalized: whether all directions of a matrix become equally large in
+          name: name of the field, such as ``mu`` or ``nu``.
+          is_second: whether the field has second moments, which are never negative, or
+            None if this is unknown.
+          bound: the field of the same state whose roots bound these moments, up to a
+            constant factor, or None.
+          is_orthogonalized: whether all directions of a matrix have the same size in
             its update, as in Muon.
         """
         return self
 
     def for_sums(self) -> "MomentFormat":
-        """The format of sums of gradients, which must keep what is not finite.
+        """Return the format for sums of gradients, which keeps infinities and NaNs.
 
         Raises:
-          ValueError: if the format holds no negative values.
+          ValueError: if the format cannot store negative values.
         """
         return self.for_field("trace", is_second=False)
 
     def for_leaf(self, shape: tuple[int, ...], min_size: int) -> "MomentFormat | None":
-        """The format of a leaf of this shape: itself, or None to keep it float32."""
+        """Return the format for a leaf of this shape, or None for float32."""
         return self
 
     def encode(self, moment: jax.Array, draws: Draws, number: int) -> typing.Any:
-        """The stored form of a float32 moment.
+        """Return the stored form of a float32 moment.
 
         Args:
-          moment: float32 array of the parameter's shape.
-          draws: the random numbers for the leaf's moments at this step.
-          number: which of the leaf's moments this is, counted from 0.
+          moment: float32 array with the shape of the parameter.
+          draws: random numbers for the leaf's moments at this step.
+          number: index of this moment among the leaf's moments.
         """
         raise NotImplementedError
 
     def decode(self, stored: typing.Any, shape: tuple[int, ...]) -> jax.Array:
-        """The float32 moment of this shape from its stored form."""
+        """Return the float32 moment of this shape from its stored form."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockMomentFormat(MomentFormat):
-    """Moments as packed codes with a scale per block of neighbours.
+    """Base class of formats that store packed codes with one scale per block.
 
-    A format must define everything here. A kernel takes the maximum of
-    ``codec.magnitude_key`` over each block, computes the block's scale from it, calls
-    ``encode_fields``, and packs the fields itself.
+    A format must define everything in this class. A kernel computes the maximum of
+    ``codec.magnitude_key`` over each block and the scale of the block, calls
+    ``encode_fields``, and packs the fields.
     """
 
     bits: int
@@ -375,7 +376,7 @@ class BlockMomentFormat(MomentFormat):
 
     @property
     def codec(self) -> Code:
-        """The code's elementwise functions."""
+        """The elementwise functions of the code."""
         raise NotImplementedError
 
     def encode_fields(
@@ -386,15 +387,15 @@ class BlockMomentFormat(MomentFormat):
         number: int,
         multiply_add: MultiplyAdd = multiply_add,
     ) -> jax.Array:
-        """Encode moments whose scales are known.
+        """Encode moments with known scales.
 
         Args:
-          moment: float32.
+          moment: float32 array.
           prepared: the scales of its blocks, from :meth:`Code.prepare`.
-          draws, number: as for :meth:`encode`.
-          multiply_add: computes ``a * b + c`` of three arrays; a kernel passes its own.
+          draws, number: see :meth:`encode`.
+          multiply_add: a function for ``a * b + c``; a kernel passes its own version.
 
         Returns:
-          uint32 fields of ``bits`` bits, of the moment's shape.
+          uint32 array of fields with ``bits`` bits, with the shape of ``moment``.
         """
         raise NotImplementedError

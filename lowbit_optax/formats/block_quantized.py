@@ -1,7 +1,7 @@
-"""Moments as codes of 4, 6 or 8 bits, with a scale per block of neighbours.
+"""Moments as codes of 4, 6 or 8 bits, with one scale per block of neighbours.
 
-:mod:`lowbit_optax._numerics.codes` turns a value and a scale into a code. Here it is
-decided what is stored where, and which code a moment gets.
+:mod:`lowbit_optax._numerics.codes` converts between values and codes. This module
+chooses the code of each moment, and the arrays that store it.
 """
 
 import dataclasses
@@ -40,20 +40,20 @@ _BITS_OF_NESTED = (6, 8)
 _SCALES = ("bfloat16", "power_of_two")
 
 AUTO: typing.Final = "auto"
-"""``relative_to`` of formats that choose by the moment's field and the bits."""
+"""The ``relative_to`` that depends on the moment's field and the bits."""
 
 
 class QuantizedMoment(typing.NamedTuple):
-    """Moments as :func:`block_quantized` stores them: two trees like the parameters.
+    """Codes and scales of moments, as two trees with the structure of the parameters.
 
-    The fields are named after the version of :mod:`pallas_kernels.layout`, so that a
-    checkpoint of another layout is not read as one of this.
+    The field names end with the version of :mod:`pallas_kernels.layout`, so that a
+    checkpoint with another layout is not mistaken for this one.
 
     Args:
-      codes_v2: for each moment, uint32 words of ``packed_shape(shape, bits)``; for a
-        leaf that is too small to be coded, its float32 moment.
-      scales_v2: for each moment, bfloat16 of its layout's ``blocks_shape``; None for a
-        leaf that is too small.
+      codes_v2: for each moment, uint32 words with the shape ``packed_shape(shape,
+        bits)``. If a leaf is too small to be quantised, its float32 moment.
+      scales_v2: for each moment, bfloat16 scales with the ``blocks_shape`` of its
+        layout. None if a leaf is too small.
     """
 
     codes_v2: typing.Any
@@ -64,10 +64,10 @@ class QuantizedMoment(typing.NamedTuple):
 
 
 class RelativeMoment(typing.NamedTuple):
-    """Moments stored relative to the root of another: two trees like the parameters.
+    """Moments that are divided by the root of another moment, as two trees.
 
-    It has the arrays of :class:`QuantizedMoment` under other names, so that a
-    checkpoint of the one is not read as one of the other.
+    The arrays are the same as in :class:`QuantizedMoment`. The field names differ, so
+    that a checkpoint of one class is not mistaken for the other.
     """
 
     relative_codes_v2: typing.Any
@@ -82,8 +82,7 @@ class BlockQuantized(BlockMomentFormat):
     """See :func:`block_quantized`.
 
     :meth:`for_field` sets ``signed``, replaces ``relative_to="auto"``, and chooses code
-    and rounding of what is orthogonalised;
-    :meth:`for_sums` sets ``is_sum``.
+    and rounding of orthogonalised moments. :meth:`for_sums` sets ``is_sum``.
     """
 
     bits: int = 8
@@ -124,7 +123,7 @@ class BlockQuantized(BlockMomentFormat):
     def _code_and_scale(self):
         second = {8: "float", 4: "sqrt"}.get(self.bits, "nested")
         code = self.code or ("companded" if self.signed else second)
-        # Powers of two cost "log" no precision, and division by them is exact.
+        # Powers of two make division exact, and they are not coarser for "log".
         return code, self.scale or ("power_of_two" if code == "log" else "bfloat16")
 
     def for_field(self, name, is_second, bound=None, is_orthogonalized=False):
@@ -136,11 +135,11 @@ class BlockQuantized(BlockMomentFormat):
         code = self.code or ("nested" if self.bits == 6 else None)
         if code in _UNSIGNED:
             if is_second is False:
-                instead = "take 4 or 8 bits" if self.bits == 6 else "leave code out"
+                instead = "use 4 or 8 bits" if self.bits == 6 else "omit code"
                 raise ValueError(
                     f"block_quantized: code {code!r} is for second moments and "
-                    f"holds no negative values, but {name!r} may be negative; "
-                    f"{instead}, or give each moment its format by name"
+                    f"cannot store {name!r}, which may be negative; {instead}, or "
+                    "pass moments as a mapping from fields to formats"
                 )
             signed = False
         relative_to = self.relative_to if signed else None
@@ -177,7 +176,7 @@ class BlockQuantized(BlockMomentFormat):
         return self.codec.decode_fields(fields, prepared)
 
     def _prepared(self, scales: jax.Array, shape: tuple[int, ...]):
-        """The prepared scales of the blocks, repeated for every element."""
+        """Return the prepared scales, repeated for every element of their blocks."""
         layout = layout_of(shape)
         unit, inverse = (
             repeat_blocks(x, layout, self.block_size)
@@ -188,10 +187,10 @@ class BlockQuantized(BlockMomentFormat):
 
 @dataclasses.dataclass(frozen=True)
 class LowMoments(MomentFormat):
-    """What ``moments="low"`` stands for.
+    """The format for ``moments="low"``.
 
-    Second moments take 6 bits. First moments take 4 where a second moment of the same
-    state bounds them, to whose root they are relative, and 8 elsewhere.
+    Second moments have 6 bits. First moments have 4 bits, relative to the root of a
+    second moment of the same state that bounds them, or 8 bits if the state has none.
     """
 
     def for_field(self, name, is_second, bound=None, is_orthogonalized=False):
@@ -211,96 +210,99 @@ def block_quantized(
     scale: typing.Literal["bfloat16", "power_of_two"] | None = None,
     relative_to: str | None = AUTO,
 ) -> MomentFormat:
-    """Store moments in 8, 6 or 4 bits, with a scale per block of 32 neighbours.
+    """Store moments in 8, 6 or 4 bits, with one scale per block of 32 neighbours.
 
-    A value x of a block with scale s is stored as a field that stands for y, where
-    ``x ~ s y`` and s is the smallest scale with which every value of the block is in
-    range. With 8 bits, the magnitude field c stands for this y:
+        x ~ s y(c)
 
-    - ``"linear"``: equal steps, ``c/127``. Values far below the largest of their block
-      are lost between the steps.
-    - ``"companded"``: segments of 8 equal steps, which are twice those of the segment
-      below: ``(2^j (1 + i/8) - 1) / 61439`` with ``c = 8 j + i``, j = 0..15. A step is
-      at most 1/8 of y + 1/61439.
-    - ``"float"``: no negative values; floats with 3 bits of mantissa,
-      ``2^(j - 31.75) (1 + i/8)`` with ``c = 8 j + i``, for a scale that is a power of
-      two. A step is 1/16 to 1/8 of y, down to 2^-31.75. Nothing below that is stored:
-      zero becomes this smallest value, unless its whole block is zero. With 4 bits the
-      mantissa has 1 bit, and the range is 2^-7. It takes the fewest instructions.
-    - ``"log"``: the steps of ``"float"`` down to 2^-30, less the smallest value:
-      ``(2^j (1 + i/8) - 1) / 2^30``. So zero is stored exactly.
-    - ``"sqrt"``: no negative values, linear in the root, ``(c/254)^2``.
-    - ``"nested"``: no negative values; numbers a step apart in the logarithm, 1/16,
-      1/8, ... or 1 octave: the smallest step with which 254 numbers (62 with 6 bits)
+    Each value x is stored as an integer c, its code, which represents the number y(c).
+    The scale s of a block is as small as possible while all values of the block are in
+    range. ``code`` chooses the function y. For 8 bits and positive values, it is one
+    of:
+
+    - ``"linear"``: ``c / 127``. The steps are equal, so values far below the largest
+      value of their block are lost.
+    - ``"companded"``: ``(2^j (1 + i/8) - 1) / 61439`` with ``c = 8 j + i``, j = 0..15.
+      Each j has 8 equal steps, twice as large as the steps of j - 1. A step is at most
+      ``(y + 1/61439) / 8``.
+    - ``"float"``: ``2^(j - 31.75) (1 + i/8)`` with ``c = 8 j + i``, if s is a power of
+      two. These are floats with 3 mantissa bits, so a step is 1/16 to 1/8 of y. Smaller
+      values become the smallest one, 2^-31.75, and so does zero unless its whole block
+      is zero. With 4 bits, the mantissa has 1 bit, and the values span a factor of 2^7.
+      This code needs the fewest instructions.
+    - ``"log"``: ``(2^j (1 + i/8) - 1) / 2^30``, the values of ``"float"`` down to
+      2^-30, minus the smallest one. Zero is stored exactly.
+    - ``"sqrt"``: ``(c / 254)^2``. The steps of the root are equal.
+    - ``"nested"``: numbers at equal distances in the logarithm. The distance is 1/16,
+      1/8, ... or 1 octave, and as small as possible while 254 numbers (62 with 6 bits)
       cover all positive values of the block. With 6 bits, values more than 61 octaves
-      below the largest become the smallest of these numbers. Zero is stored exactly. It
-      is rounded so that the mean of the logarithm is kept, and not that of x: then
-      updates are neither too long nor too short on average. It is the only code of 6
-      bits, and not one of 4.
+      below the largest become the smallest of these numbers. Zero is stored exactly.
+      Rounding keeps the mean of the logarithm instead of the mean of x, so that updates
+      are neither too long nor too short on average. This code supports 8 and 6 bits.
     - ``"dynamic"``: Dettmers' dynamic exponent map, without its value +1.
 
-    With ``code=None``, second moments are stored as ``"float"`` (``"nested"`` with 6
-    bits, ``"sqrt"`` with 4), Muon's momentum as ``"linear"``, and other moments as
-    ``"companded"``. Muon makes all directions of a matrix equally large, so that noise
-    in the weak ones counts, and equal steps have the least. Second moments are
-    those of optax's states and of :func:`lowbit_optax.formats.register_moments`, and in
-    other states the fields that have optax's names, such as ``nu``, ``v`` and
-    ``exp_avg_sq``. All codes store them without a sign. A second moment that is not
-    zero never becomes zero, because its root divides the update.
+    ``"float"``, ``"log"``, ``"sqrt"`` and ``"nested"`` cannot store negative values.
+    All codes store second moments without a sign. A second moment that is not zero
+    never becomes zero, because its root divides the update. ``lowbit`` knows the second
+    moments of optax and of :func:`lowbit_optax.formats.register_moments`. In other
+    states, they are the fields with optax's names, such as ``nu``, ``v`` and
+    ``exp_avg_sq``.
 
-    8 bits follow float32's AdamW even where one value of a block is 1,000 times the
-    others. 4 bits of ``mu`` do too beside 8 bits of ``nu``, with noise of a quarter of
-    the update, because they are stored relative to its root:
+    With 8 bits, AdamW follows float32 even if one value of a block is 1,000 times as
+    large as the others. With 4 bits for ``mu`` and 8 bits for ``nu``, it does too, with
+    noise of a quarter of the update, because 4 bits store the ratio of ``mu`` to the
+    root of ``nu``:
 
-        mu = r sqrt(nu)
+        r = mu / sqrt(nu),  mu' = r sqrt(nu'),  nu' the stored second moment
 
-    where nu is the stored second moment; the root that divides mu is that of nu before
-    it is rounded, so that the rounding cancels in the update. Adam's ``|r|`` is at most
-    7.27 for b1 = 0.9 and b2 = 0.999, so that all r of a block are of one size, whatever
-    its gradients are. 4 bits of a moment without such a second moment, as SGD's and
-    Lion's, lose values that are below about 1/30 of the largest in their block, and 4
-    bits of ``nu`` make the updates beside large gradients too short; 6 bits do not.
-    ``lowbit(..., moments="low")`` chooses 6 and 4 bits where they follow float32.
+    The rounding error of nu' cancels in the update. In Adam with b1 = 0.9 and b2 =
+    0.999, ``|r|`` is at most 7.27, so all r of a block have similar sizes, whatever its
+    gradients are. 4 bits for moments without such a second moment, as in SGD and Lion,
+    lose values below about 1/30 of the largest in their block. 4 bits for ``nu`` make
+    updates next to large gradients too short; 6 bits do not. ``lowbit(...,
+    moments="low")`` uses 6 and 4 bits where they follow float32.
 
-    Values that are not finite do not enter the scale, so the other values of the block
-    are kept. In second moments infinity and NaN become infinity, and the parameter
-    stays where it is, as in float32. In other moments they become the largest value of
-    the block.
+    Infinities and NaNs do not change the scale, so the other values of their block are
+    kept. In second moments, they become infinity, and the parameter no longer moves, as
+    in float32. In other moments, they become the largest value of the block.
 
     Args:
-      bits: 8, 4, or, for second moments alone, 6.
-      code: one of the above, for all moments that this format stores; None chooses by
-        the moment's field.
+      bits: 8, 4, or, for second moments only, 6.
+      code: a code for all moments with this format. If None, second moments use
+        ``"float"`` (``"nested"`` with 6 bits, ``"sqrt"`` with 4), Muon's momentum uses
+        ``"linear"``, and other moments use ``"companded"``. In Muon's updates, all
+        directions of a matrix have the same size, so noise in the weak directions
+        matters. Equal steps have the least noise.
       block_size: number of values that share a scale, a power of two from 32 to 2048.
-        :mod:`pallas_kernels.layout` says which: 8 rows by 4 columns if 32.
-      rounding: ``"stochastic"`` or ``"nearest"``. Every step reads a moment, changes it
-        a little and stores it again. Under nearest rounding a second moment does not
-        even decay. None rounds Muon's momentum to nearest, whose gradients are larger
-        than a step, and the others stochastically.
-      scale: ``"bfloat16"``; or ``"power_of_two"``, which is stored as bfloat16 too and
-        is up to twice as coarse, but by which division is exact; or None for powers of
-        two with ``"log"`` and bfloat16 with other codes. ``"nested"`` takes only None.
+        32 values are 8 rows by 4 columns; see :mod:`pallas_kernels.layout`.
+      rounding: ``"stochastic"`` or ``"nearest"``. Each step changes a moment only a
+        little, so with nearest rounding, a second moment does not even decay. If None,
+        Muon's momentum, whose gradients are larger than a step, is rounded to nearest,
+        and other moments are rounded stochastically.
+      scale: ``"bfloat16"``, or ``"power_of_two"``, which is up to twice as coarse, but
+        makes division exact. Both are stored in bfloat16. If None, ``"log"`` uses
+        powers of two, and other codes use bfloat16. ``"nested"`` supports only None.
       relative_to: the field of the second moment whose root divides first moments
-        before they are stored, such as ``"nu"``; it must be in the same state. None
-        stores them as they are. ``"auto"`` is that field with 4 bits, where it is known
-        to bound them (optax's Adam, AMSGrad, Yogi, AdEMAMix' fast average, Prodigy,
-        Momo), and none elsewhere. Second moments are never relative.
+        before they are stored, such as ``"nu"``. It must be in the same state. None
+        stores first moments directly. ``"auto"`` uses the second moment with 4 bits if
+        it is known to bound them (optax's Adam, AMSGrad, Yogi, Prodigy, ``momo_adam``
+        and AdEMAMix' fast average), and None otherwise. Second moments are never
+        relative.
 
     Returns:
-      A moment format. State: ``bits/8 + 2/block_size`` bytes per value of a moment.
-      Scalars and leaves smaller than ``lowbit``'s ``min_size`` stay float32.
+      A moment format. It needs ``bits/8 + 2/block_size`` bytes per value. Scalars and
+      leaves smaller than ``lowbit``'s ``min_size`` stay float32.
 
     Raises:
       TypeError: if ``bits`` or ``block_size`` is not a static int, or ``relative_to``
         is not a name.
-      ValueError: if an argument is not one of these; in ``init``, if a first moment is
-        given a code without negative values or 6 bits, or the state has no moments in
-        the field ``relative_to``.
+      ValueError: if an argument has a wrong value. ``init`` raises it if first moments
+        would have 6 bits or a code without negative values, or if the state has no
+        moments in the field ``relative_to``.
 
     References:
       Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization".
       Gupta et al. 2025, "Effective Quantization of Muon Optimizer States", for
-      ``"linear"`` in Muon.
+        ``"linear"`` in Muon.
       Li et al. 2023, "Memory Efficient Optimizers with 4-bit States".
       ITU-T G.711, "Pulse code modulation of voice frequencies".
 
@@ -314,10 +316,11 @@ def block_quantized(
     check_static_int("block_quantized", "bits", bits)
     check_static_int("block_quantized", "block_size", block_size)
     if bits not in (4, 6, 8):
-        raise ValueError(f"block_quantized: bits is {bits}, not 4, 6 or 8")
+        raise ValueError(f"block_quantized: bits must be 4, 6 or 8, got {bits}")
     if code is not None and code not in _CODES:
         raise ValueError(
-            f"block_quantized: code is {code!r}, not None or one of {', '.join(_CODES)}"
+            f"block_quantized: code must be None or one of {', '.join(_CODES)}, got "
+            f"{code!r}"
         )
     _check_nested(bits, code, scale)
     check_block_size("block_quantized", block_size)
@@ -325,13 +328,13 @@ def block_quantized(
         check_rounding("block_quantized: rounding", rounding)
     if scale is not None and scale not in _SCALES:
         raise ValueError(
-            f"block_quantized: scale is {scale!r}, not None, 'bfloat16' or "
-            "'power_of_two'"
+            "block_quantized: scale must be None, 'bfloat16' or 'power_of_two', got "
+            f"{scale!r}"
         )
     if relative_to is not None and not isinstance(relative_to, str):
         raise TypeError(
-            f"block_quantized: relative_to is {relative_to!r}, not 'auto', None or the "
-            "name of a field, such as 'nu'"
+            "block_quantized: relative_to must be 'auto', None or the name of a field, "
+            f"such as 'nu', got {relative_to!r}"
         )
     return BlockQuantized(bits, block_size, code, rounding, scale, relative_to)
 
@@ -339,16 +342,15 @@ def block_quantized(
 def _check_nested(bits: int, code: CodeName | None, scale: str | None) -> None:
     if bits == 6 and code not in (None, "nested"):
         raise ValueError(
-            f"block_quantized: bits is 6 and code {code!r}; accepted with 6 bits are "
-            "None and 'nested'"
+            f"block_quantized: code must be None or 'nested' if bits is 6, got {code!r}"
         )
     if code == "nested" and bits not in _BITS_OF_NESTED:
         raise ValueError(
-            f"block_quantized: code is 'nested' and bits is {bits}, not "
-            f"{' or '.join(map(str, _BITS_OF_NESTED))}"
+            f"block_quantized: bits must be {' or '.join(map(str, _BITS_OF_NESTED))} "
+            f"if code is 'nested', got {bits}"
         )
     if (bits == 6 or code == "nested") and scale is not None:
         raise ValueError(
-            f"block_quantized: scale is {scale!r}, but code 'nested' has its own; "
-            "accepted is None"
+            "block_quantized: scale must be None for the code 'nested', which has its "
+            f"own scales, got {scale!r}"
         )

@@ -2,13 +2,13 @@
 
     x ~ code * 2^e,    e the smallest integer with max |x| <= 448 * 2^e over the block
 
-448 is the largest number of float8_e4m3fn, so nothing saturates. (The rule of the OCP
-specification, e = floor(log2 max |x|) - 8, makes 448 of what lies between 448 and 512.)
+448 is the largest number of float8_e4m3fn, so no value saturates. (With the exponent of
+the OCP specification, floor(log2 max |x|) - 8, scaled values up to 512 become 448.)
 
-A scale is 2^-96 at least. Then neither a code's value nor one of 20 extra bits is below
-float32's normal numbers, and products by the scales are exact.
+Scales are at least 2^-96. Products of a code and its scale, even with 20 extra bits,
+are then normal float32 numbers, and therefore exact.
 
-NaNs and infinities stay out of their block's scale, and their codes are NaN:
+NaNs and infinities do not change the scale of their block. Their codes are NaN, because
 float8_e4m3fn has no infinity.
 
 References:
@@ -30,13 +30,13 @@ from lowbit_optax.formats.quantized_leaf import QuantizedWeight, register_with_f
 from pallas_kernels.layout import merge_axes, split_axis
 
 BLOCK = 32
-"""The values that share a scale."""
+"""The number of values that share a scale."""
 
 E4M3, E8M0 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e8m0fnu)
 """The dtypes of codes and scales."""
 
 _NAN, _LEAST = 128, -96
-"""The exponent of e8m0's NaN, and the smallest that a scale is given."""
+"""The exponent of e8m0's NaN, and the smallest exponent of a scale."""
 
 
 @jax.tree_util.register_dataclass
@@ -44,17 +44,18 @@ _NAN, _LEAST = 128, -96
 class BlockScaledTensor(QuantizedWeight):
     """An array stored as float8 codes and a power of two per 32 values along an axis.
 
-    :func:`block_scale` makes it. :attr:`codes` and :attr:`scales` are what products of
-    block-scaled arrays take, such as ``jax.lax.scaled_dot``. They are stored as bytes.
-    So ``update`` of :func:`lowbit_optax.lowbit` can return differences modulo 2^8, with
-    which ``optax.apply_updates`` lands exactly.
+    :func:`block_scale` creates it. Pass :attr:`codes` and :attr:`scales` to products of
+    block-scaled arrays, such as ``jax.lax.scaled_dot``. Both are stored as bytes, so
+    that ``update`` of :func:`lowbit_optax.lowbit` can return differences modulo 2^8,
+    which ``optax.apply_updates`` adds exactly.
 
-    The axis of the blocks is counted from the end. So slices of a stack (``lax.scan``
-    over layers, ``jax.vmap``) are BlockScaledTensors of one layer.
+    The axis of the blocks is counted from the end. Therefore, slices of a stack of
+    layers (in ``lax.scan`` or ``jax.vmap``) are BlockScaledTensors of one layer.
 
     Args:
-      codes_e4m3: uint8 patterns of float8_e4m3fn, of the array's shape.
-      scales_e8m0: uint8 patterns of float8_e8m0fnu; along the axis 32 times shorter.
+      codes_e4m3: uint8 bit patterns of float8_e4m3fn, with the shape of the array.
+      scales_e8m0: uint8 bit patterns of float8_e8m0fnu; along ``axis`` 32 times
+        shorter.
       axis: the axis of the blocks, negative.
 
     >>> import jax.numpy as jnp, lowbit_optax
@@ -74,12 +75,12 @@ class BlockScaledTensor(QuantizedWeight):
 
     @property
     def codes(self) -> jax.Array:
-        """The codes, float8_e4m3fn."""
+        """The codes as float8_e4m3fn."""
         return lax.bitcast_convert_type(self.codes_e4m3, E4M3)
 
     @property
     def scales(self) -> jax.Array:
-        """The scales, float8_e8m0fnu."""
+        """The scales as float8_e8m0fnu."""
         return lax.bitcast_convert_type(self.scales_e8m0, E8M0)
 
     @property
@@ -89,7 +90,7 @@ class BlockScaledTensor(QuantizedWeight):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of codes and scales together."""
+        """The number of bytes of codes and scales together."""
         return self.size + math.prod(self.scales_e8m0.shape)
 
     @property
@@ -101,16 +102,16 @@ class BlockScaledTensor(QuantizedWeight):
         return "mxfp8"
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-        """The values as an array.
+        """Return the values as an array.
 
         Args:
-          dtype: any float dtype. The values are exact in float32, but those below its
-            normal numbers, which only scales below 2^-117 have, may be 0. In other
-            dtypes they are rounded to nearest.
+          dtype: any float dtype. Values are exact in float32, except that values below
+            its normal numbers, which need scales below 2^-117, may become 0. In other
+            dtypes, they are rounded to nearest.
 
         Raises:
           TypeError: if ``dtype`` is not a float dtype.
-          ValueError: if the shapes of codes and scales do not belong together.
+          ValueError: if the shapes of codes and scales do not match.
         """
         self.check()
         return traced_once(_dequantized, float_dtype("dequantize: dtype", dtype))(self)
@@ -122,43 +123,41 @@ class BlockScaledTensor(QuantizedWeight):
         for name, part in (("codes", self.codes_e4m3), ("scales", self.scales_e8m0)):
             if part.dtype != jnp.uint8:
                 raise ValueError(
-                    f"BlockScaledTensor: {name} are stored as {part.dtype}, not uint8"
+                    f"BlockScaledTensor: {name} must be uint8, got {part.dtype}"
                 )
         shape, scales = tuple(self.shape), tuple(self.scales_e8m0.shape)
         check_axis(shape, self.axis)
         if scales != scales_shape(shape, self.axis):
             raise ValueError(
-                f"BlockScaledTensor: scales {list(scales)} are not of codes "
-                f"{list(shape)} in blocks of {BLOCK} along axis {self.axis}"
+                f"BlockScaledTensor: scales of shape {list(scales)} do not match codes "
+                f"of shape {list(shape)} in blocks of {BLOCK} along axis {self.axis}"
             )
 
 
 def check_axis(shape: tuple[int, ...], axis: int) -> None:
-    """Raise a ValueError unless an array of this shape has whole blocks along an axis.
-
-    ``axis`` is negative.
-    """
+    """Raise a ValueError unless a negative axis divides into whole blocks."""
     if len(shape) < -axis:
-        raise ValueError(f"shape {list(shape)} has no axis {axis} for blocks")
+        raise ValueError(f"axis {axis} is out of range for shape {list(shape)}")
     if shape[axis] % BLOCK:
         raise ValueError(
-            f"axis {axis} of shape {list(shape)} does not divide into blocks of {BLOCK}"
+            f"the length of axis {axis} must be a multiple of {BLOCK}, got shape "
+            f"{list(shape)}"
         )
 
 
 def scales_shape(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """The shape of the scales of an array whose blocks lie along a negative axis."""
+    """Return the shape of the scales of an array with blocks along a negative axis."""
     found = list(shape)
     found[axis] //= BLOCK
     return tuple(found)
 
 
 def quantize(axis: int, x: jax.Array) -> BlockScaledTensor:
-    """Round float32 to a :class:`BlockScaledTensor`, to nearest.
+    """Round a float32 array to the nearest :class:`BlockScaledTensor`.
 
     Args:
-      axis: negative; whole blocks lie along it.
-      x: float32.
+      axis: the axis of the blocks, negative; its length is a multiple of 32.
+      x: float32 array.
     """
     check_axis(x.shape, axis)
     exponents = exponents_of(x, axis)
@@ -166,36 +165,36 @@ def quantize(axis: int, x: jax.Array) -> BlockScaledTensor:
 
 
 def of_codes(codes: jax.Array, exponents: jax.Array, axis: int) -> BlockScaledTensor:
-    """The tensor of float8_e4m3fn codes and the exponents of their scales."""
+    """Return the tensor with float8_e4m3fn codes and the exponents of its scales."""
     scales = (exponents + BIAS).astype(jnp.uint8)
     return BlockScaledTensor(lax.bitcast_convert_type(codes, jnp.uint8), scales, axis)
 
 
 def exponents_of(x: jax.Array, axis: int) -> jax.Array:
-    """The exponents of the scales of float32 values, int32, one per block."""
+    """Return the int32 exponents of the scales of float32 values, one per block."""
     magnitude = magnitude_of(x)
     finite = jnp.where(magnitude < jnp.uint32(INFINITY), magnitude, jnp.uint32(0))
     at = x.ndim + axis
     largest = split_axis(finite, at, BLOCK).max(at + 1)
-    # 448 is 1.75 * 2^8: past a significand of 1.75 the exponent is one more.
+    # 448 is 1.75 * 2^8, so a significand above 1.75 needs the next exponent.
     past = jnp.uint32((1 << MANTISSA) // 4 - 1)
     stored = (largest + past >> jnp.uint32(MANTISSA)).astype(jnp.int32) - 8
     return jnp.maximum(stored - BIAS, _LEAST)
 
 
 def exponents(tensor: BlockScaledTensor) -> jax.Array:
-    """The exponents of a tensor's scales; 128 for a scale that is NaN."""
+    """Return the exponents of a tensor's scales, which are 128 for NaN."""
     return tensor.scales_e8m0.astype(jnp.int32) - BIAS
 
 
 def scaled(x: jax.Array, exponents: jax.Array, axis: int) -> jax.Array:
-    """``x 2^e`` for float32 values and the exponents of their blocks.
+    """Return ``x 2^e`` for float32 values and the exponents of their blocks.
 
-    Exact where the result is a normal float32 or 0, which it may be below these.
+    Results are exact, except that results below the normal float32 numbers may be 0.
     """
     at = x.ndim + axis
     blocks = split_axis(x, at, BLOCK)
-    # A float32 of 2^e may be subnormal, but not one of half the exponent.
+    # 2^e may be a subnormal float32 number, but 2^(e/2) is a normal one.
     half = exponents >> 1
     first = jnp.where(exponents == _NAN, jnp.float32(jnp.nan), _power(half))
     for factor in (first, _power(exponents - half)):
@@ -204,7 +203,7 @@ def scaled(x: jax.Array, exponents: jax.Array, axis: int) -> jax.Array:
 
 
 def _power(exponent: jax.Array) -> jax.Array:
-    """``2^e`` for int32 from -126 to 127."""
+    """Return ``2^e`` for int32 exponents from -126 to 127."""
     return lax.bitcast_convert_type(exponent + BIAS << MANTISSA, jnp.float32)
 
 

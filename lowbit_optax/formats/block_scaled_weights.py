@@ -1,10 +1,10 @@
-"""Any format of float8 weights for BlockScaledTensors: it holds masters over scales.
+"""Formats of float8 weights, applied to BlockScaledTensors.
 
     e from the new master's blocks,    master / 2^e --split--> codes, residual
     (codes, residual) --join--> master / 2^e
 
-The quotients are exact. So a residual counts units of its code times the scale, and
-what is exact for float8_e4m3fn is exact here.
+The quotients are exact. Therefore, residuals are in units of the scale, and everything
+that is exact for float8_e4m3fn is exact for BlockScaledTensors too.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ from lowbit_optax.formats.quantized_weights import QuantizedWeights, result_of
 
 @dataclasses.dataclass(frozen=True)
 class BlockScaledWeights(WeightFormat):
-    """How BlockScaledTensors are updated.
+    """Updates BlockScaledTensors.
 
     Args:
-      format: of float8_e4m3fn weights.
-      axis: of the blocks.
+      format: a weight format for float8_e4m3fn.
+      axis: the axis of the blocks.
     """
 
     format: WeightFormat
@@ -97,24 +97,24 @@ class BlockScaledWeights(WeightFormat):
 def for_tensor(
     weights: WeightFormat, param: BlockScaledTensor, min_size: int = 0
 ) -> BlockScaledWeights:
-    """How a tensor is updated by a transformation with these ``weights``.
+    """Return the format that updates a tensor in a transformation with ``weights``.
 
     Args:
-      weights: as of :func:`lowbit_optax.lowbit`.
-      param: of arrays or shapes.
+      weights: see :func:`lowbit_optax.lowbit`.
+      param: a tensor of arrays or shapes.
       min_size: see :meth:`.WeightFormat.for_leaf`.
 
     Raises:
-      ValueError: if the format cannot hold it.
+      ValueError: if the format does not support the tensor.
     """
     if isinstance(weights, QuantizedWeights):
         is_random = weights.rounding == "stochastic"
         weights = StochasticRounding() if is_random else Nearest()
-    # It would add an update over one scale to a code over another.
+    # Kahan summation would add updates and codes with different scales.
     if isinstance(weights, KahanFormat):
         raise ValueError(
-            f"{weights} does not hold a BlockScaledTensor; accepted are extra_bits, "
-            "stochastic_rounding, master_copy and nearest"
+            "weights must be extra_bits, stochastic_rounding, master_copy or nearest "
+            f"for a BlockScaledTensor, got {weights}"
         )
     why_not = weights.check(E4M3)
     if why_not:
@@ -123,7 +123,7 @@ def for_tensor(
 
 
 def without_tensor(param):
-    """A leaf as formats of arrays see it: for a BlockScaledTensor, the codes' shape."""
+    """Return a leaf, or the shape and dtype of the codes of a BlockScaledTensor."""
     if isinstance(param, BlockScaledTensor):
         return jax.ShapeDtypeStruct(param.shape, E4M3)
     return param

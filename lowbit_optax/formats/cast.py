@@ -1,4 +1,4 @@
-"""Moments stored in a narrow float dtype."""
+"""Moments in a narrow float dtype."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from lowbit_optax.formats.base import MomentFormat, Rounding, check_rounding
 
 @dataclasses.dataclass(frozen=True)
 class Cast(MomentFormat):
-    """Moments rounded to a narrow dtype, one array each.
+    """Moments that are rounded to a narrow dtype.
 
     Args:
       dtype, rounding: see :func:`cast`.
@@ -30,7 +30,7 @@ class Cast(MomentFormat):
         if self.rounding == "nearest":
             return rounding_.round_nearest(moment, self.dtype)
         if float_layouts.layout_of(self.dtype).same_exponent:
-            # bfloat16 always drops 16 bits; subnormals of the other formats drop more.
+            # bfloat16 always drops 16 bits; subnormals of other dtypes drop more.
             words = draws.halves(moment.shape, number) << jnp.uint32(16)
         else:
             words = draws.words(moment.shape, number)
@@ -46,17 +46,17 @@ def cast(dtype, *, rounding: Rounding = "stochastic") -> MomentFormat:
         m' = round(m, dtype)
 
     Args:
-      dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2. Squared gradients easily
-        leave float16's range; bfloat16 is the usual choice.
-      rounding: ``"stochastic"`` or ``"nearest"``. Under nearest rounding a bfloat16
-        second moment stops moving: with b2 = 0.999 a step changes it by less than half
+      dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2. bfloat16 is the usual
+        choice, because squared gradients easily leave the range of float16.
+      rounding: ``"stochastic"`` or ``"nearest"``. With nearest rounding, a bfloat16
+        second moment stops moving: with b2 = 0.999, a step changes it by less than half
         of its last bit.
 
     Returns:
-      A moment format. State: the bytes of the dtype per value of a moment.
+      A moment format. It needs the bytes of the dtype for each value of a moment.
 
     Raises:
-      TypeError, ValueError: if an argument is not one of these.
+      TypeError, ValueError: if an argument has a wrong type or value.
 
     >>> import jax.numpy as jnp
     >>> cast(jnp.bfloat16)
@@ -66,8 +66,8 @@ def cast(dtype, *, rounding: Rounding = "stochastic") -> MomentFormat:
     if not float_layouts.is_narrow(dtype):
         names = ", ".join(d.name for d in float_layouts.NARROW_DTYPES)
         raise ValueError(
-            f"cast: dtype is {dtype}, not one of {names}; leave a moment out to keep "
-            "float32"
+            f"cast: dtype must be one of {names}, got {dtype}; to keep a moment in "
+            'float32, pass "float32" instead of a format'
         )
     check_rounding("cast: rounding", rounding)
     return Cast(dtype, rounding)

@@ -1,10 +1,10 @@
-"""Extra bits: the parameter plus the next k bits of its master, packed.
+"""Extra bits: the parameter, and the next k bits of its master in packed words.
 
-If all of float32's bits are kept (k = 16 for bfloat16, 13 for float16 in its normal
-range), the master is the float32 one, bit for bit. There is one exception. bfloat16 has
-2^8 - 2 NaN patterns, which with a 16-bit residual make 2^24 - 2^17 pairs, but float32
-has 2^24 - 2 NaNs. The 2^17 - 2 NaNs that have no pair become a neighbouring NaN.
-Otherwise the parameter of a NaN master could be a number.
+If all bits of float32 are kept (k = 16 for bfloat16, 13 for float16 in its normal
+range), the master is the float32 master, bit for bit. The only exceptions are some
+NaNs: float32 has 2^24 - 2 NaNs, but the 2^8 - 2 NaNs of bfloat16 make only 2^24 - 2^17
+pairs with a 16-bit residual. The other 2^17 - 2 NaNs become a neighbouring NaN.
+Otherwise, the parameter of a NaN master could be a number.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ _NAME = re.compile(rf"(nearest|toward_zero|stochastic)_(\d+|most)_bits_v{VERSION
 
 
 def extra_bits_named(name: str, param, residual) -> WeightFormat | None:
-    """The format of a leaf whose residual has this name; None if it is of no bits."""
+    """Return the format of a residual with this name, or None for other formats."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None
@@ -47,10 +47,10 @@ def extra_bits_named(name: str, param, residual) -> WeightFormat | None:
 
 @dataclasses.dataclass(frozen=True)
 class ExtraBits(WeightFormat):
-    """See :func:`extra_bits`; if not ``packed``, residuals are unpacked uint32 fields.
+    """See :func:`extra_bits`. If not ``packed``, residuals are uint32 fields.
 
-    With ``bits`` None, only :meth:`check`, :meth:`for_leaf` and ``residual_name`` can
-    be used, because the number of bits depends on the leaf's dtype.
+    If ``bits`` is None, use only :meth:`check`, :meth:`for_leaf` and ``residual_name``,
+    because the number of bits depends on the leaf's dtype.
     """
 
     bits: int | None = None
@@ -75,23 +75,23 @@ class ExtraBits(WeightFormat):
     def _bits(self) -> int:
         if self.bits is None:
             raise TypeError(
-                "extra_bits: how many bits None stands for depends on the dtype; take "
-                "the format of a leaf, for_leaf(shape, dtype, min_size)"
+                "extra_bits: bits is None, so the number of bits depends on the dtype; "
+                "call for_leaf(shape, dtype, min_size) for the format of a leaf"
             )
         return self.bits
 
     def spare_stream(self, dtype):
         layout = float_layouts.layout_of(dtype)
         if not layout.same_exponent:
-            return None  # their subnormal numbers drop more bits
-        # A sum reads 16 bits more.
+            return None  # subnormal numbers drop more bits
+        # A stochastic sum reads 16 more bits.
         is_short = self.stores_sum or layout.max_extra_bits - self._bits <= 8
         return RESIDUAL_STREAM if is_short else None
 
     def check(self, dtype):
         limit = float_layouts.layout_of(dtype).max_extra_bits
         if self.bits is not None and self.bits > limit:
-            return f"{dtype} takes 0 to {limit} extra bits, not {self.bits}"
+            return f"bits must be from 0 to {limit} for {dtype}, got {self.bits}"
         return None
 
     def is_exact(self, dtype):
@@ -113,8 +113,8 @@ class ExtraBits(WeightFormat):
     def sum_stream(self, dtype):
         if self.stores_sum:
             return None
-        # The master's own rounding leaves the sum's bits of its words, if it drops 16
-        # bits at most.
+        # If rounding the master drops at most 16 bits, its words have enough unused
+        # bits for the sum.
         is_bfloat16 = float_layouts.layout_of(dtype).same_exponent
         return RESIDUAL_STREAM if is_bfloat16 else PARAM_STREAM
 
@@ -124,7 +124,7 @@ class ExtraBits(WeightFormat):
     def init(self, param):
         if not self.width:
             return None
-        # From an array that lies where the parameter does, and so then do the words.
+        # The zeros have the sharding of the parameter, and so do the words.
         zeros = jnp.zeros_like(param, dtype=jnp.uint32)
         return traced_once(self._stored)(zeros)
 
@@ -179,37 +179,38 @@ def extra_bits(
 ) -> WeightFormat:
     """Keep k more bits of each weight in packed uint32 words.
 
-    The master is first rounded to the parameter's format with k more mantissa bits
-    (``residual_rounding``), then split into parameter and k-bit residual
+    The master is first rounded to the parameter's dtype with k more mantissa bits
+    (``residual_rounding``), and then split into the parameter and a k-bit residual
     (``rounding``); see :mod:`lowbit_optax._numerics.rounding` for the formulas.
 
     Args:
       bits: k, from 0 to 16 for bfloat16, 13 for float16, 20 for float8_e4m3fn or 21 for
-        float8_e5m2. With the largest number, nothing of float32 is lost within the
-        format's range. None takes the largest number for each leaf's dtype.
-      rounding: of the parameter. ``"nearest"``, ``"toward_zero"``, or
+        float8_e5m2. The largest number keeps every bit of float32 in the range of the
+        dtype. None uses the largest number for the dtype of each leaf.
+      rounding: how the parameter is rounded: ``"nearest"``, ``"toward_zero"``, or
         ``"stochastic"``, which stores k + 1 bits.
-      residual_rounding: of the master, to k more bits. ``"stochastic"`` keeps the mean.
-        ``"nearest"`` loses every update below half of the last kept bit (with 8 bits
-        and a bfloat16 weight of 1.0, below 2^-17). ``"toward_zero"`` drops every bit
-        after the last one it keeps, so updates away from zero that are smaller than
-        that bit are lost, and updates toward zero are enlarged to it. Together with
-        ``rounding="toward_zero"`` it is the paper's base scheme: the leading 16 bits of
-        a float32 master are its bfloat16 parameter, and the next k bits are the
-        residual. With the largest number of bits nothing is rounded.
-      sum_rounding: of the float32 sum of master and update, before any other rounding.
-        ``"nearest"``, as in float32 training, loses updates below 2^-25 of the weight.
-        ``"stochastic"`` keeps the mean at any learning rate (see
-        :mod:`lowbit_optax._numerics.sums`), for 17 more machine instructions per
-        parameter in ``lowbit_adamw``'s kernel, compiled for an H200.
+      residual_rounding: how the master is rounded to k more bits; with the largest k,
+        it is not rounded. ``"stochastic"`` keeps the mean. ``"nearest"`` loses every
+        update below half of the last kept bit (below 2^-17 with 8 bits and a bfloat16
+        weight of 1.0). ``"toward_zero"`` drops all bits after the last kept bit. If an
+        update is smaller than this bit, it is lost if it points away from zero, and
+        enlarged to the size of the bit if it points toward zero. With
+        ``rounding="toward_zero"``, this is the paper's base scheme: the leading 16 bits
+        of a float32 master are its bfloat16 parameter, and the next k bits are the
+        residual.
+      sum_rounding: how the float32 sum of master and update is rounded, before any
+        other rounding. ``"nearest"``, as in float32 training, loses updates below 2^-25
+        of the weight. ``"stochastic"`` keeps their mean at any learning rate (see
+        :mod:`lowbit_optax._numerics.sums`), and adds 17 machine instructions per
+        parameter to the kernel of ``lowbit_adamw``, compiled for an H200.
 
     Returns:
-      A weight format. State: k/8 bytes per parameter. Scalars and leaves smaller than
-      ``lowbit``'s ``min_size`` keep a float32 master instead.
+      A weight format. It needs k/8 bytes per parameter. Scalars and leaves smaller than
+      ``lowbit``'s ``min_size`` have a float32 master instead.
 
     Raises:
       TypeError: if ``bits`` is neither None nor a static int.
-      ValueError: if an argument is not one of these.
+      ValueError: if an argument has a wrong value.
 
     References:
       Lewandowski and Kosson 2023, section 3.1.
@@ -221,13 +222,13 @@ def extra_bits(
     """
     if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int)):
         raise TypeError(
-            f"extra_bits: bits is {bits!r}, and must be None or a static int; under "
-            "optax.inject_hyperparams name it in static_args"
+            f"extra_bits: bits must be None or a static int, got {bits!r}; with "
+            "optax.inject_hyperparams, add it to static_args"
         )
     if bits is not None and not 0 <= bits <= 21:
         raise ValueError(
-            f"extra_bits: bits is {bits}; bfloat16 takes 0 to 16, float16 0 to 13, "
-            "float8_e4m3fn 0 to 20, float8_e5m2 0 to 21"
+            "extra_bits: bits must be from 0 to 16 for bfloat16, 13 for float16, 20 "
+            f"for float8_e4m3fn or 21 for float8_e5m2, got {bits}"
         )
     check_choice("extra_bits", "rounding", rounding, rounding_.Rounding)
     check_choice(

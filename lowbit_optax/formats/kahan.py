@@ -1,12 +1,12 @@
-"""Kahan summation of the updates, with the compensation in 16 bits.
+"""Kahan summation of updates, with a 16-bit compensation.
 
     y = update - c                       Zamirai et al. 2020, Algorithm 3, line 7
     s = round(w + y)                     line 8
     c = (s - w) - y                      line 9
     w = s                                line 10
 
-In float32, ``s - w`` is exact, and ``w + y`` is exact except for float32's own
-rounding. So the only further loss is in rounding the compensation c itself to 16 bits.
+In float32, ``s - w`` is exact, and ``w + y`` is exact except for the rounding of
+float32. The only other loss is the rounding of the compensation c to 16 bits.
 """
 
 import dataclasses
@@ -35,10 +35,11 @@ _NAME = re.compile(r"compensation(?:_of_(\d+)_bits)?")
 
 
 def kahan_named(name: str, param, residual) -> WeightFormat | None:
-    """The format of a leaf whose residual has this name; None if it is not Kahan's.
+    """Return the format of a residual with this name, or None if it is not Kahan's.
 
-    A state does not say how parameters were rounded. Stochastically, errors are up to
-    twice those of rounding to nearest, and none of them may be dropped.
+    A state does not record how its parameters were rounded. The format assumes
+    stochastic rounding, because its errors are up to twice as large, and none may be
+    dropped.
     """
     found = _NAME.fullmatch(name)
     if found is None:
@@ -52,11 +53,11 @@ def kahan_named(name: str, param, residual) -> WeightFormat | None:
 
 @dataclasses.dataclass(frozen=True)
 class KahanFormat(WeightFormat):
-    """Masters stored as a parameter w and a compensation c; the master is ``w - c``.
+    """Stores a master as a parameter w and a compensation c; the master is ``w - c``.
 
     Args:
       rounding, residual_rounding, arithmetic: see :func:`kahan`.
-      significand: of ``float_format``; None for all numbers of the dtypes.
+      significand: rounding to ``float_format``, or None for all numbers of the dtypes.
     """
 
     rounding: Rounding = "nearest"
@@ -67,7 +68,7 @@ class KahanFormat(WeightFormat):
 
     @property
     def residual_name(self):
-        # Weights of fewer bits have larger compensations.
+        # Weights with fewer bits have larger compensations.
         if self.significand is None:
             return "compensation"
         return f"compensation_of_{9 + self.significand.bits}_bits"
@@ -87,7 +88,7 @@ class KahanFormat(WeightFormat):
         return weight - self._error_of(weight, residual, param.dtype)
 
     def inner_weight(self, param, residual):
-        # Line 4 of Algorithm 3 decays w and not w - c.
+        # Line 4 of Algorithm 3 decays w instead of w - c.
         if self.arithmetic == "param":
             return rounding_.to_float32(param)
         return self.join(param, residual)
@@ -116,8 +117,8 @@ class KahanFormat(WeightFormat):
         y = keep(keep(update) - c)
         new = self.round(w + y, dtype, random)
         # An update of 0 must change nothing, even if c is half a spacing, which is a
-        # tie. The test is on y, because another use of the update would change how XLA
-        # contracts its product.
+        # tie. The test uses y, because another use of the update would change how XLA
+        # contracts the product that computes it.
         is_still = y == -c
         if is_wide:
             new = jnp.where(is_still, param, new)
@@ -129,17 +130,17 @@ class KahanFormat(WeightFormat):
         return new, compensation, difference
 
     def _error_of(self, weight: jax.Array, residual: jax.Array, dtype: jnp.dtype):
-        """The compensation as float32; 0 if it cannot belong to this weight.
+        """Return the compensation as float32, or 0 if it cannot belong to this weight.
 
-        It is too large to be the error of rounding to this weight if the user has set
-        the weight since.
+        If the compensation is larger than any rounding error of the weight, the weight
+        was changed outside of the optimizer.
         """
         layout = float_layouts.layout_of(dtype)
         bits = self.significand.bits if self.significand else layout.mantissa_bits
-        spacing = 2.0**-bits  # of a power of two, relative to it
+        spacing = 2.0**-bits  # relative to a power of two
         smallest = 2.0 ** (1 - layout.bias - layout.mantissa_bits)
         if self.rounding == "nearest" and self.arithmetic == "float32":
-            # Half a spacing, and what rounding in float32 and of the compensation adds.
+            # Half a spacing, plus the errors of float32 and of the compensation.
             of_error = self.significand.bits if self.significand else 7
             spacing, smallest = spacing * (0.5 + 0.5 * 2.0**-of_error), smallest / 2
         largest = jnp.abs(weight) * jnp.float32(spacing)
@@ -148,20 +149,20 @@ class KahanFormat(WeightFormat):
         error = rounding_.to_float32(residual)
         belongs = jnp.abs(error) <= largest
         if self.significand is not None:
-            # A largest number that has saturated may be far from what it stands for.
+            # If the largest number is saturated, its master may be far above it.
             belongs = belongs & jnp.isfinite(weight - error)
         return jnp.where(belongs, error, jnp.float32(0))
 
     def _residual_dtype(self, dtype):
-        # The paper's 16-bit unit has one format. In float32 arithmetic the compensation
-        # is bfloat16, whose range includes the rounding errors of small float16 and
-        # float8 weights.
+        # The paper's 16-bit unit has one format. In float32 arithmetic, the
+        # compensation is bfloat16, whose range includes the rounding errors of small
+        # float16 and float8 weights.
         return dtype if self.arithmetic == "param" else jnp.dtype(jnp.bfloat16)
 
     def _compensation(
         self, error: jax.Array, dtype: jnp.dtype, random: RandomBits
     ) -> jax.Array:
-        # If the parameter overflows, nothing is left to be compensated.
+        # If the parameter overflows, its error cannot be compensated.
         error = jnp.where(jnp.isfinite(error), error, jnp.float32(0))
         words = rounding_words(
             self.residual_rounding, random, error.shape, RESIDUAL_STREAM
@@ -176,29 +177,28 @@ def kahan(
     arithmetic: typing.Literal["float32", "param"] = "float32",
     float_format: FloatFormat | None = None,
 ) -> WeightFormat:
-    """Kahan summation: a 16-bit compensation collects what rounding loses.
+    """Store a 16-bit compensation that collects the rounding errors of each weight.
 
         y = u - c;  w' = round(w + y);  c' = (w' - w) - y
 
     for a weight w, its update u and its compensation c. The master is ``w - c``.
 
     Args:
-      rounding: of the parameter; ``"stochastic"`` combines both of the paper's methods.
-      residual_rounding: of the compensation. ``"nearest"`` is the paper's. It loses
-        every update smaller than about 2^-18 of a bfloat16 parameter, because the
-        compensation has only 8 significant bits too. ``"stochastic"`` keeps the mean of
-        such updates, and is the default with ``arithmetic="float32"``.
-      arithmetic: ``"float32"`` rounds only what is stored. ``"param"`` rounds after
-        every operation of the summation, as a unit that computes in the parameter's
-        format would, and keeps the compensation in that format.
-      float_format: as for :func:`lowbit_optax.nearest`, of parameters and
-        compensations.
+      rounding: how w is rounded. ``"stochastic"`` combines both methods of the paper.
+      residual_rounding: how c is rounded. ``"nearest"``, as in the paper, loses every
+        update smaller than about 2^-18 of a bfloat16 weight, because c also has only 8
+        significant bits. ``"stochastic"`` keeps the mean of such updates, and is the
+        default with ``arithmetic="float32"``.
+      arithmetic: ``"float32"`` rounds only stored values. ``"param"`` rounds after
+        every operation of the summation, like hardware that computes in the parameter's
+        dtype, and stores c in this dtype.
+      float_format: the format of w and c; see :func:`lowbit_optax.nearest`.
 
     Returns:
-      A weight format. State: 2 bytes per parameter, bfloat16.
+      A weight format. It needs 2 bytes per parameter, for a bfloat16 compensation.
 
     Raises:
-      TypeError, ValueError: if an argument is not one of these.
+      TypeError, ValueError: if an argument has a wrong type or value.
 
     References:
       Zamirai et al. 2020, Algorithms 1, 3 and 5; figure 10 (14, 12 and 10 bits).

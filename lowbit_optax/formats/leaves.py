@@ -1,4 +1,4 @@
-"""Joining and splitting one whole leaf in one pass, by a kernel on CUDA."""
+"""Join or split a whole leaf in one pass, with a kernel on CUDA."""
 
 import dataclasses
 import functools
@@ -24,16 +24,16 @@ def join_leaf(
     residual: jax.Array | None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """The float32 master of a stored leaf.
+    """Return the float32 master of a stored leaf.
 
     Args:
-      format_: the leaf's weight format.
+      format_: weight format of the leaf.
       param: the parameter, in its narrow dtype.
-      residual: as the state holds it, packed or not.
+      residual: the residual from the state, packed or not.
       implementation: see :func:`pallas_kernels.fused_update`.
 
     Returns:
-      float32 array of the parameter's shape.
+      float32 array with the shape of the parameter.
     """
     join = functools.partial(_joined, format_, implementation)
     return straight_through(join)(param, residual)
@@ -42,7 +42,7 @@ def join_leaf(
 def _joined(format_: WeightFormat, implementation: Implementation, param, residual):
     if residual is None or not format_.width:
         return format_.join(param, residual)
-    # Where shards would cut words, these are spread over another axis.
+    # If shards would cut words, the words are sharded along another axis.
     moved = shards.placed_like(param, residual)
     (master,) = fused_update(
         _Join(format_.on_fields()),
@@ -64,14 +64,14 @@ def split_leaf(
     """Split a float32 master into the parameter and residual that are stored.
 
     Args:
-      format_: the leaf's weight format.
-      master: float32.
-      dtype: of the parameter.
-      random: the leaf's random bits.
+      format_: weight format of the leaf.
+      master: float32 array.
+      dtype: dtype of the parameter.
+      random: random bits of the leaf.
       implementation: see :func:`pallas_kernels.fused_update`.
 
     Returns:
-      ``(param, residual)``, the residual packed if the format packs it.
+      ``(param, residual)``. The residual is packed if the format packs it.
     """
     split = functools.partial(_split, format_, jnp.dtype(dtype), implementation)
     return straight_through(split)(master, random)
@@ -93,14 +93,14 @@ def _split(
 
 
 def format_named(name: str, param, residual) -> WeightFormat:
-    """A format that joins and splits a leaf whose residual has this name.
+    """Return a format that joins and splits a leaf whose residual has this name.
 
     Args:
       name: see :class:`.Residuals`.
       param, residual: the leaf, as arrays or shapes.
 
     Raises:
-      ValueError: for a name that no format has.
+      ValueError: if no format uses this name.
 
     >>> x = jnp.ones(4, jnp.bfloat16)
     >>> format_named("compensation", x, x).arithmetic
@@ -115,8 +115,8 @@ def format_named(name: str, param, residual) -> WeightFormat:
         if (found := named(name, param, residual)) is not None:
             return found
     raise ValueError(
-        f"a state has residuals of the name {name!r}, which no weight format has: was "
-        "it made by another version?"
+        "the name of residuals in the state must belong to a weight format, got "
+        f"{name!r}; was the state saved with another version of lowbit_optax?"
     )
 
 

@@ -1,14 +1,14 @@
-"""What is known of the fields of optimizer states, in one table.
+"""A table of the moments in optimizer states.
 
-Every step changes a running average a little, so the rounding noise of few bits
-averages out in it. It does not average out in other arrays of a parameter's shape:
+Each step changes a running average only a little, so the rounding noise of few bits
+averages out. It does not average out in other arrays with the shape of a parameter:
 weights (``z`` of schedule-free, the initial weights of ``prodigy``, ``dog`` and
 ``dowg``), sums that only grow (Adagrad), maxima (AMSGrad), the last gradient (Adan),
-and the two averages of centered RMSProp, which takes the root of a difference of them.
+and the two averages of centered RMSProp, which uses the root of their difference.
 
-Nor does it in averages that are slow by design: ``m`` of simplified AdEMAMix, and
-``m2`` of AdEMAMix. Of n steps, the noise is root(n / 2) times that of one rounding,
-which is 2 or 3 percent with 8 bits.
+It does not average out in averages that are slow by design either: ``m`` of simplified
+AdEMAMix, and ``m2`` of AdEMAMix. After n steps, their noise is root(n / 2) times the
+noise of a single rounding, which is 2 or 3 percent with 8 bits.
 """
 
 import dataclasses
@@ -17,19 +17,20 @@ from collections.abc import Iterable, Mapping
 
 @dataclasses.dataclass(frozen=True)
 class MomentFields:
-    """What is known of the fields of one class of states.
+    """The moments among the fields of one class of states.
 
     Args:
       averages: fields that are running averages, so that few bits can store them.
       second_moments: fields that are never negative, and whose root divides the update.
       bounds: maps an average to the second moment whose root bounds it, ``|mu| <= C
-        sqrt(nu)``. Both must average the same gradients, with weights that fall no
-        faster in nu than their squares fall in mu, as Adam's 0.999^k and 0.81^k.
-      orthogonalized: averages of matrices whose directions all become equally large.
-        Then noise in the weak ones counts, and codes have steps of one size.
-      start: the field of the weights that training started from, of optimizers that
-        learn their step size from how far it has come. The first steps are so short
-        that rounding looks far beside them.
+        sqrt(nu)``. Both must average the same gradients. The weights of old gradients
+        must not fall faster in nu than the squares of their weights in mu. In Adam,
+        these are 0.999^k and 0.81^k.
+      orthogonalized: averages of matrices whose directions all get the same size. Noise
+        in the weak directions matters, so the codes have equal steps.
+      start: the field of the initial weights, for optimizers that learn their step size
+        from the distance to them. Their first steps are so short that rounding errors
+        look like a large distance.
     """
 
     averages: tuple[str, ...] = ()
@@ -39,7 +40,7 @@ class MomentFields:
     start: str | None = None
 
     def is_second_moment(self, field: str) -> bool | None:
-        """Whether a field is never negative; None if that is not known."""
+        """Return whether a field is never negative, or None if this is unknown."""
         if field in self.second_moments:
             return True
         if field in self.averages or field in _FIRST_MOMENTS:
@@ -47,7 +48,7 @@ class MomentFields:
         return True if self is _UNKNOWN and field in _SECOND_MOMENTS else None
 
 
-# In states that the table does not have, names tell as much as they do in optax.
+# If a state is not in the table, these names have the same meaning as in optax.
 _FIRST_MOMENTS = frozenset({"mu", "m", "m1", "m2", "trace", "exp_avg", "g"})
 _SECOND_MOMENTS = frozenset(
     {"nu", "nu_max", "v", "n", "sum_of_squares", "e_g", "e_x", "exp_avg_sq"}
@@ -57,10 +58,10 @@ _UNKNOWN = MomentFields()
 _ADAM = MomentFields(("mu", "nu"), ("nu",), {"mu": "nu"})
 _EXP_AVG = ("exp_avg", "exp_avg_sq")
 
-# By name, because optax does not export all of these classes. AdaBelief's nu averages
-# other numbers than its mu, Novograd's averages layers, and AdEMAMix' slow average
-# falls more slowly than its nu, so these have no bounds. COCOB and MADGRAD keep their
-# start too, but count on it only.
+# The keys are names, because optax does not export all of these classes. Three averages
+# have no bounds: AdaBelief's nu averages other numbers than its mu, Novograd's averages
+# layers, and AdEMAMix' slow average decays more slowly than its nu. COCOB and MADGRAD
+# also store their initial weights, but only add to them.
 _OPTAX = {
     "DAdaptAdamWState": MomentFields(_EXP_AVG, ("exp_avg_sq",)),
     "DoGState": MomentFields(start="init_params"),
@@ -104,25 +105,25 @@ def register_moments(
     bounds: Mapping[str, str] | None = None,
     orthogonalized: Iterable[str] = (),
 ) -> None:
-    """Declare the moments in the state of a transformation that optax does not have.
+    """Declare the moments in the state of a transformation that is not from optax.
 
-    ``lowbit`` then stores them as it stores optax's own, without their names in
-    ``moments``: the running averages in few bits, those that are second moments without
-    a sign and never as zero.
+    ``lowbit`` then stores them like the moments of optax's states, even if ``moments``
+    does not name them: running averages in few bits, and second moments without a sign
+    and never as zero.
 
     Args:
       state_class: the class of the state, a NamedTuple or a dataclass.
-      averages: names of its fields that are running averages of gradients or of their
-        squares, trees of float32 arrays like the parameters.
-      second_moments: names of those that are never negative.
-      bounds: maps an average to the second moment whose root bounds it up to a
-        constant, as ``{"mu": "nu"}`` in Adam. Then 4 bits suffice for the average.
-      orthogonalized: names of averages of matrices whose directions all become equally
-        large, as in Muon. Their codes are linear.
+      averages: names of fields that are running averages of gradients or of squared
+        gradients: trees of float32 arrays with the structure of the parameters.
+      second_moments: names of fields that are never negative.
+      bounds: maps an average to the second moment whose root bounds it up to a constant
+        factor, such as ``{"mu": "nu"}`` in Adam. 4 bits are enough for such an average.
+      orthogonalized: names of averages of matrices whose directions all get the same
+        size in the update, as in Muon. They get linear codes.
 
     Raises:
       TypeError: if ``state_class`` is not a class with fields.
-      ValueError: if it has no field of a name.
+      ValueError: if it does not have a field with one of the names.
 
     >>> import typing
     >>> class MyState(typing.NamedTuple):
@@ -137,8 +138,8 @@ def register_moments(
         fields = tuple(x.name for x in dataclasses.fields(state_class))
     if not isinstance(state_class, type) or fields is None:
         raise TypeError(
-            f"register_moments: state_class is {state_class!r}; accepted is a "
-            "NamedTuple class or a dataclass, such as optax.ScaleByAdamState"
+            "register_moments: state_class must be a NamedTuple class or a dataclass, "
+            f"such as optax.ScaleByAdamState, got {state_class!r}"
         )
     bounds = dict(bounds or {})
     found = MomentFields(
@@ -148,14 +149,14 @@ def register_moments(
     for name in (*sum(lists, ()), *bounds, *bounds.values()):
         if name not in fields:
             raise ValueError(
-                f"register_moments: {state_class.__name__} has no field {name!r}; it "
-                f"has {', '.join(fields)}"
+                f"register_moments: {state_class.__name__} has no field {name!r}; its "
+                f"fields are {', '.join(fields)}"
             )
     _DECLARED[state_class] = found
 
 
 def fields_of(state_class: type | None) -> MomentFields:
-    """What is known of the fields of a class of states.
+    """Return the moments among the fields of a class of states.
 
     >>> import optax
     >>> fields_of(optax.ScaleByAdamState).bounds

@@ -1,4 +1,4 @@
-"""Formats that store only the parameter, or the whole float32 master as well."""
+"""Formats that store only the parameter, or also the whole float32 master."""
 
 import dataclasses
 import typing
@@ -20,23 +20,23 @@ _BFLOAT16_BITS = 7
 
 @dataclasses.dataclass(frozen=True)
 class Significand:
-    """Rounding to the numbers of ``FloatFormat(8, m)``, kept in bfloat16.
+    """Rounding to the numbers of ``FloatFormat(8, m)``, stored in bfloat16.
 
     Args:
-      bits: m, of the mantissa.
-      saturates: whether values past the largest number become it, and not infinity.
+      bits: the number m of mantissa bits.
+      saturates: whether larger values become the largest number instead of infinity.
     """
 
     bits: int
     saturates: bool
 
     def round(self, x: jax.Array, words: jax.Array | None = None) -> jax.Array:
-        """Round float32 to a bfloat16 number.
+        """Round a float32 array to bfloat16 numbers with ``bits`` mantissa bits.
 
         Args:
-          x: float32.
-          words: uint32 of x's shape, whose leading ``23 - bits`` bits are used to round
-            stochastically; None rounds to nearest even.
+          x: float32 array.
+          words: uint32 array with the shape of x, whose leading ``23 - bits`` bits are
+            used to round stochastically. None rounds to nearest even.
 
         >>> Significand(2, saturates=False).round(jnp.float32([1.1, 1.2, -1.2]))
         Array([1, 1.25, -1.25], dtype=bfloat16)
@@ -62,13 +62,13 @@ def rounded(
     dtype: jnp.dtype,
     words: jax.Array | None = None,
 ) -> jax.Array:
-    """Round float32 to a significand's numbers, or with None to all of a dtype.
+    """Round float32 to the numbers of a significand or, if it is None, of a dtype.
 
     Args:
-      significand: for bfloat16 alone, as checked by :func:`why_not`.
-      x: float32.
-      dtype: narrow.
-      words: random words to round stochastically; None rounds to nearest even.
+      significand: rounding for bfloat16 only; see :func:`why_not`.
+      x: float32 array.
+      dtype: narrow dtype.
+      words: random words to round stochastically. None rounds to nearest even.
     """
     if significand is not None:
         return significand.round(x, words)
@@ -76,46 +76,47 @@ def rounded(
 
 
 def significand_of(name: str, float_format: typing.Any) -> Significand | None:
-    """The significand of a format that fits in bfloat16; None for bfloat16 itself.
+    """Return the rounding to a format that fits in bfloat16, or None.
 
     Args:
-      name: of the weight format, for the error.
+      name: name of the weight format, for errors.
       float_format: a :class:`lowbit_optax.precision.FloatFormat`, or None.
 
     Raises:
-      TypeError, ValueError: if it does not fit.
+      TypeError, ValueError: if the format does not fit in bfloat16.
     """
     if float_format is None:
         return None
     accepted = (
-        f"accepted is FloatFormat(8, m) with m from 1 to {_BFLOAT16_BITS}, of any "
-        "overflow"
+        f"FloatFormat(8, m) with m from 1 to {_BFLOAT16_BITS}, and with any overflow"
     )
     if not isinstance(float_format, FloatFormat):
-        raise TypeError(f"{name}: float_format is {float_format!r}; {accepted}")
+        raise TypeError(
+            f"{name}: float_format must be {accepted}, got {float_format!r}"
+        )
     bits, overflow = float_format.mantissa_bits, float_format.overflow
     fits = 1 <= bits <= _BFLOAT16_BITS
     if not fits or float_format != FloatFormat(8, bits, overflow=overflow):
         raise ValueError(
-            f"{name}: float_format is {float_format}, which does not fit in bfloat16 "
-            f"with all its exponents; {accepted}"
+            f"{name}: float_format must be {accepted}, so that it fits in bfloat16 "
+            f"with all its exponents, got {float_format}"
         )
     return Significand(bits, overflow == "saturate")
 
 
 def why_not(significand: Significand | None, dtype: jnp.dtype) -> str | None:
-    """Why leaves of a dtype cannot hold such numbers; None if they can."""
+    """Return why leaves of a dtype do not support a significand, or None if they do."""
     if significand is None or dtype == jnp.bfloat16:
         return None
     return (
-        f"float_format=FloatFormat(8, {significand.bits}) is for bfloat16 parameters, "
-        f"not {jnp.dtype(dtype).name}"
+        f"parameters must be bfloat16 for float_format=FloatFormat(8, "
+        f"{significand.bits}), got {jnp.dtype(dtype).name}"
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Nearest(WeightFormat):
-    """The parameter is the master rounded to nearest; nothing else is stored."""
+    """Stores the master rounded to nearest, and no residual."""
 
     significand: Significand | None = None
 
@@ -128,11 +129,11 @@ class Nearest(WeightFormat):
 
 @dataclasses.dataclass(frozen=True)
 class StochasticRounding(WeightFormat):
-    """The parameter is the master rounded stochastically; nothing else is stored."""
+    """Stores the master rounded stochastically, and no residual."""
 
     sum_rounding: Rounding = "nearest"
     significand: Significand | None = None
-    # It is only read, where a field serves as a property does.
+    # A field can override this property, because it is only read.
     error_feedback: str | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @property
@@ -145,13 +146,13 @@ class StochasticRounding(WeightFormat):
     def spare_stream(self, dtype):
         is_bfloat16 = float_layouts.layout_of(dtype).same_exponent
         is_plain = is_bfloat16 and self.significand is None
-        # A sum reads the bits that rounding leaves.
+        # A stochastic sum reads the bits that rounding leaves.
         return PARAM_STREAM if is_plain and self.sum_rounding == "nearest" else None
 
     def sum_stream(self, dtype):
         if self.sum_rounding == "nearest":
             return None
-        # Rounding to bfloat16 leaves the sum's bits of its words.
+        # Rounding to bfloat16 leaves enough bits of its words for the sum.
         is_bfloat16 = float_layouts.layout_of(dtype).same_exponent
         shares = is_bfloat16 and self.significand is None
         return PARAM_STREAM if shares else RESIDUAL_STREAM
@@ -170,11 +171,11 @@ class StochasticRounding(WeightFormat):
         return new, None, result
 
     def toward(self, master, ahead, dtype: jnp.dtype, random):
-        """The neighbour of a master that is nearer to ``master + ahead``."""
+        """Return the neighbour of a master that is nearer to ``master + ahead``."""
         layout, significand = float_layouts.layout_of(dtype), self.significand
         bits = layout.mantissa_bits if significand is None else significand.bits
         words = words_toward(master, ahead, layout, bits)
-        # With explicit axes a selection takes no indices, which are not sharded.
+        # On explicit axes, a selection needs sharded words, but these are not sharded.
         lost = jnp.where(jnp.isnan(ahead), jnp.uint32(2**32 - 1), jnp.uint32(0))
         words = (words & ~lost) | (random.words(master.shape) & lost)
         return rounded(significand, master, dtype, words)
@@ -195,8 +196,8 @@ class MasterCopyFormat(WeightFormat):
         return rounding.to_float32(param)
 
     def join(self, param, residual):
-        # If the user has set the parameter since, the master does not round to it, and
-        # the parameter is used.
+        # If the parameter was changed since, the master does not round to it, and the
+        # parameter is used.
         if param.dtype == jnp.bfloat16:
             return operations.unless_rounded(residual, param)
         is_own = _same(rounding.round_nearest(residual, param.dtype), param)
@@ -210,32 +211,32 @@ class MasterCopyFormat(WeightFormat):
 
 
 def _same(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Whether narrow numbers have the same pattern or are both 0."""
+    """Return whether narrow numbers have the same bit pattern or are both 0."""
     layout = float_layouts.layout_of(a.dtype)
     a, b = float_layouts.to_bits(a), float_layouts.to_bits(b)
-    # With exact landing, a parameter of 0 may have another sign than its master. In
-    # float8 such a master may be as large as 2^-10. In bfloat16 it is at most 2^-134,
-    # so there the case is ignored.
+    # A parameter of 0 may have another sign than its master; see landing.py. In float8,
+    # this master may be as large as 2^-10. In bfloat16, it is at most 2^-134, so join
+    # ignores this case.
     return (a == b) | (((a | b) & jnp.uint32(layout.largest)) == 0)
 
 
 def nearest(*, float_format: FloatFormat | None = None) -> WeightFormat:
-    """No residual, round to nearest even: plain 16-bit training.
+    """Store only the parameter, rounded to nearest even: plain 16-bit training.
 
         p' = round(float32(p) + update)
 
-    This is the baseline, which loses updates: one that is smaller than half the spacing
-    at the parameter is always lost.
+    This is a baseline. It loses every update that is smaller than half the distance
+    between the parameter and the next number.
 
     Args:
-      float_format: ``FloatFormat(8, m)`` of :mod:`lowbit_optax.precision`, with m from
-        1 to 7, to round bfloat16 parameters to its numbers: weights of 9 + m bits.
-        They are still stored in bfloat16, so no memory is saved in a step;
-        :func:`lowbit_optax.precision.pack` stores them in 9 + m bits at rest. None
-        takes all numbers of the parameter's dtype.
+      float_format: ``FloatFormat(8, m)`` from :mod:`lowbit_optax.precision` with m from
+        1 to 7. bfloat16 parameters are then rounded to its numbers, which need 9 + m
+        bits. A step still stores them in bfloat16, so it saves no memory. To save them
+        in 9 + m bits, use :func:`lowbit_optax.precision.pack`. None uses all numbers of
+        the dtype.
 
     Returns:
-      A weight format. State: 0 bytes per parameter.
+      A weight format. It needs no memory besides the parameter.
 
     Raises:
       TypeError, ValueError: if ``float_format`` does not fit in bfloat16.
@@ -255,44 +256,46 @@ def stochastic_rounding(
     float_format: FloatFormat | None = None,
     error_feedback: str | None = None,
 ) -> WeightFormat:
-    """No residual; the parameter is rounded stochastically, which keeps its mean.
+    """Store only the parameter, rounded stochastically, which keeps its mean.
 
         p' = SR(float32(p) + update)
 
-    With ``error_feedback="mu"`` what rounding has lost is not noise that stays, because
-    the first moment takes it and gives it back over the next steps. Then p' is the one
-    of the two neighbours that is nearer to where weight and moment will end:
+    With ``error_feedback="mu"``, the rounding error e is added to the first moment,
+    which returns it to the parameter over the next steps. The parameter is then not
+    rounded at random, but to the neighbour that is nearer to where the moment will move
+    it:
 
         e = p + update - p';    mu' = mu - e (a - b1) / (eta b1),    a = 1 - eta lambda
         p' nearest to p + update - mu (eta b1) / (a - b1)
 
-    with eta the step that a unit of mu makes and lambda the weight decay. They are read
-    off the inner update; for any that is linear in the moment it is like that.
+    Here, eta is the step per unit of mu, and lambda is the weight decay. Both are
+    computed from the inner update, which may be any update that is linear in the
+    moment.
 
     Args:
-      sum_rounding: of the float32 sum. ``"nearest"``, as in float32 training, loses
-        updates below 2^-25 of the parameter. ``"stochastic"`` keeps the mean at any
-        learning rate; see :func:`lowbit_optax.extra_bits`.
-      float_format: as for :func:`lowbit_optax.nearest`.
-      error_feedback: the field of the moments in the inner state that takes the
-        rounding error: ``"mu"`` of Adam and its like, ``"trace"`` of SGD with
-        momentum. Updates below float32's resolution add up there as well. A learning
-        rate may fall as it likes. Where a schedule more than doubles it in one step,
-        from 0 as well, the moment is shortened in proportion, at this one step. If you
-        set it by hand, between two steps, do not double it. Leaves of rank 0 are
-        rounded as without it.
+      sum_rounding: how the float32 sum is rounded. ``"nearest"``, as in float32
+        training, loses updates below 2^-25 of the parameter. ``"stochastic"`` keeps
+        their mean at any learning rate; see :func:`lowbit_optax.extra_bits`.
+      float_format: see :func:`lowbit_optax.nearest`.
+      error_feedback: the field of the inner state that receives the rounding error:
+        ``"mu"`` for Adam and similar optimizers, ``"trace"`` for SGD with momentum.
+        Updates that are too small for float32 also accumulate in it. The learning rate
+        may fall as fast as you like. If a schedule more than doubles it in one step, or
+        raises it from 0, the moment is shortened in proportion in this step. If you set
+        the learning rate yourself between two steps, do not double it. Leaves of rank 0
+        do not use error feedback.
 
     Returns:
-      A weight format. State: 0 bytes per parameter.
+      A weight format. It needs no memory besides the parameter.
 
     Raises:
-      TypeError, ValueError: if an argument is not one of these. ``init`` raises a
-        ValueError for leaves that have no such moment, and the first step for updates
-        that are not linear in it, element by element, as Muon's and Lion's.
+      TypeError, ValueError: if an argument has a wrong type or value. ``init`` raises a
+        ValueError for leaves without such a moment, and the first step raises one if
+        the update is not linear in each element of the moment, as in Muon and Lion.
 
     References:
       Zamirai et al. 2020, Algorithms 2 and 4 (the circled minus); figure 10. ECO, 2026
-      (arXiv 2601.22101), for errors in the momentum.
+        (arXiv 2601.22101), for errors in the momentum.
 
     >>> stochastic_rounding()
     StochasticRounding(sum_rounding='nearest', significand=None, error_feedback=None)
@@ -300,20 +303,20 @@ def stochastic_rounding(
     check_rounding("stochastic_rounding: sum_rounding", sum_rounding)
     if error_feedback is not None and not isinstance(error_feedback, str):
         raise TypeError(
-            f"stochastic_rounding: error_feedback is {error_feedback!r}, and must be "
-            "None or the name of a moment, such as 'mu'"
+            "stochastic_rounding: error_feedback must be None or the name of a moment, "
+            f"such as 'mu', got {error_feedback!r}"
         )
     significand = significand_of("stochastic_rounding", float_format)
     return StochasticRounding(sum_rounding, significand, error_feedback)
 
 
 def master_copy() -> WeightFormat:
-    """A float32 master beside the parameter, as in ordinary mixed precision.
+    """Store a float32 master next to the parameter, as in ordinary mixed precision.
 
         w' = w + update;  p' = round(w')
 
     Returns:
-      A weight format. State: 4 bytes per parameter.
+      A weight format. It needs 4 bytes per parameter.
 
     References:
       Micikevicius et al. 2018, as in OpenSeq2Seq's optimizer wrapper.

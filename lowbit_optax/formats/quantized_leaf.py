@@ -1,4 +1,4 @@
-"""What all quantised weights share: they are not arrays until they are dequantised."""
+"""The base class of quantised weights, which must be dequantised before use."""
 
 import dataclasses
 import functools
@@ -9,17 +9,16 @@ import jax
 import jax.numpy as jnp
 
 _REMEDY = (
-    "call lowbit_optax.lpmm.dequantize(weight) to compute with it (for one layer of a "
-    "stack: in the body of the scan)"
+    "call lowbit_optax.lpmm.dequantize(weight) first; for stacked layers, call it in "
+    "the body of the scan"
 )
 
 
 class QuantizedWeight:
     """A weight that must be dequantised before it is used in computations.
 
-    Using it as an array, in arithmetic, by ``jax.numpy`` or by NumPy, raises a
-    TypeError that says so. Calling an array's method, such as ``astype``, raises an
-    AttributeError.
+    Arithmetic and functions of ``jax.numpy`` and NumPy raise a TypeError with this
+    advice. Methods of arrays, such as ``astype``, raise an AttributeError.
     """
 
     @property
@@ -44,37 +43,37 @@ class QuantizedWeight:
 
     @property
     def stored_as(self) -> str:
-        """In words, how its values are stored: see ``storage_formats``."""
+        """A description of the stored values; see ``storage_formats``."""
         raise NotImplementedError
 
     @property
     def stored_in(self) -> str:
-        """The same in a word, for a table."""
+        """A short description of the stored values, for tables."""
         raise NotImplementedError
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-        """The values of the weight, as an array of a float dtype."""
+        """Return the values as an array of a float dtype."""
         raise NotImplementedError
 
     def quantized(self, x: jax.Array) -> "QuantizedWeight":
-        """A float32 array of any shape, rounded to nearest and stored like this."""
+        """Round a float32 array to nearest, and store it like this weight."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise a ValueError unless its parts belong together."""
+        """Raise a ValueError unless the arrays and static fields match."""
         raise NotImplementedError
 
     def _refuse(self, *_, **__) -> typing.NoReturn:
         raise TypeError(
-            f"a quantised weight of shape {list(self.shape)} is used as an array: "
-            f"{_REMEDY}"
+            f"a quantised weight of shape {list(self.shape)} cannot be used as an "
+            f"array; {_REMEDY}"
         )
 
-    if not typing.TYPE_CHECKING:  # type checkers know the attributes that are there
+    if not typing.TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str):
             raise AttributeError(
-                f"a quantised weight has no attribute {name!r}: {_REMEDY}"
+                f"a quantised weight has no attribute {name!r}; {_REMEDY}"
             )
 
     __jax_array__ = __array__ = __float__ = __getitem__ = __iter__ = _refuse
@@ -88,16 +87,16 @@ class QuantizedWeight:
 
 @functools.cache
 def register_with_flax(kind: type) -> None:
-    """Tell flax, where it is installed, how to serialize a type of weights.
+    """Register a class of weights with ``flax.serialization`` if flax is installed.
 
-    ``flax.serialization`` treats unknown pytree nodes as leaves, and looks types up
-    when it is called. The user may import flax after the last weight is made, so it is
-    imported here when the first one is. That takes a tenth of the time of importing
-    this package.
+    flax treats unknown pytree nodes as leaves, and looks up classes when it serializes.
+    You may import flax after all weights are created, so this function imports it when
+    the first weight is created. The import takes a tenth of the time of importing this
+    package.
     """
     try:
         from flax import serialization
-    except Exception:  # absent or not made for this JAX, so nobody serializes with it
+    except Exception:  # flax is not installed, or does not support this JAX
         return
     serialization.register_serialization_state(
         kind, _to_state_dict, _from_state_dict, override=True
@@ -117,10 +116,10 @@ def _from_state_dict(weight, state: dict):
     for name in _arrays(weight):
         want = getattr(weight, name).shape
         if name not in state or state[name].shape != want:
-            found = list(state[name].shape) if name in state else "missing"
+            found = list(state[name].shape) if name in state else "no array"
             raise ValueError(
-                f"{type(weight).__name__}: {name} of the checkpoint are {found}, not "
-                f"{list(want)}: was it saved with other bits, another block_size, "
-                "another axis or another version of the layout?"
+                f"{type(weight).__name__}: {name} must have shape {list(want)}, but "
+                f"the checkpoint has {found}; was it saved with other bits, another "
+                "block_size, another axis or another version of the layout?"
             )
     return dataclasses.replace(weight, **{x: state[x] for x in _arrays(weight)})

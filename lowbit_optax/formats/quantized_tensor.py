@@ -1,6 +1,6 @@
-"""Weights of 4 to 16 bits as a pytree node, which :func:`quantize_params` makes.
+"""Weights of 4 to 16 bits as a pytree node, which :func:`quantize_params` creates.
 
-:mod:`lowbit_optax._numerics.linear_code` turns values into codes, and
+:mod:`lowbit_optax._numerics.linear_code` converts values to codes, and
 :mod:`pallas_kernels.bitfields` packs the codes.
 """
 
@@ -26,25 +26,26 @@ from pallas_kernels.layout import Layout, block_maxima, repeat_blocks
 class QuantizedTensor(QuantizedWeight):
     """An array stored as packed k-bit codes and a step size per block of neighbours.
 
-    :func:`quantize_params` makes it. Its arrays are uint32. So ``update`` of
-    :func:`lowbit_optax.lpmm_sgd` can return differences modulo 2^32, with which
-    ``optax.apply_updates`` lands exactly.
+    :func:`quantize_params` creates it. Its arrays are uint32, so that ``update`` of
+    :func:`lowbit_optax.lpmm_sgd` can return differences modulo 2^32, which
+    ``optax.apply_updates`` adds exactly.
 
-    The static fields describe only the axis of the rows, counted from the end. So
-    slices of a stack (``lax.scan`` over layers, ``jax.vmap``) are QuantizedTensors of
-    one layer.
+    The static fields describe only the axis of the rows, counted from the end.
+    Therefore, slices of a stack of layers (in ``lax.scan`` or ``jax.vmap``) are
+    QuantizedTensors of one layer.
 
-    Two fields are named after the version of :mod:`pallas_kernels.layout`, so that a
-    checkpoint of another layout is not read as one of this. :attr:`codes` and
-    :attr:`scales` are shorter names for them.
+    The names of two fields end with the version of :mod:`pallas_kernels.layout`, so
+    that a checkpoint with another layout is not mistaken for this one. :attr:`codes`
+    and :attr:`scales` are shorter names for them.
 
     Args:
-      codes_v2: uint32 words, of the ``words_shape`` of :class:`pallas_kernels.Layout`.
-      scales_v2: uint32 patterns of float32 step sizes, of its ``blocks_shape``.
+      codes_v2: uint32 words, with the ``words_shape`` of
+        :class:`pallas_kernels.Layout`.
+      scales_v2: uint32 bit patterns of float32 step sizes, with its ``blocks_shape``.
       bits: k, the bits of a code.
       block_size: number of values that share a step size, a power of two.
-      axis: the axis of the rows; -1 if the last axis is folded into rows.
-      length: the array's size along that axis.
+      axis: the axis of the rows, or -1 if the last axis is folded into rows.
+      length: the length of the array along that axis.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> x = jnp.linspace(-1, 1, 8192).reshape(2, 64, 64)
@@ -72,7 +73,7 @@ class QuantizedTensor(QuantizedWeight):
 
     @property
     def scales(self) -> jax.Array:
-        """The patterns of the step sizes."""
+        """The bit patterns of the step sizes."""
         return self.scales_v2
 
     @property
@@ -84,12 +85,12 @@ class QuantizedTensor(QuantizedWeight):
 
     @property
     def layout(self) -> Layout:
-        """Where codes and scales lie."""
+        """The layout of codes and scales."""
         return Layout(self.shape, self.axis)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of codes and scales together."""
+        """The number of bytes of codes and scales together."""
         return 4 * (self.codes.size + self.scales.size)
 
     @property
@@ -101,15 +102,15 @@ class QuantizedTensor(QuantizedWeight):
         return f"{self.bits} bits"
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-        """The values as an array.
+        """Return the values as an array.
 
         Args:
-          dtype: any float dtype. The values are exact in float32, and rounded to
-            nearest in other dtypes.
+          dtype: any float dtype. Values are exact in float32, and rounded to nearest in
+            other dtypes.
 
         Raises:
           TypeError: if ``dtype`` is not a float dtype.
-          ValueError: if the shapes of codes and scales do not fit the static fields.
+          ValueError: if the shapes of codes and scales do not match the static fields.
         """
         self.check()
         return traced_once(_dequantized, float_dtype("dequantize: dtype", dtype))(self)
@@ -122,7 +123,7 @@ class QuantizedTensor(QuantizedWeight):
         for name, part in (("codes", codes), ("scales", scales)):
             if part.dtype != jnp.uint32:
                 raise ValueError(
-                    f"QuantizedTensor: {name} are {part.dtype}, not uint32"
+                    f"QuantizedTensor: {name} must be uint32, got {part.dtype}"
                 )
         if codes.ndim >= -self.axis:
             layout = self.layout
@@ -130,10 +131,10 @@ class QuantizedTensor(QuantizedWeight):
             if (codes.shape, scales.shape) == parts:
                 return
         raise ValueError(
-            f"QuantizedTensor: codes {list(codes.shape)} and scales "
-            f"{list(scales.shape)} are not of {self.bits}-bit codes along axis "
-            f"{self.axis} of size {self.length} with blocks of {self.block_size}. Was "
-            "the axis of the rows sliced? See stacked= of quantize_params"
+            f"QuantizedTensor: codes of shape {list(codes.shape)} and scales of shape "
+            f"{list(scales.shape)} do not match {self.bits}-bit codes along axis "
+            f"{self.axis} of length {self.length} in blocks of {self.block_size}. To "
+            "slice layers of a stack, pass stacked to quantize_params"
         )
 
 
@@ -150,14 +151,14 @@ def _dequantized(dtype: jnp.dtype, tensor: QuantizedTensor) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedFields:
-    """The elementwise functions between values and the fields of a QuantizedTensor::
+    """Elementwise functions between values and the fields of a QuantizedTensor::
 
         magnitude_key(x) --> maximum over the block --> scale_of, with the old scale
-        prepare(scale) --> once per block, what encode and decode take
+        prepare(scale) --> once per block, the argument of encode and decode
 
     Args:
-      bits, block_size: of the QuantizedTensor.
-      rounding: of :meth:`encode`.
+      bits, block_size: see :class:`QuantizedTensor`.
+      rounding: how :meth:`encode` rounds.
     """
 
     bits: int
@@ -165,25 +166,22 @@ class QuantizedFields:
     rounding: Rounding = "stochastic"
 
     def magnitude_key(self, x: jax.Array) -> jax.Array:
-        """Integers whose maxima over blocks :meth:`scale_of` takes."""
+        """Return integers whose maximum over a block determines its scale."""
         return linear_code.magnitude_key(x)
 
     def scale_of(self, key: jax.Array, old: jax.Array | None = None) -> jax.Array:
-        """The uint32 scales of blocks, from the maxima of keys.
-
-        Old scales are kept where they fit.
-        """
+        """Return uint32 scales for maxima of keys; old scales are kept if they fit."""
         maximum = linear_code.magnitude_of(key)
         if old is None:
             return as_fields(linear_code.delta_of(maximum, self.bits))
         return as_fields(linear_code.kept_delta(maximum, float_of(old), self.bits))
 
     def prepare(self, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What :meth:`encode` and :meth:`decode` take for a uint32 scale."""
+        """Return the ``prepared`` argument of the other methods for a uint32 scale."""
         return linear_code.prepare(float_of(scale))
 
     def prepare_values(self, scales: jax.Array, layout: Layout) -> list[jax.Array]:
-        """The prepared scales of blocks, repeated for every value."""
+        """Return the prepared scales, repeated for every value of their blocks."""
         prepared = self.prepare(scales)
         return [repeat_blocks(x, layout, self.block_size) for x in prepared]
 
@@ -194,12 +192,12 @@ class QuantizedFields:
         random: RandomBits | None,
         multiply_add: MultiplyAdd = multiply_add,
     ) -> jax.Array:
-        """The fields of float32 values; without random bits they are the nearest."""
+        """Return the fields of float32 values, the nearest ones without random bits."""
         words = rounding_words(self.rounding, random, x.shape, PARAM_STREAM)
         return linear_code.encode(x, prepared, self.bits, words, multiply_add)
 
     def decode(self, fields: jax.Array, prepared) -> jax.Array:
-        """The float32 values of fields."""
+        """Return the float32 values of fields."""
         return linear_code.decode(fields, prepared, self.bits)
 
 
@@ -214,11 +212,11 @@ def quantize(
     """Store one float32 array as a :class:`QuantizedTensor`.
 
     Args:
-      bits, block_size: as in :func:`quantize_params`.
-      axis: as in :class:`QuantizedTensor`.
-      x: float32, rank 1 or more.
-      random: the leaf's random bits; None rounds to nearest.
-      old: the scales that the array had, which are kept where they fit.
+      bits, block_size: see :func:`quantize_params`.
+      axis: see :class:`QuantizedTensor`.
+      x: float32 array of rank 1 or more.
+      random: random bits of the leaf. None rounds to nearest.
+      old: the previous scales of the array, which are kept if they fit.
     """
     layout = Layout(x.shape, axis)
     code = QuantizedFields(bits, block_size)
@@ -232,10 +230,10 @@ def quantize(
 def requantize(
     x: jax.Array, old: QuantizedTensor, random: RandomBits | None
 ) -> QuantizedTensor:
-    """A float32 array in the layout of ``old``, with its step sizes where they fit."""
+    """Store a float32 array like ``old``, with its step sizes if they fit."""
     return quantize(old.bits, old.block_size, old.axis, x, random, old.scales)
 
 
 def is_quantized(x) -> bool:
-    """Whether ``x`` is a weight that must be dequantised to be read."""
+    """Return whether ``x`` is a quantised weight."""
     return isinstance(x, QuantizedWeight)

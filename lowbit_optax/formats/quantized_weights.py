@@ -1,6 +1,6 @@
 """The weight format of QuantizedTensors: dequantise, update and quantise again.
 
-    theta_t = Q(theta_{t-1} + u_t),  u_t from the inner transformation
+    theta_t = Q(theta_{t-1} + u_t),  u_t the update of the inner transformation
 
 References:
   LPMM, Algorithm 1 and section 5.2, "Dynamic quantization".
@@ -22,25 +22,25 @@ from lowbit_optax.formats.quantized_tensor import QuantizedFields
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeights(WeightFormat):
-    """How QuantizedTensors are updated; see :func:`quantized_weights`."""
+    """Updates QuantizedTensors; see :func:`quantized_weights`."""
 
     rounding: Rounding = "stochastic"
 
     reads_stored_moments: typing.ClassVar[bool] = True  # LPMM, Algorithm 1, line 8
 
     def fields_of(self, param: tensors.QuantizedTensor) -> QuantizedFields:
-        """The elementwise functions with which a kernel updates a leaf."""
+        """Return the elementwise functions for a kernel that updates a leaf."""
         return QuantizedFields(param.bits, param.block_size, self.rounding)
 
     def spare_stream(self, dtype):
         return PARAM_STREAM if self.rounding == "stochastic" else None
 
     def for_leaf(self, shape, dtype, min_size):
-        # Rounded to nearest, a large array would silently lose its small updates.
+        # With nearest rounding, a large array would silently lose small updates.
         if math.prod(shape) >= min_size:
             raise ValueError(
-                f"it is {dtype}{list(shape)}, but arrays of {min_size} elements or "
-                "more must be quantised or float32; call "
+                f"arrays with {min_size} or more elements must be quantised or "
+                f"float32, got {dtype}{list(shape)}; call "
                 "lowbit_optax.lpmm.quantize_params(params, bits=12) on the float32 "
                 "weights before tx.init"
             )
@@ -60,32 +60,32 @@ class QuantizedWeights(WeightFormat):
 def result_of(
     old: tensors.QuantizedTensor, new: tensors.QuantizedTensor, landing: Landing
 ) -> tensors.QuantizedTensor:
-    """What a step returns for a QuantizedTensor: the new one, or the update to it."""
+    """Return the new QuantizedTensor, or the update to it, depending on ``landing``."""
     if landing.is_direct:
         return new
-    # Differences modulo 2^32 always land exactly.
+    # Integers wrap around, so adding their differences is exact.
     return jax.tree.map(lambda a, b: b - a, old, new)
 
 
 def quantized_weights(*, rounding: Rounding = "stochastic") -> WeightFormat:
-    """Update leaves of :class:`.lpmm.QuantizedTensor` by quantising them again.
+    """Update QuantizedTensors by quantising them again.
 
         theta' = Q(theta + u)
 
-    The update u is computed from the rounded moments that are stored.
-
-    ``lowbit`` uses this format for the QuantizedTensors of any tree. Give it as
-    ``weights`` to choose its rounding; other leaves are then rounded to nearest.
+    The update u is computed from the rounded moments that are stored. ``lowbit`` uses
+    this format for every :class:`.lpmm.QuantizedTensor` of the parameters. Pass it as
+    ``weights`` to choose its rounding. Other leaves in fewer than 32 bits are then
+    rounded to nearest.
 
     Args:
-      rounding: ``"stochastic"``, for which E[Q(x)] = x, or ``"nearest"``, which loses
+      rounding: ``"stochastic"``, with E[Q(x)] = x, or ``"nearest"``, which loses
         updates below half a step.
 
     Returns:
-      A weight format. State: 0 bytes per parameter.
+      A weight format. It needs no memory besides the codes and scales.
 
     Raises:
-      ValueError: if ``rounding`` is not one of these.
+      ValueError: if ``rounding`` has another value.
 
     References:
       LPMM, Algorithm 1 and section 5.2, "Dynamic quantization".

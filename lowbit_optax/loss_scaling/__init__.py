@@ -3,7 +3,6 @@
     scaled_value_and_grad ---> gradients of loss * scale
     with_loss_scale ---------> grads / scale in float32; the update, unless a gradient
                                is not finite; the next scale
-    guarded -----------------> the parts of such a step, for release too
     static_scale, backoff_scale, log_normal_scale ---> how the next scale is chosen
 
 References:

@@ -1,7 +1,4 @@
-"""The loss scale that follows from the sizes of the gradients seen so far.
-
-Like every scaling, it is a frozen dataclass of constants; what changes is in its state.
-"""
+"""A loss scale that follows the sizes of past gradients."""
 
 import dataclasses
 import functools
@@ -15,8 +12,8 @@ import jax.numpy as jnp
 from lowbit_optax._arguments import check_number
 from lowbit_optax.loss_scaling.scales import Scaling, check_bounds, positive
 
-# Normally distributed sizes are this far out on one side three times in a row once in
-# 4e8 steps.
+# Normally distributed sizes are this far from their mean, on one side, three times in a
+# row once in 4e8 steps.
 _FAR = 3.0  # deviations
 _IN_A_ROW = 3.0
 
@@ -26,12 +23,13 @@ class LogNormalState(typing.NamedTuple):
 
     Args:
       mean, square: running means of x = log2 max|g| and of x^2, without bias
-      correction.
-      weight: the sum of the weights in these means, which tends to 1.
-      overflows, zeros: how many steps in a row, up to the last one, overflowed, or had
-      gradients that were all zero. Steps far below the mean do not end a row of zeros.
-      far: how many of the x in a row, up to the last one, were far from the mean on the
-      same side; negative if below.
+        correction.
+      weight: the sum of the weights in these means, which approaches 1.
+      overflows, zeros: the number of consecutive steps, up to the last one, that
+        overflowed or had only zero gradients. Steps far below the mean do not reset
+        ``zeros``.
+      far: the number of consecutive x, up to the last one, that were far from the mean
+        on the same side; negative if below.
     """
 
     mean: jax.Array
@@ -44,7 +42,7 @@ class LogNormalState(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogNormal(Scaling):
-    """See :func:`log_normal_scale`; its state is a :class:`LogNormalState`."""
+    """See :func:`log_normal_scale`. The state is a :class:`LogNormalState`."""
 
     initial: float
     overflow_probability: float
@@ -60,19 +58,19 @@ class LogNormal(Scaling):
 
     def next(self, scale, state, largest, finite):
         x = jnp.log2(largest)
-        # Only a finite gradient that is not zero says how large gradients are.
+        # Zeros, infinities and NaNs do not show how large gradients are.
         is_seen = finite & jnp.isfinite(x)
         is_zero = finite & ~is_seen
         state = self._learnt(state, x, is_seen, is_zero, finite)
         usual = self._usual(state)
-        # The size of this step would not overflow in the next one.
+        # With this scale, the gradients of this step would not overflow.
         fits = self._fitting(x)
-        # Gradients that fall spread, but are no sign of larger ones.
+        # Falling gradients increase the deviation, but do not announce larger ones.
         least = jnp.where(state.far < 0, scale, jnp.float32(0))
         after_seen = jnp.minimum(jnp.maximum(usual, least), fits)
         halved = self._halved(scale, state, jnp.isinf(largest))
         after_overflow = jnp.where(scale > usual, usual, halved)
-        # Zeros at a scale below 1 are no sign of gradients too large for 1.
+        # Zeros at a scale below 1 do not mean that a scale of 1 would overflow.
         least = jnp.where(state.weight > 0, jnp.float32(0), jnp.float32(1))
         memories = self._memories(state.zeros)
         octaves = jnp.floor(jnp.float32(3) * memories * memories)
@@ -83,10 +81,10 @@ class LogNormal(Scaling):
         return after, state
 
     def _learnt(self, state: LogNormalState, x, is_seen, is_zero, finite):
-        """The state after a step; x counts if it was seen."""
+        """Return the state after a step; x counts if ``is_seen``."""
         one, none = jnp.float32(1), jnp.float32(0)
         far = jnp.where(is_seen, self._far(state, x), state.far)
-        # The statistics say nothing about gradients of another size.
+        # The old statistics do not describe gradients of another size.
         has_changed = jnp.abs(far) >= jnp.float32(_IN_A_ROW)
         keep = jnp.where(has_changed, none, one)
         mean, square, weight = (keep * old for old in state[:3])
@@ -103,7 +101,7 @@ class LogNormal(Scaling):
         )
 
     def _far(self, state: LogNormalState, x: jax.Array) -> jax.Array:
-        """``far`` of the state after an x that was seen."""
+        """Return ``far`` of the state after a step with ``is_seen``."""
         distance = x - self._mean(state)
         side = jnp.sign(distance)
         is_far = jnp.abs(distance) > jnp.float32(_FAR) * self._deviation(state)
@@ -113,20 +111,17 @@ class LogNormal(Scaling):
         return jnp.where(is_far, far, jnp.float32(0))
 
     def _usual(self, state: LogNormalState) -> jax.Array:
-        """The scale by the statistics; the first scale while there are none."""
+        """Return the scale from the statistics, or ``initial`` without them."""
         quantile = statistics.NormalDist().inv_cdf(1 - self.overflow_probability)
         deviations = jnp.float32(quantile) * self._deviation(state)
         by_statistics = self._fitting(self._mean(state) + deviations)
         return jnp.where(state.weight > 0, by_statistics, jnp.float32(self.initial))
 
     def _halved(self, scale, state: LogNormalState, is_infinite) -> jax.Array:
-        """Half the scale, unless gradients of the mean size would then be subnormal.
-
-        An infinity, unlike a NaN, shows that they are too large, whatever they were.
-        """
-        # The smallest normal number is 4 / limit in float16, and near it in others.
+        """Return half the scale, but keep gradients of the mean size normal numbers."""
+        # The smallest normal number is about 4 / limit in float16 and other dtypes.
         exponent = jnp.float32(2 - math.log2(self.limit)) - self._mean(state)
-        # One octave less for as many overflows in a row as the means remember.
+        # One octave less per 1 / (1 - decay) overflows in a row.
         exponent = jnp.ceil(exponent) - jnp.floor(self._memories(state.overflows))
         least = jnp.minimum(_power_of_two(exponent), scale)
         is_bounded = (state.weight > 0) & ~is_infinite
@@ -134,7 +129,7 @@ class LogNormal(Scaling):
         return jnp.maximum(scale * jnp.float32(0.5), least)
 
     def _memories(self, steps: jax.Array) -> jax.Array:
-        """Steps, in units of how many the running means remember."""
+        """Return a number of steps in units of the steps that the means remember."""
         return steps * jnp.float32(1 - self.decay)
 
     def _mean(self, state: LogNormalState) -> jax.Array:
@@ -147,8 +142,8 @@ class LogNormal(Scaling):
         return jnp.sqrt(jnp.maximum(variance, least_variance))
 
     def _fitting(self, x: jax.Array) -> jax.Array:
-        """The largest power of two that times 2^x is at most the limit."""
-        # By a power of two, gradients are scaled exactly.
+        """Return the largest power of two that scales 2^x to at most the limit."""
+        # Powers of two scale gradients exactly.
         return _power_of_two(jnp.floor(jnp.float32(math.log2(self.limit)) - x))
 
 
@@ -162,50 +157,50 @@ def log_normal_scale(
     largest: float = 2.0**24,
     limit: float = 65504.0,
 ) -> Scaling:
-    """A scale with which the largest gradient seldom overflows, judged by its
-    statistics.
+    """Choose the scale from running statistics of the largest gradient.
 
         x = log2 max|g| ~ N(mu, sigma^2), with running means for mu and sigma
         scale = 2^floor(log2(limit) - mu - z sigma)
 
-    where a standard normal variable exceeds z with probability
-    ``overflow_probability``. Only finite gradients that are not all zero enter the
-    statistics, and after them the scale is at most 2^floor(log2(limit) - x). Otherwise:
+    A standard normal variable exceeds z with probability ``overflow_probability``. Only
+    steps whose gradients are finite and not all zero change the statistics. After such
+    a step, the scale is at most 2^floor(log2(limit) - x), so that the same gradients
+    would not overflow. After other steps, it changes as follows:
 
-        after an overflow:       scale / 2, or the scale above if the last was larger
-        after all-zero gradients: the scale above, if the last was smaller
+    - After an overflow, a scale above the formula becomes the scale of the formula, and
+      any other scale is halved. A NaN does not show how large a gradient was.
+      Therefore, consecutive NaNs halve the scale only while gradients of the mean size
+      stay normal numbers, which are at least 4 / limit. From there, the scale falls by
+      one octave per 1 / (1 - decay) NaNs. An infinity always halves it.
+    - After zero gradients, a scale below the formula becomes the scale of the formula.
+      The gradients may have underflowed, so n such steps in a row raise the formula by
+      ``3 (n (1 - decay))^2`` octaves.
+    - Without statistics, ``initial`` replaces the formula (after zeros, 1 if that is
+      larger), and overflows halve the scale down to ``smallest``.
 
-    A NaN says nothing about magnitude. So NaNs in a row halve the scale only as long as
-    gradients of the mean size stay normal numbers, from 4 / limit up; from there it
-    falls by one octave per 1 / (1 - decay) of them. An infinity always halves it.
-    All-zero gradients, if they go on, raise the scale above the formula's, by
-    ``3 (n (1 - decay))^2`` octaves after n, since they may have vanished. While there
-    are no statistics, ``initial`` replaces the formula (1 after zeros, if that is
-    more), and overflows halve the scale down to ``smallest``.
+    If three consecutive x are more than 3 sigma above the mean, or three are more than
+    3 sigma below it, their distribution has changed. The third x then restarts the
+    statistics. Before that, x below the mean do not lower the scale.
 
-    Three x in a row that are more than 3 sigma above the mean, or below it, are of
-    another distribution. The means start anew with the third, and until then those
-    below do not lower the scale.
-
-    OpenSeq2Seq's description has only the formula, and lets an overflow skip the
-    update. The scale would then stay where it overflows, if gradients have grown, or
-    where they vanish, if they have shrunk: sigma counts the change as spread.
+    OpenSeq2Seq's description has only the formula, and overflows only skip the update.
+    If gradients grew, they would continue to overflow. If they shrank, they would
+    continue to vanish, because sigma counts the change as spread.
 
     Args:
       initial: the scale of the first step.
       overflow_probability: the probability that max|g| * scale exceeds the limit.
-      decay: factor per step of the running means, in [0, 1). They remember
+      decay: the decay rate of the running means, at least 0 and below 1. They remember
         1 / (1 - decay) steps.
-      least_deviation: lower bound of sigma; like x, in powers of two.
+      least_deviation: the smallest sigma, in octaves.
       smallest, largest: bounds of the scale.
-      limit: the largest gradient that does not overflow, by default float16's largest
-        number.
+      limit: the largest gradient that does not overflow; by default, the largest number
+        of float16.
 
     Returns:
       A scaling for :func:`with_loss_scale`.
 
     Raises:
-      ValueError: if an argument is not as above.
+      ValueError: if an argument has a wrong value.
 
     References:
       OpenSeq2Seq, "Automatic Loss Scaling", LogNormal.
@@ -228,10 +223,10 @@ def log_normal_scale(
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """2^exponent exactly, which ``exp2`` is not on every backend.
+    """Return 2^exponent exactly, which ``exp2`` does not do on every backend.
 
-    Of exponents out of range the nearest is taken for which the power and its inverse
-    are normal numbers.
+    Exponents are limited to the range in which the power and its inverse are normal
+    numbers.
     """
     exponent = jnp.clip(exponent, jnp.float32(-126), jnp.float32(126))
     pattern = (exponent.astype(jnp.int32) + jnp.int32(127)) << jnp.int32(23)

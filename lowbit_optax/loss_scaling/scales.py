@@ -1,8 +1,8 @@
-"""How the loss scale changes from step to step.
+"""Rules that change the loss scale from step to step.
 
-A scaling is a frozen dataclass that holds only constants, such as the bounds of the
-scale. What changes from step to step is in the optimizer's state. So no checkpoint and
-no tree operation can lose the bounds.
+A scaling is a frozen dataclass that contains only constants, such as the bounds of the
+scale. Everything that changes is in the optimizer's state. Therefore, checkpoints and
+tree operations cannot lose the bounds.
 """
 
 import dataclasses
@@ -22,17 +22,17 @@ class Scaling:
     """Chooses the loss scales. Subclasses define :meth:`init` and :meth:`next`."""
 
     def init(self) -> tuple[jax.Array, typing.Any]:
-        """The first scale, a float32 scalar, and the first state of the scaling."""
+        """Return the first scale (float32 scalar) and state of the scaling."""
         raise NotImplementedError
 
     def next(
         self, scale: jax.Array, state, largest: jax.Array, finite: jax.Array
     ) -> tuple[jax.Array, typing.Any]:
-        """The next scale, and the state of the scaling after a step.
+        """Return the next scale, and the state of the scaling after a step.
 
         Args:
           scale: float32 scalar, the scale of this step.
-          state: from :meth:`init` or the last call of this method.
+          state: the state from :meth:`init` or the last call of this method.
           largest: float32 scalar, max |g| of the gradients divided by the scale.
           finite: bool scalar, whether all gradients are finite.
 
@@ -44,7 +44,7 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class Static(Scaling):
-    """See :func:`static_scale`; its state is empty."""
+    """See :func:`static_scale`. The state is empty."""
 
     scale: float
 
@@ -58,7 +58,7 @@ class Static(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Backoff(Scaling):
-    """See :func:`backoff_scale`; its state is int32: good steps since a change."""
+    """See :func:`backoff_scale`. The state is the number of good steps, int32."""
 
     initial: float
     factor: float
@@ -80,19 +80,19 @@ class Backoff(Scaling):
 
 
 def static_scale(scale: float = 2.0**15) -> Scaling:
-    """A constant loss scale.
+    """Use a constant loss scale.
 
         scale_{t+1} = scale_t = ``scale``
 
     Args:
-      scale: positive, from 2^-126 to 2^126. A power of two scales gradients exactly as
-        long as they stay in range.
+      scale: a number from 2^-126 to 2^126. A power of two scales gradients exactly, as
+        long as they stay in the range of their dtype.
 
     Returns:
       A scaling for :func:`with_loss_scale`.
 
     Raises:
-      ValueError: if the scale is not a number in this range.
+      ValueError: if ``scale`` is not a number in this range.
 
     References:
       Micikevicius et al. 2018, section 3.2.
@@ -111,23 +111,23 @@ def backoff_scale(
     smallest: float = 1.0,
     largest: float = 2.0**24,
 ) -> Scaling:
-    """A scale that falls at every overflow, and rises after a period without overflows.
+    """Lower the scale after each overflow, and raise it if none occurs for a while.
 
-        after an overflow:                      scale / factor
-        after ``period`` steps without one:     scale * factor
+        after an overflow:                            scale / factor
+        after ``period`` steps without an overflow:   scale * factor
 
     Args:
-      initial: the first scale.
-      factor: more than 1.
-      period: number of steps without overflow after which the scale rises.
-      smallest, largest: bounds of the scale. At ``smallest``, steps that overflow are
-        still skipped and counted, and the scale does not fall further.
+      initial: the scale of the first step.
+      factor: a number above 1.
+      period: number of steps without an overflow after which the scale rises.
+      smallest, largest: bounds of the scale. At ``smallest``, an overflow still skips
+        the step and is counted, but does not lower the scale.
 
     Returns:
       A scaling for :func:`with_loss_scale`.
 
     Raises:
-      ValueError: if an argument is not as above.
+      ValueError: if an argument has a wrong value.
 
     References:
       OpenSeq2Seq, "Automatic Loss Scaling", Backoff.
@@ -139,9 +139,9 @@ def backoff_scale(
     Array(4., dtype=float32)
     """
     if isinstance(period, bool) or not isinstance(period, int) or period < 1:
-        raise ValueError(f"backoff_scale: period is {period!r}, not a positive int")
+        raise ValueError(f"backoff_scale: period must be an int > 0, got {period!r}")
     if positive("factor", factor) <= 1:
-        raise ValueError(f"backoff_scale: factor is {factor!r}, not more than 1")
+        raise ValueError(f"backoff_scale: factor must be above 1, got {factor!r}")
     check_bounds(initial, smallest, largest)
     return Backoff(
         float(initial), float(factor), period, float(smallest), float(largest)
@@ -149,18 +149,18 @@ def backoff_scale(
 
 
 def check_bounds(initial, smallest, largest) -> None:
-    """Raise a ValueError unless they are scales, and the first lies between them."""
+    """Raise a ValueError unless all are scales, with ``initial`` between the bounds."""
     for name, value in (("smallest", smallest), ("largest", largest)):
         positive(name, value)
     if not smallest <= positive("initial", initial) <= largest:
         raise ValueError(
-            f"loss scale: initial is {initial!r}, not between {smallest!r} and "
-            f"{largest!r}"
+            f"loss scale: initial must be from {smallest!r} (smallest) to {largest!r} "
+            f"(largest), got {initial!r}"
         )
 
 
 def positive(name: str, value) -> float:
-    """The value as a float, or a ValueError that names it, unless it is a scale."""
+    """Return the value as a float, or raise a ValueError if it is not a scale."""
     is_scale = lambda x: 1 / LARGEST_SCALE <= x <= LARGEST_SCALE
-    check_number("loss scale", name, value, is_scale, "from 2^-126 to 2^126")
+    check_number("loss scale", name, value, is_scale, "a number from 2^-126 to 2^126")
     return float(value)

@@ -1,7 +1,7 @@
-"""Measure gradients, for the decision whether a step happens.
+"""Measure gradients, to decide whether a step is skipped.
 
 ``with_loss_scale`` measures all gradients at once, and :mod:`lowbit_optax.release` a
-few at a time. Both make a :class:`lowbit_optax._step.guard.Guard` of what they find.
+few at a time. Both create a :class:`.Guard` from the result.
 """
 
 import typing
@@ -14,11 +14,11 @@ from lowbit_optax._step import trees
 
 
 class Sizes(typing.NamedTuple):
-    """How large some gradients are, divided by the loss scale.
+    """The size of some gradients after division by the loss scale.
 
     Args:
       finite: bool scalar, whether all of them are finite.
-      largest: float32 scalar, max |g|, if they are.
+      largest: float32 scalar, max |g| if all are finite.
     """
 
     finite: jax.Array
@@ -26,7 +26,7 @@ class Sizes(typing.NamedTuple):
 
     @classmethod
     def of(cls, grads, factor: jax.Array) -> "Sizes":
-        """The sizes of gradients times the factor, which may make them infinite."""
+        """Return the sizes of gradients times ``factor``, which may overflow."""
         arrays = [x for x in jax.tree.leaves(grads) if trees.is_float(x) and x.size]
         if not arrays:
             return cls(jnp.bool_(True), jnp.float32(0))
@@ -37,10 +37,11 @@ class Sizes(typing.NamedTuple):
 
 
 def _largest_magnitude(x: jax.Array) -> jax.Array:
-    """The largest ``|x|`` as float32; NaN if an element is NaN.
+    """Return the largest ``|x|`` as float32, or NaN if an element is NaN.
 
-    The maximum is taken over bit patterns, because on some backends a maximum of floats
-    ignores NaNs. The bit pattern of a NaN is larger than the pattern of any number.
+    The maximum is computed over bit patterns, because on some backends a maximum of
+    floats ignores NaNs. The bit pattern of a NaN is larger than the pattern of any
+    number.
     """
     wide = jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
     patterns = lax.bitcast_convert_type(wide, f"uint{8 * wide.dtype.itemsize}")

@@ -1,4 +1,4 @@
-"""``with_loss_scale``: unscale gradients, skip steps that overflow, adapt the scale."""
+"""``with_loss_scale``: unscale gradients, skip overflows, and adapt the scale."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ class LossScaleState(typing.NamedTuple):
       scale: float32 scalar, the factor for the next loss.
       scaling_state: the state of the scaling.
       skipped: int32 scalar, the number of steps skipped so far.
-      inner_state: the inner transformation's state.
+      inner_state: the state of the inner transformation.
     """
 
     scale: jax.Array
@@ -39,32 +39,32 @@ class LossScaleState(typing.NamedTuple):
 def with_loss_scale(
     inner: Transformation, scaling: Scaling
 ) -> optax.GradientTransformationExtraArgs:
-    """Take gradients of a scaled loss, and skip the step if any of them overflowed.
+    """Unscale the gradients of a scaled loss, and skip steps that overflow.
 
         g = grads / scale in float32;  if all are finite: inner.update(g)
         scale = scaling.next(...)
 
-    If a gradient is not finite, no bit of the parameters and of the inner
-    transformation's state changes. Only the scale, the state of the scaling and the
-    count of skipped steps do. The decision is made on the device, without a branch: the
-    inner transformation then runs on zeros, and its results are discarded.
+    If a gradient is not finite, the parameters and the state of the inner
+    transformation do not change. Only the scale, the state of the scaling and the count
+    of skipped steps change. The device makes this decision without a branch: the inner
+    transformation runs on zeros, and its results are discarded.
 
     Args:
-      inner: any optax transformation, including those of this package. Around
-        ``lowbit``, the whole step is skipped. Inside ``lowbit`` also works, but
-        ``lowbit`` then counts skipped steps too.
-      scaling: from :func:`static_scale`, :func:`backoff_scale` or
+      inner: any optax transformation, including transformations of this package. If it
+        is ``lowbit``, a skipped step changes nothing in it. You can also put this
+        function inside ``lowbit``, but ``lowbit`` then counts skipped steps too.
+      scaling: the result of :func:`static_scale`, :func:`backoff_scale` or
         :func:`log_normal_scale`.
 
     Returns:
-      An optax transformation of gradients from :func:`scaled_value_and_grad`. Gradients
-      of the unscaled loss become too small, and nothing in them tells.
-      :func:`lowbit_optax.step` takes it without forming differences.
+      An optax transformation. Pass gradients from :func:`scaled_value_and_grad` to it.
+      It cannot detect gradients of the unscaled loss, which become too small.
+      :func:`lowbit_optax.step` computes the new parameters directly, without updates.
 
     Raises:
-      TypeError: if ``inner`` is not a transformation, or ``scaling`` not a scaling.
-      ValueError: from ``init``, inside ``optax.MultiSteps``, whose accumulator never
-        recovers from an overflow; put this function around it.
+      TypeError: if ``inner`` is not a transformation, or ``scaling`` is not a scaling.
+      ValueError: from ``init`` if this function is inside ``optax.MultiSteps``, whose
+        accumulator never recovers from an overflow. Put it around ``optax.MultiSteps``.
 
     References:
       Micikevicius et al. 2018, section 3.2; OpenSeq2Seq, "Automatic Loss Scaling".
@@ -84,18 +84,18 @@ def with_loss_scale(
     check_transformation("with_loss_scale", "inner", inner)
     if not isinstance(scaling, Scaling):
         raise TypeError(
-            f"with_loss_scale: scaling is {scaling!r}; accepted are static_scale(), "
-            "backoff_scale() and log_normal_scale()"
+            "with_loss_scale: scaling must be the result of static_scale(), "
+            f"backoff_scale() or log_normal_scale(), got {scaling!r}"
         )
     return LossScaled(inner, scaling).transformation
 
 
 def scaled_value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
-    """``jax.value_and_grad`` of a loss times the current loss scale.
+    """``jax.value_and_grad`` for the loss times the current loss scale.
 
     Args:
-      loss_fn: called as ``loss_fn(params, *args, **kwargs)``.
-      has_aux: whether it returns ``(loss, aux)``.
+      loss_fn: a function that is called as ``loss_fn(params, *args, **kwargs)``.
+      has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
 
     Returns:
       A function ``(params, opt_state, *args, **kwargs) -> (value, grads)``. The value
@@ -126,17 +126,17 @@ def scaled_value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
 
 
 def current_loss_scale(opt_state: OptState) -> jax.Array:
-    """The factor with which the next loss must be scaled.
+    """Return the factor for the next loss.
 
     Args:
-      opt_state: the state of :func:`with_loss_scale`, or one that contains it, such as
-        the state of a chain, of ``lowbit``, or the ``opt_state`` of a TrainState.
+      opt_state: the state of :func:`with_loss_scale`, or a state that contains it, such
+        as the state of a chain or of ``lowbit``, or the ``opt_state`` of a TrainState.
 
     Returns:
       A float32 scalar.
 
     Raises:
-      ValueError: if ``opt_state`` has no loss scale, or more than one.
+      ValueError: if ``opt_state`` does not contain exactly one loss scale.
 
     >>> import jax.numpy as jnp, optax
     >>> from lowbit_optax.loss_scaling import static_scale
@@ -147,33 +147,33 @@ def current_loss_scale(opt_state: OptState) -> jax.Array:
     found = trees.all_of(LossScaleState, opt_state)
     if len(found) != 1:
         raise ValueError(
-            f"current_loss_scale: {len(found)} loss scales in this optimizer state; "
-            "was it made by one with_loss_scale?"
+            "current_loss_scale: opt_state must contain exactly one loss scale, got "
+            f"{len(found)}; was it created with one with_loss_scale?"
         )
     return found[0].scale
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossScaled(Stepper):
-    """The configuration that one call of :func:`with_loss_scale` makes."""
+    """The configuration of one call of :func:`with_loss_scale`."""
 
     inner: Transformation
     scaling: Scaling
 
     def init(self, params) -> LossScaleState:
-        """The initial state, with the first scale."""
+        """Return the initial state, with the first scale."""
         check_multi_steps_around(params, "with_loss_scale")
         scale, scaling_state = self.scaling.init()
         skipped = jnp.zeros([], jnp.int32)
         return LossScaleState(scale, scaling_state, skipped, self.inner.init(params))
 
     def after(self, state: LossScaleState, inner_state, sizes: Sizes) -> LossScaleState:
-        """The state after a step.
+        """Return the state after a step.
 
         Args:
-          state: before it.
-          inner_state: the inner transformation's, after it.
-          sizes: of all gradients.
+          state: the state before the step.
+          inner_state: the state of the inner transformation after the step.
+          sizes: the sizes of all gradients.
         """
         scale, scaling_state = self.scaling.next(
             state.scale, state.scaling_state, sizes.largest, sizes.finite
@@ -182,7 +182,7 @@ class LossScaled(Stepper):
         return LossScaleState(scale, scaling_state, skipped, inner_state)
 
     def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
-        """A step; the updates of one that is skipped are -0, which changes nothing."""
+        """Run a step. The updates of a skipped step are -0, which change nothing."""
         check_state("with_loss_scale", state, LossScaleState)
         factor = jnp.float32(1) / state.scale
         scaled = guard.within(factor, jnp.bool_(True))

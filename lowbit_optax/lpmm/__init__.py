@@ -1,9 +1,9 @@
-"""LPMM: training with weights, momentum and gradient accumulators all in few bits.
+"""LPMM: training with weights, momentum and gradient accumulators in few bits.
 
-    quantize_params ---> parameters as QuantizedTensor leaves, which hold uint32 arrays
-    value_and_grad  ---> dequantises them for the loss; gradients in their shapes
-    lpmm_sgd, ...   ---> dequantise, inner optax update in float32, quantise again
-    accumulate_gradients ---> sums N gradients in few bits before one update
+    quantize_params ---> parameters as QuantizedTensors, which contain uint32 arrays
+    value_and_grad  ---> loss of the dequantised parameters, and its gradients
+    lpmm_sgd, ...   ---> dequantise, run optax's update in float32, quantise again
+    accumulate_gradients ---> sum of N gradients in few bits, then one update
 
 References:
   "Training Neural Networks with Low-Precision Model Memory", Algorithm 1.

@@ -1,4 +1,4 @@
-"""Sum gradients over microbatches in few bits, then update with the sum."""
+"""Sum gradients over microbatches in few bits, and update with the sum."""
 
 import contextlib
 import dataclasses
@@ -42,16 +42,17 @@ class AccumulationState(typing.NamedTuple):
     """State of :func:`accumulate_gradients`.
 
     Args:
-      count: uint32 scalar, the number of calls so far. Together with ``seed`` it is the
-        whole state of the random numbers.
+      count: uint32 scalar, the number of calls so far. The random numbers depend only
+        on ``count`` and ``seed``.
       seed: uint32 scalar; see :class:`.LowbitState`.
       mini_step: int32 scalar, the number of gradients in the accumulators.
-      accumulators: the sums in their format, a tree like the parameters or a
-        QuantizedMoment of such trees; None at leaves that are not float.
-      inner_state: the inner transformation's state.
+      accumulators: the sums in their format, as a tree with the structure of the
+        parameters or a QuantizedMoment of such trees. Leaves that are not float have
+        zeros.
+      inner_state: the state of the inner transformation.
     """
 
-    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]: tuple's
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     seed: jax.Array
     mini_step: jax.Array
     accumulators: typing.Any
@@ -66,42 +67,43 @@ def accumulate_gradients(
     seed: int | None = None,
     min_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Update with the sum of N gradients, which low-bit accumulators hold.
+    """Accumulate N gradients in few bits, and update with their sum.
 
         g_0 = 0
         g_i = Q(g_{i-1} + grad_i), i = 1..N
         u   = inner.update(g_N)
 
-    Each call is one microbatch, and every N-th call changes the parameters. Unlike
-    ``optax.MultiSteps``, which keeps the mean in full precision, it quantises every
-    gradient, and passes the sum to ``inner``, as Algorithm 1 does. To keep a learning
-    rate or a clipping threshold that was tuned for the mean, divide by N first:
+    Each call adds the gradients of one microbatch, and every N-th call changes the
+    parameters. ``optax.MultiSteps`` keeps the mean in full precision. This
+    transformation quantises the sum after every gradient, and passes the sum to
+    ``inner``, as Algorithm 1 does. To keep a learning rate or a clipping threshold that
+    was tuned for the mean, divide by N first:
     ``accumulate_gradients(optax.chain(optax.scale(1 / N), inner), N)``.
 
-    If a gradient of any microbatch is infinite or NaN, the sum contains NaN, so that
+    If a gradient of any microbatch is infinite or NaN, the sum contains NaN, so
     ``optax.apply_if_finite`` inside detects it.
 
     Args:
-      inner: any optax transformation, those of this package included.
-      every: N, 1 or more.
-      format: moment format of the sums; by default the paper's, with 8 bits, the linear
-        code, blocks of 64 rows by 32 columns and stochastic rounding. The error of each
-        element is then up to 1/127 of the largest sum in its block. If the rows of a
-        gradient differ by orders of magnitude, use ``block_quantized(8)``, whose code
-        has finer steps for small values.
-      seed: of stochastic rounding; 0 if None.
+      inner: any optax transformation, including transformations of this package.
+      every: N, at least 1.
+      format: moment format of the sums. The default is the paper's format: 8 bits, the
+        linear code, blocks of 64 rows by 32 columns and stochastic rounding. The error
+        of each element is then up to 1/127 of the largest sum in its block. If the rows
+        of a gradient differ by orders of magnitude, use ``block_quantized(8)``, whose
+        code has finer steps for small values.
+      seed: seed for stochastic rounding; 0 if None.
       min_size: sums with fewer elements are float32; 4096 if None.
 
     Returns:
-      An optax transformation. Between updates it returns zeros, and zero uint32
-      differences for QuantizedTensors. The inner transformation gets sums in float32
-      if it is one of this package, or has one within and is stepped by
-      :func:`lowbit_optax.step`; and in the gradients' dtypes otherwise. In the first
-      two cases no step on a GPU branches or copies state.
+      An optax transformation. Between updates, it returns zeros, and zero uint32
+      differences for QuantizedTensors. ``inner`` receives float32 sums if it is a
+      transformation of this package, or if it contains one and you call
+      :func:`lowbit_optax.step`. Steps on a GPU then neither branch nor copy the state.
+      Otherwise, ``inner`` receives sums in the dtypes of the gradients.
 
     Raises:
-      TypeError, ValueError: for arguments or gradients that are not as above; errors
-        about a leaf name its path.
+      TypeError, ValueError: if an argument or a gradient has a wrong type or value.
+        Errors about a leaf name its path.
 
     References:
       LPMM, section 3.3, "Microbatching", and Algorithm 1.
@@ -122,20 +124,20 @@ def accumulate_gradients(
     check_static_int("accumulate_gradients", "min_size", min_size, 0)
     if not isinstance(format, MomentFormat):
         raise TypeError(
-            f"accumulate_gradients: format is {format!r}, not a moment format such as "
-            "lowbit_optax.block_quantized(8)"
+            "accumulate_gradients: format must be a moment format, such as "
+            f"lowbit_optax.block_quantized(8), got {format!r}"
         )
     try:
         format = format.for_sums()
     except ValueError as error:
         raise ValueError(
-            f"accumulate_gradients: format is {format}, whose code holds no negative "
-            "values, but sums of gradients may be negative"
+            "accumulate_gradients: format must have a code with negative values, "
+            f"because sums of gradients may be negative, got {format}"
         ) from error
     if format.reference is not None:
         raise ValueError(
-            f"accumulate_gradients: format is {format}, but sums of gradients have no "
-            "second moment to be relative to; accepted is relative_to=None"
+            "accumulate_gradients: format must have relative_to=None, because sums of "
+            f"gradients have no second moment, got {format}"
         )
     check_transformation("accumulate_gradients", "inner", inner)
     return Accumulation(inner, every, format, seed, min_size).transformation
@@ -143,7 +145,7 @@ def accumulate_gradients(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Accumulation(Stepper):
-    """The configuration that one call of :func:`accumulate_gradients` makes."""
+    """The configuration of one call of :func:`accumulate_gradients`."""
 
     inner: optax.GradientTransformation
     every: int
@@ -152,7 +154,7 @@ class Accumulation(Stepper):
     min_size: int
 
     def init(self, params) -> AccumulationState:
-        """The initial state, with accumulators of zeros."""
+        """Return the initial state, with accumulators of zeros."""
         _, leaves, treedef = trees.named_leaves(params)
         count, seed = jnp.zeros([], jnp.uint32), seed_of(self.seed, leaves)
         accumulators = [
@@ -166,7 +168,7 @@ class Accumulation(Stepper):
         return AccumulationState(count, seed, mini_step, held, self.inner.init(params))
 
     def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
-        """A step; between two updates the updates are zeros."""
+        """Run a step. Between two updates, the updates are zeros."""
         check_state("accumulate_gradients", state, AccumulationState)
         call = _Call(self, params, state, grads, landing, extra_args, guard)
         result, accumulators, inner_state = call.result()
@@ -185,7 +187,7 @@ class Accumulation(Stepper):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """One call of a transformation that accumulates; see :meth:`.Stepper.run`."""
+    """One step of a transformation that accumulates; see :meth:`.Stepper.run`."""
 
     config: Accumulation
     params: typing.Any
@@ -196,16 +198,16 @@ class _Call:
     guard: Guard | Unguarded
 
     def result(self):
-        """``(result, accumulators, inner state)``."""
+        """Return ``(result, accumulators, inner state)``."""
         stepper = stepper_of(self.config.inner)
         lowbit = stepper if isinstance(stepper, Lowbit) else None
         can_be = lowbit is not None or (stepper is None and self.landing.is_direct)
-        # A CPU's branches copy nothing, and a guard there does not save the work.
+        # On CPUs, branches copy nothing, and a guarded step does all the work.
         is_chosen = lowbit is not None and lowbit.implementation not in (None, "xla")
         is_for_kernels = is_chosen or not is_for_one_cpu()
         in_place = None
         if self.params is not None and can_be and is_for_kernels:
-            # Accumulators cannot be among the moments of every transformation.
+            # Not every transformation can have accumulators among its moments.
             with contextlib.suppress(NoSuchMomentError):
                 in_place = self._in_place(lowbit)
         return self._by_branches() if in_place is None else in_place
@@ -213,16 +215,16 @@ class _Call:
     def _in_place(self, lowbit: Lowbit | None):
         """Run two steps without a branch; a guard may skip the second one.
 
-        The first step adds the gradients to the accumulators. The second step is the
-        inner transformation's, with the accumulators as moments. Returns None if a
-        wrapper keeps the second step from writing new parameters.
+        The first step adds the gradients to the accumulators. The second step is a step
+        of the inner transformation, with the accumulators as moments. Returns None if a
+        wrapper prevents the second step from writing new parameters.
 
         Raises:
           NoSuchMomentError: if the accumulators cannot be moments.
         """
         implementation = lowbit and lowbit.implementation
         one = jnp.float32(1)
-        # The kernel that adds reads the scalars of a guard.
+        # The kernel of the first step also reads the scalars of a guard.
         always = self.guard.within(one, jnp.bool_(True))
         parts = self._sums(self._parts, always).added(implementation)
         updates = self.guard.within(one, self._is_last)
@@ -243,13 +245,13 @@ class _Call:
         return result, self._in_containers(summed.emptied()), inner_state
 
     def _by_branches(self):
-        """By a conditional, whose branches write new copies of what they change."""
+        """Run a conditional, whose branches copy everything that they change."""
         state, params, is_direct = self.state, self.params, self.landing.is_direct
         sums = self._sums(self._sums(self._parts, self.guard).added("xla"), UNGUARDED)
 
         def update():
-            # Here the sums fuse with what reads them. Outside they would be float32
-            # copies of all gradients.
+            # XLA fuses the sums with their uses. Outside of the branch, they would be
+            # float32 copies of all gradients.
             totals = map(self._gradient, sums.leaves, sums.decoded())
             grads, inner = self._named[2].unflatten(totals), self.config.inner
             arguments = params, state.inner_state, grads, UNGUARDED, self.landing
@@ -267,11 +269,11 @@ class _Call:
         is_last = self._is_last
         if isinstance(is_last, jax.core.Tracer):
             result, parts, inner_state = jax.lax.cond(is_last, update, wait)
-        # Outside of jit, JAX compiles a conditional of new closures at every step.
+        # Outside of jit, JAX would compile a conditional of new closures in every step.
         elif is_last:
             result, parts, inner_state = update()
         else:
-            jax.eval_shape(update)  # what it refuses, it refuses at the first step
+            jax.eval_shape(update)  # to raise its errors in the first step
             result, parts, inner_state = wait()
         parts = self.guard.chosen(parts, self._parts)
         inner_state = self.guard.chosen(inner_state, state.inner_state)
@@ -295,7 +297,7 @@ class _Call:
 
     @functools.cached_property
     def _parts(self) -> list:
-        """The accumulators, leaf by leaf; None at leaves that are not float."""
+        """The accumulator of each leaf, or None for leaves that are not float."""
         names, leaves, treedef = self._named
         parts = leaf_by_leaf(names, treedef, self.state.accumulators, "accumulators")
         return [
@@ -326,8 +328,8 @@ class _Call:
         )
 
     def _gradient(self, leaf: StoredLeaf, total):
-        """A leaf's sum as the inner transformation takes it."""
-        # A transformation of this package takes float32 for narrow parameters.
+        """Return a leaf's sum in the dtype that the inner transformation needs."""
+        # A transformation of this package uses float32 for narrow parameters.
         is_ours = stepper_of(self.config.inner) is not None
         if is_ours or trees.is_quantized(leaf.param) or not trees.is_float(leaf.param):
             return total

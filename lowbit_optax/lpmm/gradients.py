@@ -1,4 +1,4 @@
-"""Losses of quantised weights, with gradients in the shapes of dequantised weights."""
+"""Losses of quantised weights, with gradients for the dequantised weights."""
 
 import dataclasses
 import functools
@@ -26,24 +26,24 @@ def value_and_grad(
         loss(dequantize(params)),  d loss / d dequantize(params)
 
     Args:
-      loss_fn: called as ``loss_fn(params, *args, **kwargs)``, with an array in place of
-        every quantised weight.
-      dtype: of these arrays and of their gradients; any float dtype. Other leaves keep
+      loss_fn: a function that is called as ``loss_fn(params, *args, **kwargs)``, with
+        an array for every quantised weight.
+      dtype: any float dtype, for these arrays and their gradients. Other leaves keep
         their dtypes.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
-      lazy: whether ``loss_fn`` gets the weights undequantised and calls
-        :func:`lowbit_optax.lpmm.dequantize` itself on those that it is about to use.
-        Then a ``lax.scan`` over stacked layers dequantises only one layer at a time, if
-        its body is under ``jax.checkpoint``. Without ``jax.checkpoint``, all
-        dequantised layers are kept for the backward pass.
+      lazy: if True, ``loss_fn`` receives quantised weights, and must call
+        :func:`lowbit_optax.lpmm.dequantize` before it uses them. A ``lax.scan`` over
+        stacked layers then dequantises one layer at a time, if its body is inside
+        ``jax.checkpoint``. Without ``jax.checkpoint``, all dequantised layers are kept
+        for the backward pass.
 
     Returns:
       A function ``(params, *args, **kwargs) -> (value, gradients)``. The gradients have
-      an array in place of every quantised weight.
+      an array for every quantised weight.
 
     Raises:
-      TypeError: if ``dtype`` is not a float dtype; with ``lazy``, if ``loss_fn``
-        computes with a tensor that it has not dequantised.
+      TypeError: if ``dtype`` is not a float dtype. With ``lazy``, also if ``loss_fn``
+        computes with a weight that it has not dequantised.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> params = lowbit_optax.lpmm.quantize_params(jnp.ones((3, 64, 64)))
@@ -81,15 +81,15 @@ def value_and_grad(
 
 
 def with_stand_in(leaf, stand_in):
-    """A leaf in the form in which a loss can be differentiated.
+    """Return a leaf in a form in which a loss can be differentiated.
 
     Args:
       leaf: a leaf of the parameters.
       stand_in: the array with respect to which the loss is differentiated.
 
     Returns:
-      The stand-in. For a quantised weight, one that dequantises to its values and
-      passes their gradient on to the stand-in.
+      The stand-in. For a quantised weight, a weight that dequantises to the same values
+      and passes their gradient to the stand-in.
     """
     if not tensors.is_quantized(leaf):
         return stand_in
@@ -99,7 +99,7 @@ def with_stand_in(leaf, stand_in):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _DifferentiableTensor(QuantizedWeight):
-    """A quantised weight together with the array that gets its gradient.
+    """A quantised weight together with the array that receives its gradient.
 
     The arrays of the weight are integers and have no gradients. The values of the
     stand-in are never read.

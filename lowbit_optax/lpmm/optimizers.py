@@ -1,4 +1,4 @@
-"""SGD with momentum and Adam, with weights and moments stored in few bits."""
+"""SGD with momentum and Adam, with weights and moments in few bits."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ def lpmm_sgd(
         m_t = Q(beta m_{t-1} + g_t)
         theta_t = Q(theta_{t-1} - eta_t m_t)
 
-    The update uses the rounded momentum that is stored. Gradients are not quantised.
-    Algorithm 1, which quantises all gradients, is
-    ``accumulate_gradients(lpmm_sgd(...), every=N)``, for N = 1 too.
+    Q quantises an array. The update uses the rounded momentum that is stored. Gradients
+    are not quantised. To quantise all gradients, as Algorithm 1 does, use
+    ``accumulate_gradients(lpmm_sgd(...), every=N)``, even if N is 1.
 
     12-bit weights, 8-bit momentum and the 8-bit accumulators of
-    :func:`lowbit_optax.accumulate_gradients` take the paper's 28 bits per parameter,
-    plus the scales. Weights and momentum alone take 2.5 bytes per parameter.
+    :func:`lowbit_optax.accumulate_gradients` need 28 bits per parameter plus the
+    scales, as in the paper. Weights and momentum alone need 2.5 bytes per parameter.
 
     Args:
-      learning_rate: eta, a number or a schedule.
-      momentum: beta; None for no momentum, so that m_t = g_t.
-      nesterov: as in ``optax.sgd``.
-      weight_decay: d, added to the gradient (not decoupled); 0 if None.
-      momentum_bits: 8 or 4, in Dettmers' dynamic exponent code as in the paper; 8 if
+      learning_rate: the learning rate eta, a number or a schedule.
+      momentum: the decay rate beta. None means no momentum, so that m_t = g_t.
+      nesterov: see ``optax.sgd``.
+      weight_decay: the weight decay d, added to the gradient (not decoupled); 0 if
         None.
-      block_size: number of values of the momentum that share a scale; 2048 if None. The
-        block size of the weights is an argument of
-        :func:`lowbit_optax.lpmm.quantize_params`.
-      rounding: of weights and momentum, ``"stochastic"`` or ``"nearest"``; stochastic
-        if None.
+      momentum_bits: 8 or 4, in Dettmers' dynamic exponent code, as in the paper; 8 if
+        None.
+      block_size: number of momentum values that share a scale; 2048 if None. The block
+        size of the weights is an argument of :func:`lowbit_optax.lpmm.quantize_params`.
+      rounding: how weights and momentum are rounded, ``"stochastic"`` or ``"nearest"``;
+        stochastic if None.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
-        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation for trees from :func:`lowbit_optax.lpmm.quantize_params`.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above.
+      TypeError, ValueError: if an argument has a wrong type or value.
 
     References:
       LPMM, Algorithm 1 and section 5.1.
@@ -107,30 +107,30 @@ def lpmm_adam(
     rounding: Rounding | None = None,
     **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam, or with weight decay AdamW, on quantised weights.
+    """Adam on quantised weights, or AdamW with weight decay.
 
         m_t = Q(b1 m_{t-1} + (1 - b1) g_t)
         v_t = Q(b2 v_{t-1} + (1 - b2) g_t^2)
         a   = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t) + eps_root) + eps)
         theta_t = Q(theta_{t-1} - eta_t (a + d theta_{t-1}))
 
-    The update uses the rounded m_t and v_t that are stored. With 12-bit weights,
-    parameters and state take 3.56 bytes per parameter.
+    Q quantises an array. The update uses the rounded m_t and v_t that are stored. With
+    12-bit weights, parameters and state need 3.57 bytes per parameter.
 
     Args:
-      learning_rate: eta, a number or a schedule.
-      b1, b2, eps, eps_root, nesterov: as in ``optax.adam``.
-      weight_decay: d, decoupled, as in ``optax.adamw``; 0 if None.
-      momentum_bits, block_size, rounding: of m, as in :func:`lpmm_sgd`. v is stored by
-        ``block_quantized(8)``, in which no value becomes 0.
+      learning_rate: the learning rate eta, a number or a schedule.
+      b1, b2, eps, eps_root, nesterov: see ``optax.adam``.
+      weight_decay: the decoupled weight decay d, as in ``optax.adamw``; 0 if None.
+      momentum_bits, block_size, rounding: see :func:`lpmm_sgd`, with m as the momentum.
+        v is stored in ``block_quantized(8)``, in which no value becomes 0.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
-        ``warn`` and ``match_grad_dtype`` of :func:`lowbit_optax.lowbit`.
+        ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
       An optax transformation for trees from :func:`lowbit_optax.lpmm.quantize_params`.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above.
+      TypeError, ValueError: if an argument has a wrong type or value.
 
     References:
       LPMM, section 5.1 and appendix B; Kingma and Ba 2015, Algorithm 1.
@@ -154,7 +154,7 @@ def lpmm_adam(
     rounding = "stochastic" if rounding is None else rounding
     moments = {
         "mu": _dynamic("lpmm_adam", momentum_bits, block_size, rounding),
-        # Always stochastic: rounded to nearest, a second moment would not decay.
+        # Always stochastic, because nearest rounding would stop the decay.
         "nu": formats.block_quantized(8),
     }
     arguments = learning_rate, b1, b2, eps, eps_root, None, weight_decay
@@ -166,12 +166,12 @@ def lpmm_adam(
 def _dynamic(
     alias: str, bits: int | None, block_size: int | None, rounding: Rounding
 ) -> MomentFormat:
-    """The format of a momentum; errors name the alias's own arguments."""
+    """Return the format of a momentum; errors name the arguments of ``alias``."""
     bits = 8 if bits is None else bits
     block_size = PAPER_BLOCK_SIZE if block_size is None else block_size
     check_static_int(alias, "momentum_bits", bits, 4, 8)
     if bits not in (4, 8):
-        raise ValueError(f"{alias}: momentum_bits is {bits}; accepted are 4 and 8")
+        raise ValueError(f"{alias}: momentum_bits must be 4 or 8, got {bits}")
     check_static_int(alias, "block_size", block_size, 1)
     check_block_size(alias, block_size)
     check_choice(alias, "rounding", rounding, Rounding)

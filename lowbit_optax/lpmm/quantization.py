@@ -35,33 +35,33 @@ def quantize_params(
 
         x ~ c delta,  |c| <= B = 2^(bits-1) - 1,  delta >= max |x| / B
 
-    with a step size delta per block.
+    A value x is stored as an integer c, its code, with one step size delta per block.
 
     Args:
-      params: tree of arrays. Float leaves with fewer than ``min_size`` elements become
-        float32. Leaves that are not real floating-point arrays stay as they are.
-      bits: of a code, 4 to 16.
+      params: tree of arrays. Leaves that are not floating-point do not change.
+      bits: bits of a code, 4 to 16.
       block_size: number of values that share a step size, a power of two from 32 to
-        2048, which is 64 rows by 32 columns.
-      min_size: leaves with fewer elements are not quantised.
-      seed: of stochastic rounding.
-      rounding: ``"nearest"``, which has the smallest error, or ``"stochastic"``. In
-        training steps the optimizer's rounding is used.
-      stacked: ``path -> bool``: whether the first axis of the leaf with this path (such
-        as ``"['layers']['bias']"``) is a stack of layers. Such an axis is not packed,
-        so it can be sliced or scanned over. It is needed where the layers alone divide
-        badly into rows of 8, as vectors do; see :func:`pallas_kernels.layout_of`.
+        2048. 2048 values are 64 rows by 32 columns.
+      min_size: float leaves with fewer elements become float32 instead.
+      seed: seed for stochastic rounding.
+      rounding: ``"nearest"``, which has the smallest error, or ``"stochastic"``.
+        Training steps use the rounding of the optimizer instead.
+      stacked: a function that returns whether the first axis of a leaf is a stack of
+        layers, from the leaf's path, such as ``"['layers']['bias']"``. This axis is not
+        packed, so you can slice it or scan over it. You need ``stacked`` if a layer
+        does not divide well into rows of 8, as with vectors; see
+        :func:`pallas_kernels.layout_of`.
 
     Returns:
-      The tree with a :class:`QuantizedTensor` in place of the larger float leaves,
-      which takes ``bits + 32 / block_size`` bits per parameter.
+      The tree with a :class:`QuantizedTensor` for each larger float leaf, which needs
+      ``bits + 32 / block_size`` bits per parameter.
 
     Raises:
-      TypeError, ValueError: for arguments that are not as above; errors about a leaf
-        name its path.
+      TypeError, ValueError: if an argument has a wrong type or value. Errors about a
+        leaf name its path.
 
     References:
-      LPMM, section 5.1 and 5.2, "Dynamic quantization".
+      LPMM, sections 5.1 and 5.2, "Dynamic quantization".
 
     >>> import jax.numpy as jnp
     >>> params = {"w": jnp.ones((64, 64)), "b": jnp.zeros(64, jnp.bfloat16)}
@@ -77,8 +77,8 @@ def quantize_params(
     check_static_int("quantize_params", "seed", seed, 0, 2**32 - 1)
     if stacked is not None and not callable(stacked):
         raise TypeError(
-            f"quantize_params: stacked is {stacked!r}; accepted are None and a "
-            "function of a leaf's path"
+            "quantize_params: stacked must be None or a function of a leaf's path, got "
+            f"{stacked!r}"
         )
     names, leaves, treedef = trees.named_leaves(params)
     draws: Sequence[RandomBits | None] = [None] * len(names)
@@ -90,8 +90,8 @@ def quantize_params(
         trees.check_plain("quantize_params", name, leaf)
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise TypeError(
-                f"quantize_params: params{name} is {leaf.dtype}; accepted are real "
-                "dtypes"
+                f"quantize_params: params{name} must have a real dtype, got "
+                f"{leaf.dtype}"
             )
         if not trees.is_float(leaf):
             return leaf
@@ -108,20 +108,21 @@ def quantize_params(
 def dequantize(
     tree: typing.Any, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> typing.Any:
-    """Replace every quantised weight of a tree by its array.
+    """Replace every quantised weight of a tree with an array.
 
-        x = c delta  of a QuantizedTensor,    x = c 2^e  of a BlockScaledTensor
+        x = c delta  for a QuantizedTensor,    x = c 2^e  for a BlockScaledTensor
 
     Args:
       tree: parameters, or a part of them, such as one layer inside a scan.
-      dtype: of the arrays; any float dtype.
+      dtype: any float dtype, for the arrays.
 
     Returns:
-      The tree with arrays. Its other leaves stay as they are.
+      The tree with arrays. Other leaves do not change.
 
     Raises:
       TypeError: if ``dtype`` is not a float dtype.
-      ValueError: if the parts of a tensor do not belong together, naming its path.
+      ValueError: if the arrays of a quantised weight do not match. The error names its
+        path.
 
     >>> import jax.numpy as jnp
     >>> params = quantize_params({"w": jnp.ones((64, 64)), "step": jnp.int32(1)})

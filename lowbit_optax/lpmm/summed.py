@@ -1,7 +1,7 @@
-"""Update with the sums in accumulators, and replace these by zeros.
+"""Update with the sums in accumulators, and replace the sums with zeros.
 
-To the inner transformation of ``lowbit`` the accumulators are moments. So one kernel
-decodes them, updates with them, and writes zeros.
+The accumulators are moments of the inner transformation of ``lowbit``. Therefore, one
+kernel decodes them, updates with them, and writes zeros.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class SummedState(typing.NamedTuple):
     """State of an inner transformation that reads sums, within a step.
 
     Args:
-      inner_state: its own.
+      inner_state: the state of the original inner transformation.
       accumulators: the sums of the gradients.
     """
 
@@ -42,11 +42,10 @@ register_moments(SummedState, averages=("accumulators",))
 
 @dataclasses.dataclass(frozen=True)
 class Accumulators(MomentFormat):
-    """A format of accumulators.
+    """The format of accumulators, which keeps small sums in float32.
 
     Args:
-      format: the format of sums with ``min_size`` elements or more; smaller sums are
-        float32.
+      format: the format of sums with ``min_size`` or more elements.
       min_size: see :func:`lowbit_optax.accumulate_gradients`.
     """
 
@@ -68,7 +67,7 @@ class Summed:
 
     Args:
       format: the format of the accumulators.
-      sums: the accumulators, under the guard of the update.
+      sums: the accumulators, with the guard of the update.
       treedef: the structure of the parameters.
     """
 
@@ -79,15 +78,15 @@ class Summed:
 
     @functools.cached_property
     def seen(self):
-        """The sums in float32, a tree like the parameters."""
+        """The float32 sums, as a tree with the structure of the parameters."""
         return self.treedef.unflatten(self.sums.decoded())
 
     def among(self, lowbit: Lowbit, leaves: Sequence[int]) -> "_WithSums":
-        """The transformation of some leaves, which reads their sums."""
+        """Return the transformation of some leaves, which reads their sums."""
         return _WithSums(lowbit, self, leaves)
 
     def emptied(self) -> list:
-        """The accumulators after the update, those that no kernel has emptied too."""
+        """Return all accumulators after the update."""
         sums = self.sums
         each = enumerate(zip(sums.empty(), sums.parts, strict=True))
         choose = sums.guard.chosen
@@ -100,8 +99,8 @@ class _WithSums(Stepper):
 
     Args:
       lowbit: the transformation that updates with the sums.
-      summed: all sums. A step leaves the new accumulators in ``summed.new``.
-      leaves: numbers of the leaves that are updated.
+      summed: all sums. A step stores the new accumulators in ``summed.new``.
+      leaves: indices of the leaves that are updated.
     """
 
     lowbit: Lowbit
@@ -109,7 +108,7 @@ class _WithSums(Stepper):
     leaves: Sequence[int]
 
     def init(self, params):
-        """Its states are the transformation's."""
+        """Return the initial state of the transformation."""
         return self.lowbit.init(params)
 
     def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
@@ -117,7 +116,7 @@ class _WithSums(Stepper):
         names, _, treedef = trees.named_leaves(params)
         parts = [self.summed.sums.parts[i] for i in self.leaves]
         format_ = self.summed.format
-        if isinstance(state, LowbitState):  # the step refuses any other state
+        if isinstance(state, LowbitState):  # the step raises an error otherwise
             accumulators = in_parallel_trees(format_, treedef, parts)
             inner_state = SummedState(state.inner_state, accumulators)
             state = state._replace(inner_state=inner_state)
@@ -129,10 +128,10 @@ class _WithSums(Stepper):
 
 
 def _with_sums(format_: Accumulators, lowbit: Lowbit) -> Lowbit:
-    """The transformation with accumulators among its moments, to update by sums.
+    """Return the transformation with accumulators among its moments.
 
     Its update passes the sums to the inner transformation instead of the gradients, and
-    replaces the sums by zeros.
+    replaces the sums with zeros.
     """
     within = optax.with_extra_args_support(lowbit.inner)
 
@@ -161,5 +160,5 @@ def _with_sums(format_: Accumulators, lowbit: Lowbit) -> Lowbit:
 
 
 def uncontained(part):
-    """A part of a state's accumulators; the array alone of one without scales."""
+    """Return a leaf's accumulator, without its container if it has no scales."""
     return part.codes if getattr(part, "scales", part) is None else part

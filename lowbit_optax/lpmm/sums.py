@@ -1,7 +1,8 @@
-"""Add gradients to accumulators in place: one kernel decodes, adds and encodes a leaf.
+"""Add gradients to accumulators in place: a kernel decodes, adds and encodes.
 
-``Launches`` runs it as it runs updates: small leaves together, layers in their stacks,
-one device's shards. Leaves that kernels do not take are added by array operations.
+``Launches`` runs these kernels like the kernels of updates. Small leaves share a
+launch, layers stay stacked, and each device adds its own shards. Array operations add
+leaves that kernels do not support.
 """
 
 import dataclasses
@@ -40,10 +41,10 @@ _FACTOR, _PROCEED = KEYS, KEYS + 1
 
 @dataclasses.dataclass(frozen=True)
 class SumBody:
-    """The new accumulator of a leaf, on rows of its arrays.
+    """Computes the new accumulator of a leaf on rows of its arrays.
 
     If accumulators have scales, it is a :class:`pallas_kernels.BlockBody`. The scalars
-    are the leaf's keys and those of a guard.
+    are the keys of the leaf and the scalars of a guard.
 
     Args:
       rows: how the sum is stored.
@@ -54,7 +55,7 @@ class SumBody:
     when: typing.ClassVar[int] = _PROCEED
 
     def arrays(self, leaf: StoredLeaf, part) -> Leaf:
-        """What a kernel reads and writes of a leaf, whose accumulator is this part."""
+        """Return the arrays that a kernel reads and writes for a leaf."""
         operands = [Operand(leaf.grad)]
         if self.rows.has_scales:
             blocks = self.rows.blocks
@@ -72,7 +73,7 @@ class SumBody:
         )
 
     def stored(self, arrays: Sequence):
-        """The accumulator, from what a kernel has written."""
+        """Return the accumulator from the arrays that a kernel has written."""
         has_scales = self.rows.has_scales
         return self.rows.blocks.container(*arrays) if has_scales else arrays[0]
 
@@ -82,21 +83,21 @@ class SumBody:
         return [self.rows.blocks.block_size] * self.rows.maxima
 
     def before(self, block_values):
-        """The stored scales, prepared for decoding."""
+        """Return the stored scales, prepared for decoding."""
         return tuple(map(self.rows.prepare, block_values))
 
     def statistics(self, values, scalars, index, multiply_add, before):
-        """The arrays whose maxima per block determine the new scales."""
+        """Return the arrays whose maxima per block determine the new scales."""
         del index
         return self.rows.keys(self._sum(values, scalars, multiply_add, before))
 
     def after(self, maxima, block_values):
-        """``(new scales, the same prepared for encoding)``."""
+        """Return ``(new scales, new scales prepared for encoding)``."""
         scales = [self.rows.scale_of(maxima, block_values[0])]
         return scales, self.before(scales)
 
     def __call__(self, values, scalars, index, multiply_add, before=(), after=()):
-        """The new accumulator."""
+        """Return the new accumulator."""
         total = self._sum(values, scalars, multiply_add, before)
         draws = accumulator_draws(RandomBits(scalars[0], scalars[1], index))
         prepared = after[0] if after else None
@@ -116,9 +117,9 @@ class Sums(LeafStep):
 
     Args:
       leaves: the parameters with their gradients.
-      seed, count, layer: as of :class:`LeafStep`.
-      parts: the accumulators; None at leaves that are not float.
-      formats: of the accumulators; None for float32.
+      seed, count, layer: see :class:`LeafStep`.
+      parts: the accumulators, or None for leaves that are not float.
+      formats: formats of the accumulators, or None for float32.
       guard: unscales gradients, and decides whether they are added.
     """
 
@@ -132,7 +133,7 @@ class Sums(LeafStep):
         return list(map(accumulator_draws, self.random))
 
     def added(self, implementation: Implementation) -> list:
-        """The new accumulators."""
+        """Return the new accumulators."""
         by_xla = implementation == "xla" or context.current().is_analysed
         bodies = {} if by_xla else self._bodies()
         leaves = {i: x.arrays(self.leaves[i], self.parts[i]) for i, x in bodies.items()}
@@ -163,7 +164,7 @@ class Sums(LeafStep):
         return self.guard.chosen(new, part)
 
     def decoded(self) -> list:
-        """The sums in float32; gradients as they are at leaves that are not float."""
+        """Return the float32 sums, or gradients for leaves that are not float."""
         return list(map(self._decoded, range(len(self.leaves))))
 
     def _decoded(self, number: int):
@@ -175,18 +176,18 @@ class Sums(LeafStep):
             return decoded(format_, leaf.param.shape, part)
         except (AttributeError, ValueError) as error:
             raise ValueError(
-                f"accumulate_gradients: the accumulator of params{leaf.name} is not "
-                f"one of {format_}: was this state made with another format?"
+                f"accumulate_gradients: the accumulator of params{leaf.name} must be "
+                f"stored in {format_}; was the state created with another format?"
             ) from error
 
     def empty(self) -> list:
-        """Accumulators of zeros."""
+        """Return accumulators of zeros."""
         each = zip(self.leaves, self.parts, self.formats, strict=True)
         return [part if part is None else empty(x.param, f) for x, part, f in each]
 
 
 def _fits(leaf: StoredLeaf) -> bool:
-    """Whether kernels count the elements of a leaf, and compute in its dtypes."""
+    """Return whether kernels support the size and the dtypes of a leaf."""
     param = leaf.param
     is_counted = not needs_loop(param.shape) or has_layers(leaf)
     is_narrow = max(param.dtype.itemsize, leaf.grad.dtype.itemsize) <= 4
@@ -198,26 +199,23 @@ def _can_tile(arrays: Leaf) -> bool:
 
 
 def zeros(leaf) -> jax.Array:
-    """Float32 zeros with the shape of a leaf, which may be a QuantizedTensor.
-
-    The zeros of an array have its sharding.
-    """
+    """Return float32 zeros with the shape and, for arrays, the sharding of a leaf."""
     if trees.is_quantized(leaf):
         return jnp.zeros(leaf.shape, jnp.float32)
     return jnp.zeros_like(leaf, jnp.float32)
 
 
 def empty(leaf, format_: MomentFormat | None):
-    """The accumulator of a float leaf before any gradient is added."""
+    """Return the accumulator of a float leaf before any gradient is added."""
     return encoded(format_, not_folded(zeros(leaf)), DrawsToNearest())
 
 
 def decoded(format_: MomentFormat | None, shape: tuple[int, ...], part) -> jax.Array:
-    """A sum in float32.
+    """Return a sum in float32.
 
     Args:
-      format_: of the accumulator; None for float32.
-      shape: of the sum.
+      format_: format of the accumulator, or None for float32.
+      shape: shape of the sum.
       part: the accumulator, an array or a QuantizedMoment.
     """
     if format_ is None:
@@ -226,12 +224,12 @@ def decoded(format_: MomentFormat | None, shape: tuple[int, ...], part) -> jax.A
 
 
 def encoded(format_: MomentFormat | None, total: jax.Array, draws: Draws):
-    """A sum as its accumulator stores it: what :func:`decoded` decodes.
+    """Return the accumulator that stores a sum; the inverse of :func:`decoded`.
 
     Args:
-      format_: of the accumulator; None for float32.
-      total: float32, the sum.
-      draws: random numbers, by which the sum is rounded.
+      format_: format of the accumulator, or None for float32.
+      total: float32 array, the sum.
+      draws: random numbers that round the sum.
     """
     if format_ is None:
         return total

@@ -1,11 +1,11 @@
-"""Precision assignments: which tensors of a training step are in which float format.
+"""Precision assignments: a float format for each tensor of a training step.
 
     trace ---> the tensors of a loss, in groups between matrix products
     demote, uniform, operator_based ---> an assignment: a format for each tensor
-    apply ---> the loss with tensors and cotangents rounded; how much overflowed
-    products ---> in which dtypes its matrix products can multiply
-    promote ---> the assignment with what overflowed in the high format
-    pack, unpack ---> arrays as packed patterns of a float format, and back
+    apply ---> a loss that rounds its tensors and cotangents, and reports overflows
+    products ---> the dtypes in which its matrix products can run
+    promote ---> the assignment, with overflowing tensors in the high format
+    pack, unpack ---> arrays as packed bit patterns of a float format, and back
 
 References:
   Lee, Sharma, Aiken 2023, "Training with Mixed-Precision Floating-Point Assignments".

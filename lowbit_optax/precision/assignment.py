@@ -1,4 +1,4 @@
-"""Precision assignments: the tensors of a loss, and which are in which format."""
+"""Precision assignments: the tensors of a loss, and the format of each."""
 
 import dataclasses
 import itertools
@@ -22,18 +22,18 @@ Kind = typing.Literal["parameter", "input", "value", "iterated"]
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a loss, and with it its cotangent.
+    """A tensor of a loss, which may have a cotangent (its gradient).
 
     Args:
-      name: a parameter's or input's path, or the operation that makes it, numbered.
+      name: a parameter's or input's path, or an operation, such as ``dot_general.0``.
       kind: ``"parameter"``, ``"input"``, ``"value"``, or ``"iterated"`` for a value in
-        the body of a while loop. Inputs have no cotangents, nor have iterated values.
-      shape: of one of them.
-      repeats: how many there are: a scan's body has as many as it has iterations. A
-        while loop is counted as one iteration, since theirs is not known.
-      group: how many matrix products are before it in the program.
-      made_by: number of the matrix product whose result it is, or None.
-      read_by: numbers of the matrix products that read it.
+        the body of a while loop. Inputs and iterated values have no cotangents.
+      shape: the shape of one instance.
+      repeats: the number of instances: one for each iteration of a scan, and one for a
+        while loop, because the number of its iterations is unknown.
+      group: the number of matrix products before it in the program.
+      made_by: the number of the matrix product that computes it, or None.
+      read_by: the numbers of the matrix products that read it.
     """
 
     name: str
@@ -46,24 +46,24 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Elements of the forward tensor."""
+        """The number of elements of the forward tensor."""
         return math.prod(self.shape) * self.repeats
 
     @property
     def backward_size(self) -> int:
-        """Elements of the cotangent; 0 if it has none."""
+        """The number of elements of the cotangent; 0 if the tensor has none."""
         return 0 if self.kind in ("input", "iterated") else self.size
 
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionPlan:
-    """What precision assignments of one loss are made of.
+    """The tensors of a loss, to which precision assignments assign formats.
 
     Args:
-      tensors: all of them, in the order in which they are made.
-      products: how many matrix products the loss has.
-      opaque: names of operations whose results are tensors, but not what they compute
-        inside, such as a ``shard_map``.
+      tensors: all tensors, in the order in which the loss computes them.
+      products: the number of matrix products in the loss.
+      opaque: names of operations, such as a ``shard_map``, whose inner values are not
+        tensors.
     """
 
     tensors: tuple[Tensor, ...]
@@ -72,7 +72,7 @@ class PrecisionPlan:
 
     @property
     def groups(self) -> list[list[int]]:
-        """Numbers of the tensors of each group, in order; empty groups are left out."""
+        """The numbers of the tensors in each group that is not empty, in order."""
         found: dict[int, list[int]] = {}
         for number, tensor in enumerate(self.tensors):
             found.setdefault(tensor.group, []).append(number)
@@ -80,28 +80,28 @@ class PrecisionPlan:
 
     @property
     def size(self) -> int:
-        """Elements of all forward tensors and cotangents."""
+        """The number of elements of all forward tensors and cotangents."""
         return int(np.sum(self.sizes) + np.sum(self.backward_sizes))
 
     @property
     def sizes(self) -> np.ndarray:
-        """Elements of each forward tensor, float64."""
+        """The number of elements of each forward tensor, in float64."""
         return np.array([t.size for t in self.tensors], np.float64)
 
     @property
     def backward_sizes(self) -> np.ndarray:
-        """Elements of each cotangent, float64."""
+        """The number of elements of each cotangent, in float64."""
         return np.array([t.backward_size for t in self.tensors], np.float64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Formats:
-    """The formats that an assignment chooses between.
+    """The low and high formats that an assignment chooses between.
 
     Args:
-      low, high: formats of forward tensors.
-      low_backward, high_backward: formats of their cotangents; None takes those of the
-        forward tensors.
+      low, high: formats for forward tensors.
+      low_backward, high_backward: formats for cotangents. If None, cotangents use the
+        formats of forward tensors.
 
     >>> print(HFP8)
     low fp(4,3,4) / fp(5,2)+infinity, high fp(6,9) / fp(6,9)+infinity
@@ -120,15 +120,15 @@ class Formats:
             value = getattr(self, field.name)
             if not isinstance(value, FloatFormat):
                 raise TypeError(
-                    f"Formats: {field.name} is {value!r}; accepted is a FloatFormat"
+                    f"Formats: {field.name} must be a FloatFormat, got {value!r}"
                 )
 
     def forward(self, is_low) -> FloatFormat:
-        """The format of a forward tensor at a level."""
+        """Return the format for low or for high forward tensors."""
         return self.low if is_low else self.high
 
     def backward(self, is_low) -> FloatFormat:
-        """The format of a cotangent at a level."""
+        """Return the format for low or for high cotangents."""
         backward = self.low_backward if is_low else self.high_backward
         return typing.cast(FloatFormat, backward)
 
@@ -145,10 +145,9 @@ HFP8 = Formats(
     high=FloatFormat(6, 9),
     high_backward=FloatFormat(6, 9, overflow="infinity"),
 )
-"""Sun et al. 2019: 8 bits, in one format forward and another backward, and 16 bits.
+"""The formats of Sun et al. 2019: 8 bits, different forward and backward, and 16 bits.
 
-Cotangents that overflow become infinite, so that loss scaling notices them and skips
-the step.
+Cotangents that overflow become infinite, so loss scaling detects them.
 """
 
 FLOAT8 = Formats(
@@ -156,9 +155,9 @@ FLOAT8 = Formats(
     low_backward=FloatFormat(5, 2, specials="ieee", overflow="infinity"),
     high=FloatFormat.of("bfloat16"),
 )
-"""Micikevicius et al. 2022: the float8 dtypes that GPUs multiply, and bfloat16.
+"""The float8 dtypes that GPUs multiply (Micikevicius et al. 2022), and bfloat16.
 
-Forward tensors past 448 become 448; cotangents that overflow become infinite.
+Forward values above 448 become 448. Cotangents that overflow become infinite.
 """
 
 
@@ -167,14 +166,15 @@ Forward tensors past 448 become 448; cotangents that overflow become infinite.
 class Assignment:
     """A format for each tensor and each cotangent of a loss.
 
-    As a pytree it holds two arrays, which :func:`promote` changes. As an argument of a
-    jitted step it can be promoted without compiling the step again.
+    An assignment is a pytree of the arrays ``low`` and ``low_backward``. If you pass it
+    to a jitted step as an argument, :func:`promote` can change it without a
+    recompilation.
 
     Args:
       plan: the tensors, from :func:`trace`.
       formats: the low and the high formats.
-      low: bool[tensors], whether the forward tensor is in the low format.
-      low_backward: bool[tensors], whether its cotangent is.
+      low: bool[tensors], True for forward tensors in the low format.
+      low_backward: bool[tensors], True for cotangents in the low format.
     """
 
     plan: PrecisionPlan = dataclasses.field(metadata={"static": True})
@@ -184,7 +184,7 @@ class Assignment:
 
     @property
     def low_ratio(self) -> jax.Array:
-        """The share of all elements, of tensors and cotangents, that are low.
+        """The share of elements of tensors and cotangents that are in a low format.
 
             size({t : t is low}) / size(all t), in [0, 1]
 
@@ -194,7 +194,7 @@ class Assignment:
         References:
           Lee et al. 2023, section 3.2, "ratio_lo".
         """
-        # Divided before the sum, because float32 counts only to 2^24.
+        # Divide before adding, because float32 represents integers only up to 2^24.
         total = max(self.plan.size, 1)
         forward = jnp.asarray(self.plan.sizes / total, jnp.float32)
         backward = jnp.asarray(self.plan.backward_sizes / total, jnp.float32)
@@ -202,7 +202,7 @@ class Assignment:
         return share(self.low, forward) + share(self.low_backward, backward)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write everything to a JSON file, for :func:`load`."""
+        """Write the assignment to a JSON file, which :func:`load` reads."""
         levels = self._levels()
         document = {
             "formats": dataclasses.asdict(self.formats),
@@ -214,9 +214,9 @@ class Assignment:
         pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
-        """A table, one line per tensor, group by group."""
+        """Return a table with a line for each tensor, ordered by group."""
         if isinstance(self.low, Tracer):
-            return f"Assignment of {len(self.plan.tensors)} tensors, traced"
+            return f"traced assignment of {len(self.plan.tensors)} tensors"
         rows = [("group", "tensor", "shape", "forward", "backward")]
         low, low_backward = self._levels()
         for i in itertools.chain(*self.plan.groups):
@@ -231,9 +231,9 @@ class Assignment:
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
         ratio = float(self.low_ratio)
-        lines.append(f"{ratio:.3f} of {self.plan.size} elements in low precision")
+        lines.append(f"{ratio:.3f} of the {self.plan.size} elements are low-precision")
         if self.plan.opaque:
-            lines.append(f"not rounded inside of: {', '.join(self.plan.opaque)}")
+            lines.append(f"not rounded: arrays inside {', '.join(self.plan.opaque)}")
         return "\n".join(lines)
 
     def _levels(self) -> tuple[list[bool], list[bool]]:
@@ -244,13 +244,13 @@ def load(path: str | os.PathLike) -> Assignment:
     """Read an assignment that :meth:`Assignment.save` wrote.
 
     Args:
-      path: of the JSON file.
+      path: the path of the JSON file.
 
     Returns:
       The :class:`Assignment`, with numpy arrays.
 
     Raises:
-      ValueError: if the file does not hold an assignment.
+      ValueError: if the file does not contain an assignment.
 
     >>> import jax.numpy as jnp, tempfile
     >>> from lowbit_optax import precision
@@ -277,32 +277,29 @@ def load(path: str | os.PathLike) -> Assignment:
         return Assignment(plan, Formats(**formats), **levels)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{path}: not an assignment that Assignment.save wrote "
-            f"({type(error).__name__}: {error})"
+            "load: the file must contain an assignment that Assignment.save wrote, got "
+            f"{path} ({type(error).__name__}: {error})"
         ) from error
 
 
 def check_same(assignment: Assignment, found: Sequence[Tensor]) -> None:
-    """Refuse an assignment of another loss.
+    """Raise an error if an assignment was made for another loss.
 
     Args:
-      assignment: from :func:`lowbit_optax.precision.demote` and its like.
-      found: the tensors of the loss that it is applied to.
-
-    Raises:
-      ValueError: naming the first tensor that is another one.
+      assignment: the assignment.
+      found: the tensors of the loss to which it is applied.
     """
     planned = assignment.plan.tensors
     for i, (now, then) in enumerate(itertools.zip_longest(found, planned)):
         if now is None or then is None or _identity(now) != _identity(then):
             raise ValueError(
-                f"apply: the loss is not the one that was traced: tensor {i} is "
-                f"{_describe(now)}, in the assignment {_describe(then)}"
+                f"apply: the assignment was made for another loss: tensor {i} is "
+                f"{_describe(now)} in this loss, but {_describe(then)} in the plan"
             )
     if np.shape(assignment.low) != (len(planned),):
         raise ValueError(
-            f"apply: the assignment's levels have shape {np.shape(assignment.low)} for "
-            f"{len(planned)} tensors"
+            "apply: assignment.low must have one element for each of the "
+            f"{len(planned)} tensors, got shape {np.shape(assignment.low)}"
         )
 
 
@@ -312,5 +309,5 @@ def _identity(tensor: Tensor):
 
 def _describe(tensor: Tensor | None) -> str:
     if tensor is None:
-        return "none"
+        return "missing"
     return f"{tensor.name} of shape {list(tensor.shape)} in group {tensor.group}"

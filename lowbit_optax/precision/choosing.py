@@ -1,7 +1,7 @@
-"""From a loss to an assignment: its tensors, demotion, promotion and baselines.
+"""Functions that trace a loss, and that make and change assignments.
 
-All assignments keep weight gradients in the high format, as in Lee et al. 2023, section
-5.2, and Sun et al. 2019.
+All assignments keep weight gradients in the high format, as Lee et al. 2023 (section
+5.2) and Sun et al. 2019 do.
 """
 
 import dataclasses
@@ -22,39 +22,36 @@ Order = typing.Literal["decreasing", "increasing", "random"]
 
 
 def trace(loss_fn: Callable, params, *batch, has_aux: bool = False) -> PrecisionPlan:
-    """Find the tensors of a loss and group them between matrix products.
+    """Find the tensors of a loss, in groups that are separated by matrix products.
 
-    Nothing is computed. Any loss that JAX can trace will do: functions under ``jit``,
-    ``jax.checkpoint``, ``lax.scan``, the branches of ``lax.cond`` and ``lax.switch``
-    and the body of ``lax.while_loop`` are looked into. Tensors are the parameters, the
-    results of matrix products (convolutions included), scan carries, results of
-    branches and maximum pools, and whatever else is needed after a later matrix
-    product. A value can be made one, and get a name, by
-    ``jax.ad_checkpoint.checkpoint_name``. Scalars are not tensors, nor is anything that
-    the loss does not depend on. The tensors of all branches are counted, though only
-    one branch is computed; those of a while loop are counted once, since it is not
-    known how often it runs, and have no cotangents. Rounding may change how often it
-    does.
+    The loss is traced, but not computed. Its tensors are the parameters, the results of
+    matrix products and convolutions, carries of scans, results of branches and maximum
+    pooling, other arrays that are needed after a later matrix product, and arrays that
+    you name with ``jax.ad_checkpoint.checkpoint_name``. Scalars, and arrays that the
+    loss does not depend on, are not tensors.
+
+    Tensors inside ``jit``, ``jax.checkpoint``, ``lax.scan``, all branches of
+    ``lax.cond`` and ``lax.switch``, and ``lax.while_loop`` are included. Tensors of a
+    while loop count once, because the number of iterations is unknown, and have no
+    cotangents. Rounding may change the number of iterations.
 
     Args:
-      loss_fn: called as ``loss_fn(params, *batch)``; returns a float scalar.
-      params: tree of arrays, or of shapes and dtypes.
-      *batch: likewise; all other arguments.
-      has_aux: whether it returns ``(loss, aux)``.
+      loss_fn: a function ``(params, *batch) -> loss`` that returns a float scalar.
+      params, *batch: trees of arrays, or of shapes and dtypes.
+      has_aux: if True, ``loss_fn`` returns ``(loss, aux)``.
 
     Returns:
-      A :class:`PrecisionPlan`, for :func:`demote`, :func:`uniform` and
+      A :class:`PrecisionPlan`, which you pass to :func:`demote`, :func:`uniform` or
       :func:`operator_based`.
 
     Raises:
       TypeError: if the loss is not a float scalar.
 
     Warns:
-      UserWarning: if the loss has arrays in places that cannot be looked into, such as
-        ``shard_map``, ``lax.platform_dependent`` and a ``lax.while_loop`` whose
-        condition has a matrix product. The plan's
-        ``opaque`` names these places. Their results are tensors; what is inside of them
-        is neither rounded nor counted.
+      UserWarning: if arrays inside of an operation are neither rounded nor counted, for
+        example in ``shard_map``, in ``lax.platform_dependent``, and in a
+        ``lax.while_loop`` with a matrix product in its condition. The results of these
+        operations are tensors. ``opaque`` of the plan lists their names.
 
     References:
       Lee et al. 2023, section 4.1, "Tensor grouping"; Algorithm 1.
@@ -71,9 +68,9 @@ def trace(loss_fn: Callable, params, *batch, has_aux: bool = False) -> Precision
     found = TensorSearch(loss_fn, has_aux, params, batch)
     if found.opaque:
         warnings.warn(
-            f"precision.trace: arrays inside of {', '.join(found.opaque)} are neither "
-            "rounded nor counted, only its results are. lax.scan, lax.cond, "
-            "lax.while_loop and jax.checkpoint are looked into",
+            f"precision.trace: arrays inside {', '.join(found.opaque)} are neither "
+            "rounded nor counted, only the results are. Arrays inside lax.scan, "
+            "lax.cond, lax.while_loop and jax.checkpoint can be rounded",
             UserWarning,
             stacklevel=2,
         )
@@ -88,25 +85,26 @@ def demote(
     formats: Formats = HFP8,
     seed: int = 0,
 ) -> Assignment:
-    """Lower whole groups of tensors until a share of all elements is low.
+    """Assign the low format to groups of tensors until a share of elements is low.
 
-        T'_1, T'_2, ... = groups by decreasing size, cotangents counted too
+        T'_1, T'_2, ... = groups in decreasing order of size, with cotangents
         for j = 1, 2, ...: stop if low_ratio >= ratio; demote T'_j
 
     Args:
-      plan: from :func:`trace`.
-      ratio: what ``low_ratio`` should reach, 0 (all high) to 1. Weight gradients are
-        counted and stay high, so that 1 lowers everything else and reaches less.
-      order: ``"decreasing"`` by size; ``"increasing"`` and ``"random"`` are for
-        comparison. Groups of the same size are taken in the order of the program.
+      plan: the tensors, from :func:`trace`.
+      ratio: the ``low_ratio`` to reach, from 0 (all high) to 1. Weight gradients count
+        but stay high, so with 1, all other arrays are low and ``low_ratio`` is below 1.
+      order: the order in which groups are demoted: ``"decreasing"`` size, or, for
+        comparison, ``"increasing"`` size or ``"random"``. Groups of the same size are
+        demoted in the order of the program.
       formats: the low and the high formats.
-      seed: of the random order.
+      seed: seed for the random order.
 
     Returns:
       An :class:`Assignment`.
 
     Raises:
-      ValueError: if ratio or order is not one of these.
+      ValueError: if ``ratio`` or ``order`` has a wrong value.
 
     References:
       Lee et al. 2023, Algorithm 1.
@@ -125,10 +123,10 @@ def demote(
     1      dot_general.0  5x4    fp(4,3,4)  fp(5,2)+infinity
     1      tanh.0         5x4    fp(4,3,4)  fp(5,2)+infinity
     2      dot_general.1  5x2    fp(6,9)    fp(6,9)+infinity
-    0.568 of 155 elements in low precision
+    0.568 of the 155 elements are low-precision
     """
     if isinstance(ratio, bool) or not 0 <= ratio <= 1:
-        raise ValueError(f"demote: ratio is {ratio!r}; accepted are numbers in [0, 1]")
+        raise ValueError(f"demote: ratio must be a number from 0 to 1, got {ratio!r}")
     check_choice("demote", "order", order, Order)
     sizes, backward_sizes = plan.sizes, plan.backward_sizes
     has_low_gradient = _has_low_gradient(plan)
@@ -150,22 +148,23 @@ def demote(
 def promote(
     assignment: Assignment, overflow: jax.Array, threshold: float = 0.01
 ) -> Assignment:
-    """Raise the forward tensors that overflow too often to the high format.
+    """Assign the high format to forward tensors that overflow too often.
 
-    Cotangents are left to loss scaling. Only arrays change, so this can be a part of a
-    jitted step, and the step is not compiled again.
+    Use loss scaling against overflows of cotangents, which this function does not
+    change. It changes only the arrays of the assignment, so you can call it in a jitted
+    step, which is not recompiled.
 
     Args:
-      assignment: the one that the step was computed with.
-      overflow: float32[tensors], from a function made by :func:`apply`: the share of
-        each tensor's elements that were past the largest number of its format.
-      threshold: the largest share that is accepted.
+      assignment: the assignment that the step used.
+      overflow: float32[tensors], from the function that :func:`apply` returns: for each
+        tensor, the share of elements above the largest number of its format.
+      threshold: tensors with a larger share change to the high format.
 
     Returns:
-      An :class:`Assignment` of the same tensors, with some raised from low to high.
+      An :class:`Assignment` for the same tensors.
 
     Raises:
-      ValueError: if there are not as many shares as tensors.
+      ValueError: if ``overflow`` does not have one element per tensor.
 
     References:
       Lee et al. 2023, Algorithm 2; section 4.2.
@@ -180,9 +179,9 @@ def promote(
     expected = (len(assignment.plan.tensors),)
     if jnp.shape(overflow) != expected:
         raise ValueError(
-            f"promote: overflow has shape {list(jnp.shape(overflow))}, but the "
-            f"assignment is of {expected[0]} tensors: it takes the overflow that the "
-            "function from apply returned, one share per tensor"
+            f"promote: overflow must have one element for each of the {expected[0]} "
+            f"tensors, got shape {list(jnp.shape(overflow))}; pass the overflow that "
+            "the function from apply returns"
         )
     low = assignment.low & ~(overflow > jnp.float32(threshold))
     low_backward = jnp.asarray(assignment.low_backward)
@@ -190,10 +189,10 @@ def promote(
 
 
 def uniform(plan: PrecisionPlan, *, formats: Formats = HFP8) -> Assignment:
-    """Everything low except weight gradients.
+    """Assign the low format to all tensors and cotangents except weight gradients.
 
     Args:
-      plan: from :func:`trace`.
+      plan: the tensors, from :func:`trace`.
       formats: the low and the high formats.
 
     Returns:
@@ -215,25 +214,25 @@ def uniform(plan: PrecisionPlan, *, formats: Formats = HFP8) -> Assignment:
 def operator_based(
     plan: PrecisionPlan, *, outputs: bool = False, formats: Formats = HFP8
 ) -> Assignment:
-    """Low for everything that matrix products read, forward and backward.
+    """Assign the low format to all arrays that matrix products read.
 
-    For each matrix product except the first and the last of the loss, its operands are
-    low, and so is the cotangent of its result, which the backward products read. A
-    product in the body of a scan is excepted only if it runs once: of several runs at
-    most one is the first or the last of the loss, and all have the same formats.
+    The first and the last matrix product of the loss are exceptions. For each other
+    product, the operands are low, and so is the cotangent of the result, which the
+    backward products read. A product in a scan that runs several times is never an
+    exception, because all of its runs have the same formats.
 
     Args:
-      plan: from :func:`trace`.
-      outputs: whether its result is low too, and the cotangents of its operands except
-        weights.
+      plan: the tensors, from :func:`trace`.
+      outputs: if True, the results of the products are also low, and so are the
+        cotangents of operands that are not weights.
       formats: the low and the high formats.
 
     Returns:
       An :class:`Assignment`.
 
     References:
-      Sun et al. 2019, and with outputs Kalamkar et al. 2019; Lee et al. 2023, equation
-      (2), pi_op and pi_op'.
+      Sun et al. 2019; Kalamkar et al. 2019 for ``outputs=True``; Lee et al. 2023,
+      equation (2), pi_op and pi_op'.
 
     >>> import jax.numpy as jnp
     >>> from lowbit_optax import precision

@@ -1,4 +1,4 @@
-"""What operations are to precision assignments: products, moves, operators, bodies."""
+"""Classes of operations for precision assignments."""
 
 import itertools
 import typing
@@ -28,7 +28,7 @@ _MOVES = (
     "expand_dims", "name", "pad", "reshape", "rev", "sharding_constraint", "slice",
     "split", "squeeze", "transpose",
 )
-# Each is one operator of a network, whatever it computes inside.
+# Each of these counts as one operator of a network. Its inner values are not tensors.
 _OPERATORS = (
     "custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "pallas_call",
 )
@@ -36,29 +36,29 @@ _OPERATORS = (
 
 
 def is_product(call: Call) -> bool:
-    """Whether it is a matrix product, or one operator that holds some."""
+    """Whether a call is a matrix product, or an operator that contains one."""
     return _is_product(call) or holds(call.params, _is_product)
 
 
 def is_stored(call: Call) -> bool:
-    """Whether it is fused neither with what it reads nor with what reads it."""
+    """Whether compilers store the results, because they do not fuse the operation."""
     return call.primitive.name in _STORED
 
 
 def is_move(call: Call) -> bool:
-    """Whether its results hold elements of its (first) operand and zeros."""
+    """Whether the results consist of elements of the first operand and zeros."""
     return call.primitive.name in _MOVES and is_float(call.outputs[0].aval)
 
 
 class Bodies(typing.NamedTuple):
-    """What a call runs on its operands: functions that can be looked into.
+    """The functions that a call runs on its operands.
 
     Args:
-      programs: of a scan, loop or checkpoint one, of a conditional one per branch.
-      first: how many of the call's operands come before those of the programs.
-      constants, carry: how many inputs of a program stay as they are, and how many
-        after them are replaced by its outputs from one run to the next.
-      runs: how often a program runs; 1 for a while loop, where it is not known.
+      programs: the program of a scan, loop or checkpoint, or the programs of branches.
+      first: the number of operands before the operands of the programs.
+      constants: the number of inputs that all runs of a program share.
+      carry: the number of inputs after them that come from the previous run.
+      runs: the number of runs; 1 for a while loop, where it is unknown.
     """
 
     programs: tuple[LossProgram, ...]
@@ -68,7 +68,7 @@ class Bodies(typing.NamedTuple):
     runs: int
 
     def parts_of(self, operands: Sequence) -> tuple[Sequence, ...]:
-        """A call's first operands, and of the rest the constants, carries and xs."""
+        """Split operands into first operands, constants, carries and scanned arrays."""
         sizes = self.first, self.constants, self.carry
         ends = [0, *itertools.accumulate(sizes), len(operands)]
         return tuple(operands[a:b] for a, b in itertools.pairwise(ends))
@@ -77,8 +77,8 @@ class Bodies(typing.NamedTuple):
 def bodies_of(call: Call) -> Bodies | None:
     """The bodies of a checkpoint, scan, conditional or loop over arrays.
 
-    None for all others, for conditionals that choose by platform, and for loops whose
-    condition has a matrix product: what decides whether they go on is not rounded.
+    Returns None for all other calls, for conditionals that choose by platform, and for
+    loops with a matrix product in the condition, because conditions are not rounded.
     """
     params, inputs = call.params, len(call.inputs)
     first, constants, carry, runs = 0, inputs, 0, 1
@@ -104,7 +104,7 @@ def bodies_of(call: Call) -> Bodies | None:
 
 
 def hides_tensors(call: Call) -> bool:
-    """Whether arrays inside of it escape assignments, unlike those of an operator."""
+    """Whether a call computes arrays inside, and is not an operator."""
 
     def makes_arrays(eqn) -> bool:
         avals = [var.aval for var in eqn.outvars if hasattr(var.aval, "dtype")]

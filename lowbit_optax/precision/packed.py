@@ -1,7 +1,7 @@
-"""Arrays of 16 bits at rest in fewer: the patterns of a float format, packed.
+"""Arrays that are stored as packed bit patterns of a float format.
 
-:class:`FloatFormat` turns numbers into patterns, and
-:mod:`pallas_kernels.bitfields` packs those.
+:class:`FloatFormat` converts numbers to bit patterns, and
+:mod:`pallas_kernels.bitfields` packs the patterns.
 """
 
 import dataclasses
@@ -22,18 +22,17 @@ from pallas_kernels.layout import Layout, layout_of
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedFloats:
-    """An array as packed patterns of a float format; :func:`pack` makes it.
+    """An array, stored by :func:`pack` as packed bit patterns of a float format.
 
-    It is a pytree node of one array. The static fields describe only the axis of the
-    rows, counted from the end, so slices of a stack (``lax.scan`` over layers) are
-    PackedFloats of one layer.
+    It is a pytree with one array. ``lax.scan`` can loop over a stack of layers.
 
     Args:
-      words: uint32, of the ``words_shape`` of :class:`pallas_kernels.layout.Layout`.
-      float_format: of the patterns.
-      dtype: of the array.
-      axis: the axis of the rows; -1 if the last axis is folded into rows.
-      length: the array's size along that axis.
+      words: uint32 array of packed patterns, as :mod:`pallas_kernels.layout` describes.
+      float_format: the format of the patterns.
+      dtype: the dtype of the array.
+      axis: the axis that the layout uses as rows, counted from the end; -1 if the last
+        axis is folded into rows.
+      length: the size of the array along that axis.
     """
 
     words: jax.Array
@@ -51,34 +50,33 @@ class PackedFloats:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the words."""
+        """The number of bytes of the packed patterns."""
         return 4 * self.words.size
 
     def unpack(self) -> jax.Array:
-        """The array.
+        """Return the array.
 
         Raises:
-          ValueError: if the words do not fit the static fields.
+          ValueError: if the shape of ``words`` does not match the other fields.
         """
         return traced_once(_unpacked)(self)
 
 
 def pack(tree: typing.Any, float_format: FloatFormat) -> typing.Any:
-    """Store arrays as packed patterns of a float format, between steps or in a file.
+    """Pack arrays as bit patterns of a float format, between steps or for a file.
 
-    Weights that ``nearest``, ``stochastic_rounding`` or ``kahan`` keep in the same
-    ``float_format``, and the compensations of ``kahan``, come back bit for bit. All
-    other numbers are rounded to nearest by ``float_format.round``. NaN stays NaN where
-    the format has it.
+    Packing is exact for weights that ``nearest``, ``stochastic_rounding`` or ``kahan``
+    store in the same ``float_format``, and for the compensations of ``kahan``. Other
+    numbers are rounded to nearest. NaN stays NaN if the format has NaN.
 
     Args:
-      tree: of arrays: parameters, or ``state.residual``.
-      float_format: of the patterns, such as ``FloatFormat(8, 5)`` for 14 bits.
+      tree: tree of arrays, such as parameters or ``state.residual``.
+      float_format: the format, such as ``FloatFormat(8, 5)`` for 14 bits.
 
     Returns:
-      The tree with :class:`PackedFloats` in place of its bfloat16, float16 and float8
-      arrays that have more bits than the format; scalars and all other leaves stay.
-      They take ``float_format.bits`` bits per number, and up to 31 rows of padding.
+      The tree, in which :class:`PackedFloats` replace bfloat16, float16 and float8
+      arrays with more bits than the format. They need ``float_format.bits`` bits per
+      number, and up to 31 rows of padding. All other leaves do not change.
 
     Raises:
       TypeError: if ``float_format`` is not a FloatFormat.
@@ -92,7 +90,9 @@ def pack(tree: typing.Any, float_format: FloatFormat) -> typing.Any:
     dtype(bfloat16)
     """
     if not isinstance(float_format, FloatFormat):
-        raise TypeError(f"pack: float_format is {float_format!r}, not a FloatFormat")
+        raise TypeError(
+            f"pack: float_format must be a FloatFormat, got {float_format!r}"
+        )
 
     def convert(x):
         dtype = getattr(x, "dtype", np.dtype(bool))
@@ -105,13 +105,13 @@ def pack(tree: typing.Any, float_format: FloatFormat) -> typing.Any:
 
 
 def unpack(tree: typing.Any) -> typing.Any:
-    """The tree of arrays that :func:`pack` took, or a part of it, as one layer.
+    """Return the arrays that :func:`pack` packed.
 
     Args:
-      tree: of PackedFloats and other leaves, which stay as they are.
+      tree: a tree from :func:`pack`, or a part of it. Other leaves do not change.
 
     Raises:
-      ValueError: if words do not fit what is stored about them.
+      ValueError: if the ``words`` of a leaf do not match its other fields.
     """
     convert = lambda x: x.unpack() if _is_packed(x) else x
     return jax.tree.map(convert, tree, is_leaf=_is_packed)

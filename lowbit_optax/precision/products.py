@@ -1,9 +1,9 @@
 """Matrix products of rounded tensors, in the dtypes of their formats where possible.
 
-A rounded tensor holds numbers of its format in the loss's own dtype, float32 say, and a
-product of two of them is a float32 product. A native product turns the operands into
-arrays of a narrow dtype that has the same numbers, so that it runs on the units of a
-GPU that multiply these, and keeps narrow arrays for the backward pass.
+A rounded tensor stores numbers of its format in the dtype of the loss, such as float32,
+and the product of two such tensors is a float32 product. A *native* product casts the
+operands to narrow dtypes that represent the same numbers. It runs on the units of a GPU
+that multiply these dtypes, and keeps the narrow arrays for the backward pass.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from lowbit_optax.precision.tensor_search import TensorSearch
 
 _E4M3, _E5M2, _BFLOAT16 = map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "bfloat16"))
 _FLOAT8: dict[tuple, np.dtype] = {(4, 3, "nan"): _E4M3, (5, 2, "ieee"): _E5M2}
-# Times 2^63, no number of a float8 is past float32's range, nor is a product's scale.
+# Scaled with 2^63, numbers of a float8 and scales of products do not exceed float32.
 _MAX_BIAS = 63
 Gives = typing.Literal["result", "lhs", "rhs"]
 
@@ -35,14 +35,15 @@ class Product:
     """A matrix product of a loss or of its backward pass.
 
     Args:
-      name: of its result, or for a backward product of the forward one's.
-      gives: ``"result"``, or the cotangent that it gives: ``"lhs"`` or ``"rhs"``.
-      dtypes: names of its operands' dtypes. In a backward product the result's
-        cotangent comes first.
-      is_native: whether these are the dtypes of the operands' formats, as
-        ``apply(..., products="native")`` makes them.
-      flop: multiplications and additions, of all its runs in scans.
-      sizes: elements of the operands, likewise.
+      name: the name of the forward product's result.
+      gives: ``"result"`` for a forward product, ``"lhs"`` or ``"rhs"`` for a backward
+        product that gives the cotangent of this operand.
+      dtypes: the names of the operands' dtypes. In a backward product, the cotangent of
+        the result comes first.
+      is_native: whether these dtypes are the ones that ``apply`` uses with
+        ``products="native"``.
+      flop: the number of multiplications and additions in all runs.
+      sizes: the numbers of elements of the operands in all runs.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Product:
 
     @property
     def operand_bytes(self) -> int:
-        """The bytes that both operands take in their dtypes."""
+        """The number of bytes of both operands."""
         sizes = zip(self.dtypes, self.sizes, strict=True)
         return sum(jnp.dtype(dtype).itemsize * size for dtype, size in sizes)
 
@@ -62,18 +63,16 @@ class Product:
 def products(
     loss_fn: Callable, assignment: Assignment, params, *batch, has_aux: bool = False
 ) -> list[Product]:
-    """The products of a loss and its gradient, with native products where possible.
-
-    Nothing is computed.
+    """List the matrix products of a loss and its gradient, without computing them.
 
     Args:
-      loss_fn, params, *batch, has_aux: as given to :func:`trace`.
-      assignment: of this loss, with known levels.
+      loss_fn, params, *batch, has_aux: the arguments of :func:`trace`.
+      assignment: an assignment for this loss, which must not be traced.
 
     Returns:
-      A :class:`Product` for each ``dot_general`` outside of while loops and of what has
-      its own derivative rule, and for the backward products of those of its operands
-      that have cotangents. Convolutions are not among them; they are never native.
+      A :class:`Product` for each forward ``dot_general``, and one for each of its
+      operands that has a cotangent. Convolutions, which are never native, are not
+      listed, nor are products in while loops and functions with a derivative rule.
 
     >>> import jax.numpy as jnp
     >>> from lowbit_optax import precision
@@ -115,7 +114,7 @@ def products(
 
 
 def _pairs(lhs, rhs, result) -> dict[Gives, tuple]:
-    """What a product and those of its backward pass read, by what they give."""
+    """Return the operands of a product and of its two backward products."""
     return {"result": (lhs, rhs), "lhs": (result, rhs), "rhs": (result, lhs)}
 
 
@@ -124,7 +123,7 @@ def _product_formats(
 ) -> dict[Call, tuple[FloatFormat | None, ...]]:
     """The formats of each ``dot_general``'s operands and of its result's cotangent.
 
-    They are None for what is not rounded to one format.
+    A format is None if the array is not rounded, or not always to the same format.
     """
     formats = assignment.formats
     low, low_backward = np.asarray(assignment.low), np.asarray(assignment.low_backward)
@@ -146,16 +145,17 @@ def _product_formats(
 def product_dtypes(
     x: FloatFormat | None, y: FloatFormat | None
 ) -> tuple[np.dtype, np.dtype] | None:
-    """The dtypes in which numbers of two formats are multiplied, or None.
+    """Return the dtypes in which numbers of two formats are multiplied, or None.
 
     Args:
-      x, y: the operands' formats; None for what has none.
+      x, y: the formats of the operands; None if an operand has no format.
 
     Returns:
-      float8_e4m3fn and float8_e5m2 where both formats are these, with any bias b of
-      magnitude up to 63: the operands are then 2^b times the numbers. Two float8_e5m2,
-      for which GPUs have no product, and other formats whose numbers bfloat16 has are
-      multiplied in bfloat16. None if it does not have them.
+      The dtypes of the operands, or None if bfloat16 does not represent all numbers of
+      both formats. If both formats have the layout of float8_e4m3fn or float8_e5m2, and
+      a bias b with a magnitude of up to 63, the dtypes are these, and operands are
+      numbers times 2^b. Otherwise, both dtypes are bfloat16, and so they are for two
+      float8_e5m2 operands, which GPUs cannot multiply.
 
     >>> from lowbit_optax.precision import HFP8
     >>> e4m3, e5m2 = map(FloatFormat.of, ("float8_e4m3fn", "float8_e5m2"))
@@ -175,7 +175,7 @@ def product_dtypes(
 def native_products(
     found: TensorSearch, assignment: Assignment
 ) -> dict[Call, Callable[[Sequence], list]]:
-    """What computes each ``dot_general`` that is native, forward or backward."""
+    """Functions that compute each ``dot_general`` that is native in some direction."""
     return {
         call: _native_product(call, *formats)
         for call, formats in _product_formats(found, assignment).items()
@@ -189,16 +189,16 @@ def _native_product(
     rhs: FloatFormat | None,
     cotangent: FloatFormat | None,
 ) -> Callable[[Sequence], list]:
-    """What computes a ``dot_general`` of rounded tensors, and its cotangents.
+    """Return a function that computes a ``dot_general`` and its cotangents natively.
 
-    Where x and y are the operands' numbers times 2^bx and 2^by, in the dtypes that
-    :func:`product_dtypes` says,
+    With operands x and y, which are scaled by 2^bx and 2^by and have the dtypes that
+    :func:`product_dtypes` returns, the result is
 
         z = 2^-(bx + by) sum_k x_k y_k
 
-    with sums and scale in float32. The backward products are computed likewise, each by
-    its formats, and products without such dtypes as they were traced. Infinities become
-    NaN in float8_e4m3fn.
+    with sums and scale in float32. Each backward product uses its own formats. A
+    product without native dtypes runs as it was traced. Infinities become NaN in
+    float8_e4m3fn.
     """
 
     def forward(x, y):
@@ -215,7 +215,7 @@ def _native_product(
 
 
 def _flop(call: Call) -> int:
-    """2 for each element of the result and each position that is summed over."""
+    """Two operations for each element of the result and each term of its sum."""
     (contracted, _), _ = call.params["dimension_numbers"]
     shape = call.inputs[0].aval.shape
     terms = math.prod(shape[axis] for axis in contracted)
@@ -225,12 +225,12 @@ def _flop(call: Call) -> int:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Operand:
-    """An operand of a product, in the narrow dtype of its format if it has one.
+    """An operand of a product, in the narrow dtype of its format if there is one.
 
     Args:
-      values: of that dtype, times a power of two; see :class:`_Narrow`.
-      fmt: its format, None if it was not rounded to one.
-      dtype: that it had before.
+      values: the numbers times a power of two; see :class:`_Narrow`.
+      fmt: the format, or None if the operand was not rounded to a format.
+      dtype: the dtype before narrowing.
     """
 
     values: jax.Array
@@ -239,7 +239,7 @@ class _Operand:
 
     @classmethod
     def of(cls, x: jax.Array, fmt: FloatFormat | None) -> "_Operand":
-        """An array of numbers of a format, narrowed."""
+        """Narrow an array of numbers of a format."""
         narrow, values = _narrow(fmt), x
         if narrow.dtype is not None and x.dtype != narrow.dtype:
             wide = _shifted(rounding.to_float32(x), narrow.shift)
@@ -247,7 +247,7 @@ class _Operand:
         return cls(values, fmt, x.dtype)
 
     def widened(self) -> jax.Array:
-        """The numbers in the dtype that they had before."""
+        """Return the numbers in the original dtype."""
         narrow = _narrow(self.fmt)
         if narrow.dtype is None:
             return self.values
@@ -256,11 +256,11 @@ class _Operand:
 
 
 def _multiply(call: Call, x: _Operand, y: _Operand) -> jax.Array:
-    """The result of a ``dot_general`` for narrowed operands."""
+    """Run a ``dot_general`` with narrowed operands."""
     dtypes = product_dtypes(x.fmt, y.fmt)
     if dtypes is None:
         return bind(call, [x.widened(), y.widened()])[0]
-    # At the default precision XLA lets a GPU keep sums of float8 products in fewer bits
+    # At the default precision, XLA allows GPUs to add float8 products in fewer bits
     # than float32 has.
     params = call.params | {
         "precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST),
@@ -276,7 +276,7 @@ def _multiply(call: Call, x: _Operand, y: _Operand) -> jax.Array:
 def _transposed(
     call: Call, position: int, cotangent: _Operand, other: _Operand
 ) -> jax.Array:
-    """The cotangent of one operand of a call, from its result's and the other one."""
+    """Return the cotangent of one operand, from the result's and the other operand."""
     node = call.inputs[position]
 
     def transpose(ct, other):
@@ -296,14 +296,14 @@ def _transposed(
 
 
 class _Narrow(typing.NamedTuple):
-    """A narrow dtype that has a format's numbers times 2^shift, or None."""
+    """A narrow dtype that represents a format's numbers times 2^shift, or None."""
 
     dtype: np.dtype | None = None
     shift: int = 0
 
 
 def _narrow(fmt: FloatFormat | None) -> _Narrow:
-    """The narrowest of the dtypes; float8 ones with numbers of any small bias."""
+    """Return the narrowest dtype for a format. Float8 allows any small bias."""
     if fmt is None:
         return _Narrow()
     dtype = _FLOAT8.get((fmt.exponent_bits, fmt.mantissa_bits, fmt.specials))
@@ -319,5 +319,5 @@ def _narrow(fmt: FloatFormat | None) -> _Narrow:
 
 
 def _shifted(x: jax.Array, digits: int) -> jax.Array:
-    """Times 2^digits, in float32."""
+    """Multiply by 2^digits in float32."""
     return x * np.ldexp(np.float32(1), digits) if digits else x

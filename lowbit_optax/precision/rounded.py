@@ -1,4 +1,4 @@
-"""``apply``: a loss whose tensors and cotangents are rounded to their formats."""
+"""``apply``: round the tensors and cotangents of a loss to their formats."""
 
 import dataclasses
 import functools
@@ -39,48 +39,50 @@ def apply(
     stored: bool = False,
     products: Products = "emulated",
 ) -> Callable:
-    """The loss with each tensor and each cotangent rounded to its format.
+    """Return a loss that rounds each tensor and each cotangent to its format.
 
-    Where rnd rounds a tensor to the format that it is assigned,
+    With operators f_i, parameters theta_i and values v_i, the loss and its gradient are
 
         v_{i+1} = rnd(f_i(v_i, rnd(theta_i)))
         dv_i = rnd(df_i/dv (dv_{i+1}, v_i, theta_i)),  dtheta_i = rnd(df_i/dtheta(...))
 
-    Nothing is rounded within an operator f_i, not even its accumulations. A tensor that
-    is used several times is rounded once, and so is the sum of its cotangents. The
-    result of the loss is not rounded, nor is anything that it does not depend on.
+    where rnd rounds to the assigned format. Values inside of an operator are not
+    rounded, and neither are its sums. A tensor that is used several times is rounded
+    once, and so is the sum of its cotangents. The result of the loss, and values that
+    do not affect it, are not rounded.
 
     Args:
-      loss_fn: as given to :func:`trace`. Array sizes may differ, operations may not.
-      assignment: from :func:`demote` and the like. If it is an argument of the jitted
-        function around this call, promoting it compiles nothing.
-      has_aux: whether the loss returns ``(loss, aux)``.
-      seed: None rounds to nearest. An integer or uint32 scalar, a different one in each
-        step, rounds stochastically.
-      stored: whether the backward pass keeps tensors as bit patterns of their formats,
-        in arrays of 8, 16 or 32 bits, and computes everything between tensors again.
-        The assignment must then be known when compiling, not an argument. A NaN or
-        infinity that a format has no pattern for makes the whole tensor NaN.
-      products: "native": a ``dot_general`` of two tensors multiplies in float8_e4m3fn
-        and float8_e5m2, with sums in float32, where their formats are these, whatever
-        their bias, and in bfloat16 where that has all numbers of both. So do its
-        backward products. All others remain as they were traced: of wider formats, in
-        while loops and in what has its own derivative rule, convolutions, and
-        constants; :func:`products` tells which. A native product has the precision that
-        is said here, not the one that the loss asks for. The assignment must be known
-        when compiling.
+      loss_fn: the function that you passed to :func:`trace`. The sizes of arrays may
+        change, but the operations must be the same.
+      assignment: a format for each tensor, from a function such as :func:`demote`. If
+        it is an argument of your jitted step, promotion does not recompile the step.
+      has_aux: if True, the loss returns ``(loss, aux)``.
+      seed: an integer or a uint32 scalar for stochastic rounding, which must differ
+        from step to step. If None, rounding is to nearest.
+      stored: if True, the backward pass keeps tensors as bit patterns of their formats,
+        in arrays of 8, 16 or 32 bits, and recomputes everything between them. The
+        assignment must not be traced. If the format has no pattern for a NaN or
+        infinity, the whole tensor becomes NaN.
+      products: if ``"native"``, a ``dot_general`` of two tensors and its backward
+        products run in the dtypes of their formats: float8_e4m3fn and float8_e5m2 with
+        any bias, with sums in float32, or otherwise bfloat16 if it represents all
+        numbers of both formats. They ignore the ``precision`` that the loss sets.
+        Convolutions, and products of wider formats, of constants, in while loops and in
+        functions with their own derivative rule, do not change; :func:`products` lists
+        native products. The assignment must not be traced.
 
     Returns:
       A function ``(params, *batch) -> (loss, overflow)``, or
-      ``(loss, (aux, overflow))`` with ``has_aux``, for ``jax.value_and_grad`` with
-      ``has_aux=True``. ``overflow`` is float32[tensors], the share of each tensor's
-      elements whose magnitude was past its format's largest number, for
-      :func:`promote`. In a scan or loop it is the mean over the iterations that made
-      the tensor; a tensor of a branch that was never taken has none.
+      ``(loss, (aux, overflow))`` with ``has_aux``. Differentiate it with
+      ``jax.value_and_grad(..., has_aux=True)``. ``overflow``, a float32[tensors] for
+      :func:`promote`, is the share of each tensor's elements whose magnitude was above
+      the largest number of its format. In a scan or loop, it is the mean over the
+      iterations that computed the tensor. It is 0 for branches that did not run.
 
     Raises:
-      ValueError: when called, if the loss is not the one that was traced; if ``stored``
-        or native products are asked for and the assignment is traced.
+      TypeError: if ``assignment`` is not an :class:`Assignment`.
+      ValueError: if the assignment is traced and ``stored`` or native products are set.
+        The returned function raises it if the assignment was made for another loss.
 
     References:
       Lee et al. 2023, equation (1); section 4.2.
@@ -98,21 +100,21 @@ def apply(
     """
     if not isinstance(assignment, Assignment):
         raise TypeError(
-            f"apply: assignment is a {type(assignment).__name__}; accepted is what "
-            "demote, uniform or operator_based returns"
+            "apply: assignment must be an Assignment, from demote, uniform or "
+            f"operator_based, got a {type(assignment).__name__}"
         )
     check_choice("apply", "products", products, Products)
     is_native = products == "native"
     if (stored or is_native) and isinstance(assignment.low, Tracer):
         option = "stored=True" if stored else 'products="native"'
         raise ValueError(
-            f"apply: {option} chooses dtypes, so the assignment must be known when "
-            "compiling; it is traced. Close over it instead of passing it to jit"
+            f"apply: assignment must not be traced with {option}, which chooses dtypes "
+            "from it; close over the assignment instead of passing it to jit"
         )
 
     if isinstance(seed, int):
         seed %= 2**32
-    # Known levels as numpy: indexed under jit, a jax.Array would become a tracer.
+    # Use numpy arrays, because indexing a jax.Array under jit returns a tracer.
     known = lambda x: x if isinstance(x, Tracer) else np.asarray(x)
 
     @functools.wraps(loss_fn)
@@ -140,21 +142,21 @@ def apply(
 
 
 _MAX_RUNS = 2**16
-"""Iterations of a loop whose random bits differ from those of other runs of it."""
+"""The random bits of different runs of a loop differ for this number of iterations."""
 
 
 _Shares = dict[int, jax.Array]
-"""By number of a tensor, float32[2]: the sum, over all times that it was made, of the
-share of its elements that overflowed; and how often it was made."""
+"""For each tensor's number, a float32[2]: the sum of the shares of elements that
+overflowed whenever the tensor was computed, and how often it was computed."""
 
 
 class _Evaluation(typing.NamedTuple):
     """Evaluates a traced loss with its tensors rounded.
 
     Args:
-      found: its tensors.
-      rounding: of them.
-      native: what computes products that are native.
+      found: the tensors of the loss.
+      rounding: rounds them.
+      native: functions that compute native products.
     """
 
     found: TensorSearch
@@ -164,12 +166,12 @@ class _Evaluation(typing.NamedTuple):
     def all_at_once(
         self, program: LossProgram, arguments: Sequence, iteration: jax.Array
     ) -> tuple[list, _Shares]:
-        """A program's outputs, and how much of the tensors overflowed.
+        """Return a program's outputs, and shares of elements that overflowed.
 
         Args:
-          program: the loss's, or that of a body.
-          arguments: of it.
-          iteration: uint32 scalar, counts a scan's iterations, for random bits.
+          program: the program of the loss or of a body.
+          arguments: its arguments.
+          iteration: the number of a scan's iteration, a uint32 scalar for random bits.
         """
         segment = Segment(program.calls, program.inputs, program.outputs)
         return self._run(segment, iteration, True, arguments)
@@ -177,11 +179,11 @@ class _Evaluation(typing.NamedTuple):
     def in_segments(
         self, program: LossProgram, arguments: Sequence, iteration: jax.Array
     ) -> tuple[list, _Shares]:
-        """The same, keeping only the tensors' patterns for the backward pass.
+        """Like ``all_at_once``, but keep only patterns for the backward pass.
 
-        What is between scans is computed again in the backward pass, segment by
-        segment. A scan is a segment of its own, and its iterations are computed again
-        one by one: all of it at once would have the values of all iterations.
+        The backward pass recomputes one segment between scans at a time. A scan is a
+        segment of its own, and its iterations are recomputed one at a time, because
+        recomputing them together would need memory for the values of all iterations.
         """
         known = dict(zip(program.inputs, arguments, strict=True))
         shares: _Shares = {}
@@ -197,7 +199,7 @@ class _Evaluation(typing.NamedTuple):
     def _run(
         self, segment: Segment, iteration: jax.Array, is_first: bool, read: Sequence
     ) -> tuple[list, _Shares]:
-        """What a segment writes; the first one also rounds the inputs that it reads."""
+        """Run a segment. The first one also rounds the inputs that it reads."""
         shares: _Shares = {}
 
         def changed(node: Node, x):
@@ -289,7 +291,7 @@ class _Evaluation(typing.NamedTuple):
             (carry, patterns), (i, x) = carry, x
             carry = list(carry)
             for j, fmt in formats.items():
-                # Read from patterns, so that the carry itself is not kept.
+                # Decode the patterns, so that the backward pass drops the carry.
                 y = from_patterns(fmt, patterns[j]).astype(carry[j].dtype)
                 carry[j] = with_tangent_of(carry[j], y)
             arguments = [*constants, *carry, *x]
@@ -311,7 +313,7 @@ class _Evaluation(typing.NamedTuple):
     def _carried_formats(
         self, call: ScanCall, body: LossProgram
     ) -> dict[int, FloatFormat]:
-        """By number, the formats of the carries whose format never changes."""
+        """The formats of carries whose format does not change between iterations."""
         numbers, found = self.found.numbers, {}
         carried = call.inputs[call.scan.constants :][: call.scan.carry]
         for i, (before, after) in enumerate(zip(carried, body.outputs, strict=False)):
@@ -323,10 +325,10 @@ class _Evaluation(typing.NamedTuple):
 
 
 _NONE = np.zeros(2, np.float32)
-"""The share of a tensor that was never made."""
+"""The entry of a tensor that was not computed."""
 
 
 def _typed(outputs: Sequence, call: Call) -> list[jax.Array]:
-    """A body's outputs in the dtypes of the call's: constants may have others."""
+    """Cast a body's outputs to the call's dtypes, from which constants may differ."""
     pairs = zip(outputs, call.outputs, strict=True)
     return [jnp.asarray(x, node.aval.dtype) for x, node in pairs]

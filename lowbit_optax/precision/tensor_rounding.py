@@ -1,4 +1,4 @@
-"""Rounding one tensor, and later its cotangent, to the formats of an assignment."""
+"""Rounding of a tensor and of its cotangent to the formats of an assignment."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,11 +28,11 @@ class TensorRounding:
     """Rounds the tensors of an assignment.
 
     Args:
-      assignment: which format each tensor is in; levels that are known are numpy's.
-      seed: uint32 scalar; None rounds to nearest.
-      is_stored: whether the backward pass keeps tensors as patterns of their formats.
-      has_cotangents: whether tensors have cotangents, which are then rounded too; in a
-        while loop they have none.
+      assignment: the format of each tensor, in numpy arrays unless they are traced.
+      seed: seed for stochastic rounding, a uint32 scalar; None rounds to nearest.
+      is_stored: whether the backward pass keeps tensors as bit patterns.
+      has_cotangents: whether tensors have cotangents, which are rounded too. In a while
+        loop, they have none.
     """
 
     assignment: Assignment
@@ -41,25 +41,25 @@ class TensorRounding:
     has_cotangents: bool = True
 
     def format(self, number: int) -> FloatFormat:
-        """The format of a forward tensor, where it is known when compiling."""
+        """The format of a forward tensor, if the assignment is not traced."""
         return self.assignment.formats.forward(self.assignment.low[number])
 
     def round(
         self, number: int, x: jax.Array, iteration: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """A tensor rounded, and the share of its elements that overflowed.
+        """Round a tensor, and return the share of its elements that overflow.
 
         Args:
-          number: of the tensor.
-          x: its value.
-          iteration: uint32 scalar, counts a scan's iterations, for random bits.
+          number: the number of the tensor.
+          x: the value of the tensor.
+          iteration: the number of a scan's iteration, a uint32 scalar.
         """
         assignment, formats = self.assignment, self.assignment.formats
         forward = assignment.low[number], formats.forward
         backward = assignment.low_backward[number], formats.backward
-        # Where both are known to have all numbers of the dtype, x is not touched, so
-        # that the compiler treats the loss as it would without rounding: between two
-        # operations in bfloat16 it may keep float32.
+        # If both formats represent all numbers of the dtype, return x itself. The
+        # compiler can then optimize as it would without rounding, for example keep
+        # float32 between two bfloat16 operations.
         known = _known(*forward), _known(*backward)
         has_all = all(fmt is not None and fmt.has_all_of(x.dtype) for fmt in known)
         if has_all and not self.is_stored:
@@ -81,29 +81,29 @@ class TensorRounding:
 
 
 def to_patterns(fmt: FloatFormat, y: jax.Array) -> tuple[jax.Array, ...]:
-    """A rounded tensor's patterns; whether it is finite, if they cannot tell."""
+    """A rounded tensor's patterns, and if they lack NaN, whether it is finite."""
     if fmt.specials == "ieee":
         return (fmt.encode(y),)
     return fmt.encode(y), jnp.all(jnp.isfinite(y))
 
 
 def from_patterns(fmt: FloatFormat, stored: tuple[jax.Array, ...]) -> jax.Array:
-    """The tensor; NaN everywhere if it was not finite and the format has no NaN."""
+    """The tensor, or only NaN if it was not finite and its patterns lack NaN."""
     y = fmt.decode(stored[0])
     return y if len(stored) == 1 else jnp.where(stored[1], y, jnp.float32(jnp.nan))
 
 
 def keeping_patterns(function: Callable, **options) -> Callable:
-    """The function, whose backward pass keeps patterns and computes the rest again."""
+    """Make the backward pass of a function keep patterns and recompute the rest."""
     policy = jax.checkpoint_policies.save_only_these_names(_STORED)
     return jax.checkpoint(function, policy=policy, **options)
 
 
 @jax.custom_vjp
 def _with_rounded_cotangent(x, y, grid, bits):
-    """y, whose cotangent is rounded and becomes that of x.
+    """Return y. Its cotangent, rounded, becomes the cotangent of x.
 
-    It cannot be used in a while loop, where custom gradients have no rule.
+    JAX does not support custom gradients in while loops.
     """
     del x, grid, bits
     return y
@@ -125,12 +125,12 @@ _with_rounded_cotangent.defvjp(_forward, _backward)
 
 
 def _share(overflows: jax.Array) -> jax.Array:
-    """The share of elements that are true; 0 if there are none."""
+    """The share of elements that are True; 0 for an empty array."""
     return jnp.sum(overflows.astype(jnp.float32)) / jnp.float32(max(overflows.size, 1))
 
 
 def _known(is_low, of_level: Callable[..., FloatFormat]) -> FloatFormat | None:
-    """The format, where it is known when compiling."""
+    """The format, or None if the assignment is traced."""
     return None if isinstance(is_low, Tracer) else of_level(is_low)
 
 

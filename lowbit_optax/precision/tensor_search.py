@@ -1,25 +1,25 @@
-"""Which of a loss's values are tensors, in the sense of precision assignments.
+"""Find the values of a loss that precision assignments round: its *tensors*.
 
 Lee et al. 2023 round the result of every operator of a network: convolution, batch
-normalisation, activation. A jaxpr has finer operations, ten of them in one batch
-normalisation. A compiler fuses these and never stores their results, so rounding each
-of them would model a different network. Tensors are therefore the values that have to
-be stored:
+normalisation, activation. A jaxpr splits operators into smaller operations, for example
+a batch normalisation into ten. Compilers fuse these operations and do not store their
+results, so rounding each of them would model a different network. Therefore, tensors
+are the values that have to be stored:
 
-* every parameter that the loss depends on, and every floating-point input that a matrix
-  product reads (a network's inputs are rounded, its targets are not);
-* the result of a matrix product (a product or convolution of any kind) or of another
-  operation that is not fused with what reads it: a scan's carry, a maximum pool;
-* every other value that is needed after a later matrix product: by the product itself
-  (an activation before the next layer) or further on (a residual connection).
+* parameters that the loss depends on, and floating-point inputs that a matrix product
+  reads, such as a network's inputs, but not its targets;
+* results of matrix products (including convolutions), and of other operations that
+  compilers do not fuse with their readers, such as carries of scans and maximum pools;
+* other values that are needed after a later matrix product: by the product, like the
+  activation before the next layer, or after it, like a residual connection.
 
-To find the last kind, each value has a *stage*: the number of matrix products on the
-longest way to it. A value is needed later if something of a later stage reads it.
+To find the last kind, each value gets a *stage*: the largest number of matrix products
+on a path to it. A value is needed later if an operation of a later stage reads it.
 
-Some values are never tensors: scalars, constants, what is made of constants and
-integers alone (masks), and what the loss does not depend on (new running statistics).
-Nor are the results of operations that only move elements (a reshape, a slice), because
-their elements have been rounded already.
+Some values are never tensors: scalars, constants, values that depend only on constants
+and integers, such as masks, and values that the loss does not depend on, such as new
+running statistics. Results of operations that only move elements, such as a reshape or
+a slice, are not tensors either, because their elements are already rounded.
 """
 
 import collections
@@ -48,19 +48,19 @@ from lowbit_optax.precision.operations import (
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """What is known of a value while the program is read.
+    """A value of the program.
 
     Args:
       aval: shape and dtype.
-      stage: matrix products on the longest way to it.
-      depends: whether on parameters or floating-point inputs.
+      stage: the largest number of matrix products on a path to the value.
+      depends: whether it depends on parameters or floating-point inputs.
       is_stored: whether it has to be stored, and is rounded if it is a float array.
-      name, kind, repeats, group, made_by, read_by: as in
-        :class:`lowbit_optax.precision.Tensor`; no group if nothing reads it.
-      origins: the values that it may be, if it is not made where it is read: for an
-        input of a body the operand outside, for a result of a call with bodies their
-        outputs.
-      carried: what takes its place in the next run of a body.
+      name, kind, repeats, group, made_by, read_by: see
+        :class:`lowbit_optax.precision.Tensor`. ``group`` is None for unread values.
+      origins: the values that it may equal, if it is not computed where it is read. For
+        the input of a body, this is the operand outside; for a result of a call with
+        bodies, these are the outputs of the bodies.
+      carried: the value that replaces it in the next run of a body.
     """
 
     aval: typing.Any
@@ -77,18 +77,18 @@ class Value:
     carried: "Value | None" = None
 
     def __post_init__(self):
-        # Integers and masks have no precision to lose, whatever they are made of.
+        # Integers and masks are never rounded, whatever they depend on.
         self.depends &= jnp.issubdtype(self.aval.dtype, jnp.inexact)
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is rounded: a float array, needed later, made where it is read."""
+        """Whether it is rounded: a stored float array that is computed here."""
         is_array = is_float(self.aval) and self.aval.ndim > 0 and not self.origins
         is_used = bool(self.read_by) if self.kind == "input" else self.group is not None
         return self.is_stored and self.depends and is_array and is_used
 
     def note_product(self, number: int) -> None:
-        """A matrix product reads it, and so reads whichever of its origins it is."""
+        """Record that a matrix product reads the value, and thus its origins."""
         if number not in self.read_by:
             self.read_by.append(number)
             for origin in self.origins:
@@ -96,23 +96,24 @@ class Value:
 
 
 class TensorSearch:
-    """Reads a traced loss and finds its tensors.
+    """Traces a loss and finds its tensors.
 
     Args:
-      loss_fn: called as ``loss_fn(params, *batch)``.
+      loss_fn: a function ``(params, *batch) -> loss``.
       has_aux: whether it returns ``(loss, aux)``.
-      params, batch: arrays or their shapes and dtypes.
+      params, batch: arrays, or shapes and dtypes.
 
     Attributes:
-      result: the shapes of its result, as a tree.
-      program: its calls, functions under ``jit`` inlined.
-      bodies: by call, what it runs.
-      tensors: in the order in which they are made.
-      products: how many matrix products there are.
-      opaque: names of the calls with arrays inside that cannot be looked into.
-      numbers: of the tensors, by the node at which the tensor is made.
-      operands: by ``dot_general`` outside of while loops, for each operand the numbers
-        of the tensors that it may be; none if it may be no tensor, as a constant is.
+      result: a tree with the shapes of the loss's result.
+      program: the calls of the loss; functions under ``jit`` are inlined.
+      bodies: the bodies that each call runs.
+      tensors: the tensors, in the order in which they are computed.
+      products: the number of matrix products.
+      opaque: the names of calls with arrays inside that cannot be rounded.
+      numbers: for each node that computes a tensor, the number of the tensor.
+      operands: for each ``dot_general`` outside of while loops, and for each of its
+        operands, the numbers of the tensors that it may equal. They are empty if it may
+        equal another value, such as a constant.
 
     Raises:
       TypeError: if the loss is not a float scalar.
@@ -123,9 +124,9 @@ class TensorSearch:
         closed, self.result = jax.make_jaxpr(loss_fn, return_shape=True)(*arguments)
         loss = self.result[0] if has_aux else self.result
         if getattr(loss, "shape", None) != () or not is_float(loss):
-            pair = "" if has_aux else ", or with has_aux=True a pair of it and anything"
+            pair = "" if has_aux else "; if it returns (loss, aux), pass has_aux=True"
             raise TypeError(
-                f"precision: the loss is {loss}; accepted is a float scalar{pair}"
+                f"precision: the loss must be a float scalar, got {loss}{pair}"
             )
         self.program = LossProgram(closed, inline_all=True)
         self.products = 0
@@ -157,7 +158,7 @@ class TensorSearch:
         }
 
     def made_in(self, program: LossProgram) -> list[int]:
-        """Numbers of the tensors that a program makes, itself or in its bodies."""
+        """The numbers of the tensors that a program and its bodies compute."""
         found = []
         for call in program.calls:
             found += [self.numbers[x] for x in call.outputs if x in self.numbers]
@@ -174,14 +175,14 @@ class TensorSearch:
         path: str,
         repeats: int,
     ) -> list[Value]:
-        """Read a program's calls in order; returns its outputs' values.
+        """Read a program's calls in order, and return the values of its outputs.
 
         Args:
-          program: the loss's, or that of a body.
-          inputs: of it.
+          program: the program of the loss or of a body.
+          inputs: the values of its inputs.
           wanted: the outputs that the loss depends on.
-          path: what names begin with.
-          repeats: how often the program runs.
+          path: the prefix of names.
+          repeats: the number of times that the program runs.
         """
         needed = set(made_of(wanted))
         known = dict(zip(program.inputs, inputs, strict=True))
@@ -194,7 +195,7 @@ class TensorSearch:
                 continue
             operands = [known.get(node) or Value(node.aval) for node in call.inputs]
             depends = any(x.depends for x in operands)
-            # Nothing is rounded in a loop over constants and integers.
+            # A loop over constants and integers does not contain tensors.
             is_read = depends or call.primitive is not primitives.while_p
             if call.primitive.name == "optimization_barrier":
                 results = operands
@@ -214,7 +215,7 @@ class TensorSearch:
     def _read_operator(
         self, call: Call, operands: list[Value], where: str, repeats: int
     ) -> list[Value]:
-        """An operator's results are new values; what it computes inside is not read."""
+        """Read an operator, whose results are new values, without its inner values."""
         depends = any(x.depends for x in operands)
         if depends and hides_tensors(call):
             self.opaque.append(where)
@@ -242,7 +243,7 @@ class TensorSearch:
         return [self._values[node] for node in call.outputs]
 
     def _note_use(self, value: Value, stage: int, product: int | None) -> None:
-        """Something of this stage reads a value, perhaps a matrix product."""
+        """Record that an operation of a stage, perhaps a product, reads a value."""
         if value.group is None:
             value.group = self.products
         if value.stage < stage:
@@ -260,7 +261,7 @@ class TensorSearch:
         where: str,
         repeats: int,
     ) -> list[Value]:
-        """Read what a call runs, a conditional's branches as if each were taken."""
+        """Read the bodies of a call, including all branches of a conditional."""
         bodies = self.bodies[call]
         arguments = operands[bodies.first :]
         if call.primitive is primitives.remat_p:  # as if it were inlined
@@ -285,7 +286,7 @@ class TensorSearch:
             for operand in read:
                 if operand.group is None:  # only moves or bodies read it
                     operand.group = self.products
-            # The next run reads a carry in the place of this one's.
+            # The next run reads the new carry where this run reads the old one.
             carried = inside[bodies.constants :][: bodies.carry]
             for before, after in zip(carried, outputs, strict=False):
                 before.carried = after
@@ -293,7 +294,7 @@ class TensorSearch:
                     after.note_product(product)
             cases.append(outputs)
         self._kind = kind
-        if is_loop:  # one that does not run at all returns its operands
+        if is_loop:  # a loop with zero iterations returns its operands
             cases.append(arguments[bodies.constants :])
         return [
             Value(
@@ -309,9 +310,9 @@ class TensorSearch:
 def _wanted(
     call: Call, program: LossProgram, bodies: Bodies, needed: set[Node]
 ) -> set[Node]:
-    """The outputs of a body that its call's needed results are computed from."""
+    """The outputs of a body on which the needed results of its call depend."""
     if call.primitive is primitives.while_p:
-        # Which carries decide how often it runs is not followed: all do.
+        # Any carry may decide how often the loop runs.
         return set(program.outputs)
     results = zip(call.outputs, program.outputs, strict=True)
     wanted = {inner for outer, inner in results if outer in needed}
@@ -328,7 +329,7 @@ def _wanted(
 def _inside(
     program: LossProgram, bodies: Bodies, arguments: Sequence[Value], stage: int
 ) -> list[Value]:
-    """The inputs of a body; a carry may come to depend on any other of them."""
+    """The inputs of a body. A later run's carry may depend on all of them."""
     depends = any(x.depends for x in arguments)
     carried = range(bodies.constants, bodies.constants + bodies.carry)
     return [
@@ -338,7 +339,7 @@ def _inside(
 
 
 def _numbers_of(value: Value, numbers: Mapping[Value, int]) -> tuple[int, ...]:
-    """Numbers of the tensors that a value may be; none if it may be something else."""
+    """The numbers of tensors that a value may equal; () if it may be another value."""
     found, seen, left = set(), set(), [value]
     while left:
         value = left.pop()
@@ -355,7 +356,7 @@ def _numbers_of(value: Value, numbers: Mapping[Value, int]) -> tuple[int, ...]:
 
 
 def _records(values: Iterable[Value]) -> list[Tensor]:
-    """Records of values, those of one name numbered."""
+    """Turn values into tensors, and number equal names."""
     counts: collections.Counter[str] = collections.Counter()
     tensors = []
     for value in values:

@@ -1,15 +1,15 @@
-"""Gradient release: the optimizer's step inside the backward pass.
+"""Gradient release: optimizer updates inside the backward pass.
 
-wrappers        the two custom_vjp wrappers that update in the backward pass
-float_state     integers as floats, which JAX can differentiate
+wrappers        two custom_vjp wrappers that update in the backward pass
+float_state     stores integers as floats, which JAX can differentiate
 api             value_and_update: trace, plan, step
-traced_loss     the loss as a list of calls, and where each parameter is in it
+traced_loss     the loss as a list of calls, and the place of each parameter in it
 plan            when each parameter is updated, and why
-parts           what the optimizer can update by itself, leaves or layers
-step_values     the values of its step, which tell what is updated alike
-evaluation      the loss with the wrappers in it
-released_step   forward, a pass that measures gradients if need be, updates
-host_memory     copies of a layer's state to the device and back
+parts           leaves and layers that the optimizer can update separately
+step_values     the values of a step, to find out whether two steps are equal
+evaluation      runs the loss with the wrappers in it
+released_step   the forward pass, an optional pass that measures gradients, updates
+host_memory     copies the state of a layer to the device and back
 """
 
 from lowbit_optax.release.api import explain, host_shardings, value_and_update

@@ -1,4 +1,4 @@
-"""``value_and_update``: the value of a loss, and its parameters after a step on it."""
+"""``value_and_update``: compute a loss, and update parameters in its backward pass."""
 
 import functools
 import inspect
@@ -33,84 +33,84 @@ def value_and_update(
     typing.Concatenate[Params, OptState, ...],
     tuple[_Value, Params, *tuple[OptState, ...]],
 ]:
-    """A training step that updates parameters during the backward pass.
+    """Return a training step that updates parameters during the backward pass.
 
-    The step gives the result of
+    The step has the same result as
 
         value, grads = jax.value_and_grad(loss_fn)(params, *args)
         params, opt_state = lowbit_optax.step(tx, params, opt_state, grads)
 
-    computed in one backward pass. Each parameter is updated in place as soon as its
-    gradient is complete, and the gradient is then dropped. Put the step under
-    ``jax.jit``, and donate parameters and state.
+    It updates each parameter in place as soon as its gradient is complete, and frees
+    the gradient. Call the step inside ``jax.jit``, and donate parameters and state.
 
-    The gradient of a parameter is whole once the backward pass is past the first use of
-    it in ``loss_fn``. Barriers keep the compiler from going on before the update. Small
-    gradients wait for each other, and those with fewer than 4,096 elements for the end.
-    Each parameter passes through :func:`released`, and scans over parameters that can
-    be updated layer by layer run like :func:`scan`. Between matrix products and
-    convolutions, the backward pass recomputes elementwise operations and random bits
-    instead of keeping their results.
+    The gradient of a parameter is complete once the backward pass is past the first use
+    of the parameter in ``loss_fn``. Barriers keep the compiler from postponing the
+    update. Small parameters are updated in groups, and parameters with fewer than 4,096
+    elements at the end. Each parameter passes through :func:`released`, and a scan over
+    parameters that can be updated layer by layer runs like :func:`scan`. The backward
+    pass recomputes elementwise operations between matrix products and convolutions.
 
     A stack of parameters is updated layer by layer if exactly one ``jax.lax.scan``, or
-    flax's ``nn.scan``, runs over it, nothing else reads it, each layer has at least
-    4,096 elements, and the optimizer can update one layer alone. Cast it in the scan's
-    body, not before the scan. Parameters under one ``jax.checkpoint`` are updated
+    flax's ``nn.scan``, loops over it, nothing else reads it, each layer has at least
+    4,096 elements, and the optimizer can update a single layer. Cast it in the body of
+    the scan, not before the scan. Parameters of one ``jax.checkpoint`` are updated
     together. :func:`explain` reports when each parameter is updated, and why.
 
-    The operations are those above, on the same numbers and in the same order: compiled
-    one at a time, they give the same bits. As XLA compiles by default, last bits may
-    differ: sums of products may be contracted; gradients in bfloat16 that are added up,
-    of a parameter that is used several times, may stay in float32
-    (``xla_allow_excess_precision``); a gradient that is scattered may be added to the
-    momentum of ``optax.sgd`` in another order. A function under ``jit`` that reads
-    several parameters is inlined, which may change the order in which cotangents are
-    added.
+    The step runs the same operations on the same numbers in the same order as the two
+    lines above. If each operation is compiled separately, all bits are the same. If XLA
+    compiles the whole step, last bits may differ: XLA may contract sums of products,
+    keep sums of bfloat16 gradients of a parameter that is used several times in float32
+    (``xla_allow_excess_precision``), or add a scattered gradient to the momentum of
+    ``optax.sgd`` in another order. A function under ``jit`` that reads several
+    parameters is inlined, which may change the order in which cotangents are added.
 
     Args:
-      loss_fn: called as ``loss_fn(params, *args, **kwargs)``; returns a real scalar, or
-        ``(loss, aux)``. To use a :class:`QuantizedTensor` it calls
-        :func:`lowbit_optax.lpmm.dequantize`, for stacked layers in the scan's body.
-      tx: an optax transformation, or :func:`lowbit_optax.with_loss_scale` around one;
-        the loss is then scaled here, and not in ``loss_fn``. The update of one layer in
-        a loop must not need the gradients of other parameters. A stack that is updated
-        as a whole, by its norm or by a product of matrices, waits for its whole
-        gradient. Outside loops, parameters whose updates need each other's gradients
-        wait for the end.
-      has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
-      max_grad_norm: clip the gradients of all parameters to this global norm, as
-        ``optax.clip_by_global_norm`` would before ``tx``. It takes two backward passes
-        after one forward pass, the first for the norm, which keeps no gradients.
-      overflow: what happens if gradients overflow under the loss scale of ``tx``.
+      loss_fn: a function ``(params, *args, **kwargs) -> loss`` that returns a real
+        scalar or ``(loss, aux)``. It must call :func:`lowbit_optax.lpmm.dequantize` to
+        use a :class:`QuantizedTensor`, for stacked layers in the body of the scan.
+      tx: an optax transformation, or :func:`lowbit_optax.with_loss_scale` around one,
+        which scales the loss; do not scale it in ``loss_fn``. In a loop, the update of
+        a layer must not need the gradients of other parameters. A stack that is updated
+        as a whole, with its norm or a product of matrices, waits for its whole
+        gradient. Outside of loops, parameters whose updates need each other's gradients
+        are updated at the end.
+      has_aux: if True, ``loss_fn`` returns ``(loss, aux)``.
+      max_grad_norm: clips the gradients of all parameters to this global norm, as
+        ``optax.clip_by_global_norm`` before ``tx`` would. The backward pass then runs
+        twice after one forward pass, first to compute the norm without keeping
+        gradients.
+      overflow: how to skip updates with a loss scale if gradients overflow, one of:
 
-        - ``"exact"``: an extra backward pass, shared with ``max_grad_norm``, checks all
-          gradients first. If any overflows, no bit changes but in the scale's state.
-        - ``"layer"``: in one pass; a layer of a scan, or leaves that are updated
-          together, are skipped if their own gradients overflow. The scale falls, too.
-      state_memory: where the state of stacks is kept that are updated in a loop:
-        ``"device"``, or ``"pinned_host"``, host memory. There a layer's slice is copied
-        to the device while the layer's gradients are computed, and back after the
-        update. All other state is on the device. A state that lies elsewhere is moved;
-        :func:`host_shardings` places it before. The numbers are the same.
-      grad_dtype: of the gradients of QuantizedTensors; any float dtype.
+        - ``"exact"``: an extra backward pass, which ``max_grad_norm`` shares, first
+          checks all gradients. If any overflows, only the loss scale's state changes.
+        - ``"layer"``: the backward pass runs once. It skips a layer of a scan, or
+          leaves that are updated together, if their own gradients overflow. The loss
+          scale decreases too.
+      state_memory: where to store the state of stacks that are updated in a loop:
+        ``"device"``, or ``"pinned_host"`` for host memory. With host memory, the step
+        copies the state of a layer to the device while it computes the layer's
+        gradients, and back after the update. All other state is on the device. The step
+        moves state that is in the wrong memory; use :func:`host_shardings` to place it
+        in advance. Results do not change.
+      grad_dtype: the dtype of gradients of QuantizedTensors, any float dtype.
 
     Returns:
       A function ``(params, opt_state, *args, **kwargs) -> (value, params, opt_state)``.
-      The value is the loss or ``(loss, aux)`` before the step. ``opt_state`` is that of
-      ``tx.init(params)``, as in the ordinary step, so training can change between both.
-      With ``overflow="layer"`` there is a fourth result, a tree like the parameters of
-      bools, whether a leaf was skipped, or bool[layers] where it was updated in a loop.
+      The value is ``loss`` or ``(loss, aux)`` before the step. ``opt_state`` is the
+      state of ``tx`` as without release, so you can switch between both steps during
+      training. With ``overflow="layer"``, a fourth result shows which updates were
+      skipped: a tree with the structure of the parameters, with a bool for each leaf,
+      or bool[layers] for leaves that are updated in a loop.
 
     Raises:
-      ValueError: if ``max_grad_norm`` is not a positive number; if ``overflow`` is not
-        as above, or ``"layer"`` without a loss scale or with ``max_grad_norm``; if
-        ``state_memory`` is not as above, or the device has no such memory; when the
-        step is called, if a loss scale is inside another transformation, or if ``tx``
-        needs the gradients of several parameters at once, one of which would be updated
-        in a loop.
+      ValueError: if ``max_grad_norm``, ``overflow`` or ``state_memory`` has a wrong
+        value; if ``overflow="layer"`` is used without a loss scale or with
+        ``max_grad_norm``; when the step is called, if the device has no such memory, if
+        a loss scale is inside another transformation, or if an update needs the
+        gradients of several parameters, one of which is updated in a loop.
       TypeError: if ``grad_dtype`` is not a float dtype; when the step is called, if a
         parameter is not an array, if the loss is not a real scalar, or if ``loss_fn``
-        computes with a QuantizedTensor that it has not dequantised.
+        computes with a QuantizedTensor without dequantising it.
 
     References:
       Lewandowski, Kosson 2023, section 3.2, "Fusing backward pass and optimizer step".
@@ -135,7 +135,7 @@ def value_and_update(
     if max_grad_norm is not None and not _is_positive(max_grad_norm):
         raise ValueError(
             "release: max_grad_norm must be a positive number, or None for no "
-            f"clipping; it is {max_grad_norm!r}"
+            f"clipping, got {max_grad_norm!r}"
         )
     _check_options(overflow, state_memory, tx, max_grad_norm)
 
@@ -156,24 +156,27 @@ def explain(
     state_memory: str = "device",
     grad_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
-    """When :func:`value_and_update` updates each parameter; nothing is run.
+    """Report when :func:`value_and_update` updates each parameter, without running it.
 
     Args:
-      loss_fn, tx, has_aux, overflow, state_memory, grad_dtype: as for
+      loss_fn, tx, has_aux, overflow, state_memory, grad_dtype: see
         :func:`value_and_update`.
 
     Returns:
-      A function of ``(params, opt_state, *args, **kwargs)``, arrays or
-      ShapeDtypeStructs. It returns a dictionary from the parameters' paths to
-      ``"in the loop"`` of a scan, ``"in the backward pass, update 1 of 3"``, with the
-      number of leaves beside it and the operation that the pass must be past, or
-      ``"after the backward pass: "`` and the reason. Of stacked parameters that are not
-      updated in the loop of their scan it says why. With a loss scale each also says
-      which overflows leave the parameter as it is; with
-      ``state_memory="pinned_host"``, where its state is.
+      A function of ``(params, opt_state, *args, **kwargs)``, which may be
+      ShapeDtypeStructs. It returns a dictionary from paths of parameters to one of:
+
+      - ``"in the loop"``: in the backward loop of its scan.
+      - ``"in the backward pass, update 1 of 3"``, with the number of leaves that are
+        updated with it, and the operation that reads it first.
+      - ``"after the backward pass: "``, with the reason.
+
+      The text gives the reason if a stack is not updated in the loop of its scan. With
+      a loss scale, it describes which overflows skip the update. With
+      ``state_memory="pinned_host"``, it reports where the state is.
 
     Raises:
-      ValueError, TypeError: as :func:`value_and_update` does.
+      ValueError, TypeError: see :func:`value_and_update`.
 
     >>> import jax.numpy as jnp, optax
     >>> from lowbit_optax import release
@@ -207,7 +210,7 @@ def explain(
 
 
 def _planned(loss_fn: Callable, tx, has_aux: bool, grad_dtype) -> Callable:
-    """``(params, opt_state, args, kwargs) -> (traced loss, plan)``."""
+    """Return a function ``(params, opt_state, args, kwargs) -> (loss, plan)``."""
     dtype = float_dtype("release: grad_dtype", grad_dtype)
 
     def planned(params, opt_state, args, kwargs):
@@ -220,35 +223,35 @@ def _planned(loss_fn: Callable, tx, has_aux: bool, grad_dtype) -> Callable:
 def _check_options(overflow: str, state_memory: str, tx, max_grad_norm) -> None:
     if state_memory not in ("device", "pinned_host"):
         raise ValueError(
-            "release: state_memory must be 'device' or 'pinned_host'; it is "
+            "release: state_memory must be 'device' or 'pinned_host', got "
             f"{state_memory!r}"
         )
     if overflow not in ("exact", "layer"):
         raise ValueError(
-            f"release: overflow must be 'exact' or 'layer'; it is {overflow!r}"
+            f"release: overflow must be 'exact' or 'layer', got {overflow!r}"
         )
     if overflow == "exact":
         return
     if loss_scaled(tx) is None:
         raise ValueError(
-            "release: overflow='layer' is for an optimizer with a loss scale; accepted "
-            "is with_loss_scale(tx, scaling)"
+            "release: overflow='layer' needs an optimizer with a loss scale; pass "
+            "with_loss_scale(tx, scaling) as tx"
         )
     if max_grad_norm is not None:
         raise ValueError(
-            "release: overflow='layer' cannot be combined with max_grad_norm, which is "
-            f"{max_grad_norm!r}; use overflow='exact', which shares the extra backward "
-            "pass that clipping needs"
+            "release: max_grad_norm must be None with overflow='layer', got "
+            f"{max_grad_norm!r}; use overflow='exact', which checks gradients in the "
+            "extra backward pass that clipping needs"
         )
 
 
 def _unless(report: str, overflow: str) -> str:
-    """What is added to the report of a leaf's update about the loss scale."""
+    """Describe when a loss scale skips the update in a report."""
     if overflow == "exact":
-        return "; not if any gradient overflows, which a pass before finds out"
+        return "; skipped if any gradient overflows, which an extra pass checks first"
     if report == "in the loop":
-        return "; not a layer whose gradients overflow"
-    return "; not if a gradient of this update overflows"
+        return "; a layer is skipped if its gradients overflow"
+    return "; skipped if a gradient of this update overflows"
 
 
 def _is_positive(number) -> bool:
@@ -257,15 +260,15 @@ def _is_positive(number) -> bool:
 
 
 def _named_after(loss_fn: Callable, with_update: Callable) -> Callable:
-    """Give a step the loss's name, and the argument names that ``jax.jit`` looks up."""
+    """Give a step the name of the loss, and argument names for ``jax.jit``."""
     try:
         _, *rest = inspect.signature(loss_fn).parameters.values()
         first = list(inspect.signature(with_update).parameters.values())[:2]
         signature = inspect.Signature([*first, *rest])
-    except ValueError:  # a builtin, or a loss that has an argument opt_state itself
+    except ValueError:  # a builtin, or a loss with an argument named opt_state
         signature = inspect.signature(with_update)
     functools.update_wrapper(with_update, loss_fn)
-    # jit would look up the names in the wrapped function, which has no opt_state.
+    # jit would look up argument names in __wrapped__, which has no opt_state.
     attributes = vars(with_update)
     del attributes["__wrapped__"]
     attributes["__signature__"] = signature
@@ -279,24 +282,25 @@ def host_shardings(
     has_aux: bool = False,
     grad_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
-    """Shardings of a state that starts where ``state_memory="pinned_host"`` keeps it.
+    """Return shardings with which a state starts in host memory, without a step.
 
-    The state of stacks that are updated layer by layer is in host memory, all other
-    state on the device; :func:`explain` tells which. Nothing is run.
+    With ``state_memory="pinned_host"``, the state of stacks that are updated layer by
+    layer is in host memory, and all other state is on the device. :func:`explain` lists
+    the stacks.
 
     Args:
-      loss_fn, tx, has_aux, grad_dtype: as for :func:`value_and_update`.
+      loss_fn, tx, has_aux, grad_dtype: see :func:`value_and_update`.
 
     Returns:
-      A function of ``(params, opt_state, *args, **kwargs)``, arrays or
-      ShapeDtypeStructs, to a tree like ``opt_state`` of shardings: those of its arrays
-      with another memory kind. A ShapeDtypeStruct without a sharding is on the first
-      device. Give the tree to ``jax.device_put``, or to ``jax.jit(tx.init,
-      out_shardings=...)``, so that the state starts in host memory.
+      A function of ``(params, opt_state, *args, **kwargs)``, which may be
+      ShapeDtypeStructs. It returns a tree of shardings with the structure of
+      ``opt_state``: the shardings of its arrays, with the right kind of memory. A
+      ShapeDtypeStruct without a sharding is on the first device. Pass the tree to
+      ``jax.device_put`` or to ``jax.jit(tx.init, out_shardings=...)``.
 
     Raises:
       ValueError: if a device has no memory of the kind ``pinned_host``.
-      ValueError, TypeError: as :func:`value_and_update` does.
+      ValueError, TypeError: see :func:`value_and_update`.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from lowbit_optax import release
@@ -319,7 +323,7 @@ def host_shardings(
         stacks = plan.stack_numbers
         leaves, structure = jax.tree.flatten(without_scale(tx, opt_state)[1])
         marks = structure.unflatten([n in stacks for n in range(len(leaves))])
-        # A loss scale's own numbers stay on the device.
+        # The state of the loss scale stays on the device.
         if loss_scaled(tx) is not None:
             around = jax.tree.map(lambda _: False, opt_state)
             marks = around._replace(inner_state=marks)

@@ -7,14 +7,13 @@ from jax import lax
 
 
 def alone(index: jax.Array, update: Callable, *old):
-    """Run ``update(*old)`` apart from the reads and writes of stacks around it.
+    """Run ``update(*old)`` so that XLA does not fuse it with accesses to stacks.
 
-    XLA would fuse these reads and writes with the update. On a GPU, some threads of the
-    fusion write a layer's packed words in place while others still read them, and the
-    weights become wrong. On GPUs and TPUs, a barrier keeps the reads apart. XLA's CPU
-    compiler drops barriers, and would copy whole stacks in every iteration. On CPUs, a
-    conditional keeps the reads apart. ``index`` is the number of a layer, which must
-    not be negative.
+    If a GPU kernel fuses the update with the reads and writes of a stack, some threads
+    write a layer's packed words in place while others still read them, and the weights
+    become wrong. On GPUs and TPUs, a barrier prevents this fusion. The compiler for
+    CPUs drops barriers and would copy whole stacks in every iteration, so a conditional
+    prevents the fusion there. ``index`` is the number of a layer and is not negative.
     """
 
     def branched(index, old):
@@ -25,10 +24,10 @@ def alone(index: jax.Array, update: Callable, *old):
 
 
 def tied(tree):
-    """Return the same arrays, and allow no use of one before all have been computed.
+    """Return the same arrays, none of which can be used before all are computed.
 
-    Within ``shard_map``, arrays that vary over the same devices are tied, because JAX
-    before 0.12 returns arrays from a barrier that all vary alike.
+    Within ``shard_map``, only arrays that vary over the same devices are tied to each
+    other, because a barrier in JAX before 0.12 returns arrays that all vary alike.
 
     >>> tied({"a": jax.numpy.float32(1), "b": ()})
     {'a': Array(1., dtype=float32), 'b': ()}

@@ -1,15 +1,15 @@
-"""A loss, evaluated with the wrappers in the places that a plan chose.
+"""Evaluation of a loss with the wrappers at the places that a plan chose.
 
 JAX differentiates the result. Each parameter passes through ``released`` before its
-first use. A scan over parameters that can be updated layer by layer runs as
-a ``ReleasedLoop``, which ``release.scan`` is, too.
+first use. A scan over parameters that can be updated layer by layer runs as a
+``ReleasedLoop``, like ``release.scan``.
 
 The loss also passes a *token*, a small tree of floats, through every wrapper. No
-operation of the loss reads it. In the backward pass its cotangent visits the wrappers'
-backward rules, in reverse order. Each rule reads what earlier rules
-measured, for example the sum of squared gradients, and adds its own gradients. JAX
-skips a backward rule whose outputs have no cotangent. The token always has one, so JAX
-calls every rule, and even a parameter that the loss does not use gets its new value.
+operation of the loss reads it. In the backward pass, its cotangent visits the backward
+rules of the wrappers in reverse order. Each rule reads the measurements of earlier
+rules, such as the sum of squared gradients, and adds its own. JAX skips a backward rule
+whose outputs have no cotangent. The token always has one, so JAX calls every rule, and
+even a parameter that the loss does not use gets its new value.
 """
 
 import typing
@@ -31,8 +31,8 @@ from lowbit_optax.release.wrappers import released
 
 Rule = Callable[..., tuple]
 """``(part, params, state, gradients, token, index) -> (params, state, token)``.
-Parameters and gradients are by path, ``token`` is the token's cotangent, and ``index``
-is a layer's, or None."""
+Parameters and gradients are dictionaries by path, ``token`` is the token's cotangent,
+and ``index`` is the number of a layer, or None."""
 
 _RECOMPUTED = frozenset(
     {
@@ -41,7 +41,7 @@ _RECOMPUTED = frozenset(
         "slice", "squeeze", "threefry2x32", "transpose",
     }
 )  # fmt: skip
-"""Cheap primitives, beside those that kernels compute elementwise."""
+"""Cheap primitives that are recomputed, in addition to elementwise ones."""
 
 
 def evaluate(
@@ -52,13 +52,13 @@ def evaluate(
     states: Sequence[FloatState],
     token,
 ) -> tuple[list, typing.Any]:
-    """The outputs of the loss's program, and the token.
+    """Return the outputs of the loss's program, and the token.
 
     Args:
       loss, plan: the traced loss, and when its parameters are updated.
-      rule: updates parameters in the backward pass.
-      arrays: the arrays that are differentiated, by path. They are parameters, or
-        zeros that stand in for quantised ones that no loop updates.
+      rule: the function that updates parameters in the backward pass.
+      arrays: the differentiated arrays by path: parameters, or zeros that stand in for
+        quantised parameters that no loop updates.
       states: for each stretch that updates parameters, the values of :func:`carried`
         parameters by path, and the state.
       token: any tree of floats.
@@ -86,9 +86,9 @@ def evaluate(
 
 
 def carried(part: Part) -> dict[str, typing.Any]:
-    """The parameters that travel with the state, as floats: quantised ones, integers.
+    """Quantised and integer parameters by path, which are carried with the state.
 
-    Their own cotangents cannot hold their new values.
+    Their cotangents cannot represent their new values.
     """
     return {
         leaf.name: leaf.value
@@ -98,13 +98,13 @@ def carried(part: Part) -> dict[str, typing.Any]:
 
 
 def _release(part: Part, rule: Rule, known, state, token, live: Sequence[Node]):
-    """Put parameters, and all arrays with a gradient, through ``released``."""
+    """Pass parameters, and all arrays that have a gradient, through ``released``."""
     nodes = {x.name: x.gradient_value for x in part.leaves if x.gradient_value}
 
     def update(params, state, gradients):
         (arrays, _), (values, rest), (gradients, token) = params, state, gradients
         new, rest, token = rule(part, arrays | values, rest, gradients, token, None)
-        # Nothing reads the cotangent of a quantised parameter's stand-in.
+        # The cotangents of arrays that stand in for quantised parameters are not used.
         found = gradients | {x: new[x] for x in arrays if x not in values}
         return (found, token), ({x: new[x] for x in values}, rest)
 
@@ -116,7 +116,7 @@ def _release(part: Part, rule: Rule, known, state, token, live: Sequence[Node]):
 
 
 def _run_again(segment: Segment, known: dict) -> None:
-    """Run calls, and let the backward pass repeat the cheap ones."""
+    """Run calls, and recompute the cheap ones in the backward pass."""
     if not segment.calls:
         return
 
@@ -131,7 +131,7 @@ def _run_again(segment: Segment, known: dict) -> None:
 
 
 def _is_kept(primitive, *_, **params) -> bool:
-    """Whether the backward pass keeps what a primitive computed, if it needs it."""
+    """Whether to store the result of a primitive if the backward pass needs it."""
     if primitive in (p.custom_jvp_call_p, p.jit_p):
         inner = called_jaxpr(params).jaxpr.eqns
         return any(_is_kept(eqn.primitive, **eqn.params) for eqn in inner)
@@ -140,7 +140,7 @@ def _is_kept(primitive, *_, **params) -> bool:
 
 
 def _run_loop(stretch: Stretch, rule: Rule, known, state, token):
-    """Run a scan over layers that its backward loop updates."""
+    """Run a scan over layers, which are updated in its backward loop."""
     (call,), part = stretch.calls, stretch.part
     assert isinstance(call, ScanCall)
     assert part is not None

@@ -1,4 +1,4 @@
-"""Optimizer state as floats, which JAX can carry as cotangents."""
+"""Optimizer state as floats, which JAX can return as cotangents."""
 
 import dataclasses
 import functools
@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 
 _FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.float16, 4: jnp.float32, 8: jnp.float64}
-"""By size in bytes, a float type that XLA moves without changing a bit of its NaNs.
+"""For each size in bytes, a float dtype that XLA copies without changing NaNs.
 
-XLA:CPU may move bfloat16 and float8_e5m2 as wider floats, which changes NaNs."""
+XLA may copy bfloat16 and float8_e5m2 as wider floats on a CPU, which changes NaNs."""
 
 
 @functools.partial(
@@ -23,8 +23,8 @@ class FloatState:
     """A state whose integers are stored as floats with the same bits.
 
     Args:
-      floats: a tree like the state.
-      dtypes: the dtypes of the state's leaves, in order; for random keys their kind.
+      floats: a tree with the structure of the state.
+      dtypes: the dtypes of the state's leaves, or implementations of random keys.
     """
 
     floats: typing.Any
@@ -32,17 +32,17 @@ class FloatState:
 
 
 def as_floats(state) -> FloatState:
-    """Optimizer state in a form that ``jax.grad`` can differentiate.
+    """Convert optimizer state to floats, with which ``jax.grad`` can differentiate.
 
-    JAX has no cotangents for integers. Here each integer becomes a float with the same
-    bits. Booleans and integers of fewer than 8 bits become int8 first, and random keys
-    their data. Arrays of floats stay unchanged.
+    JAX has no cotangents for integers, so each integer becomes a float with the same
+    bits. Booleans and integers with fewer than 8 bits become int8 first, and random
+    keys become their data. Floats do not change.
 
     Args:
       state: a tree of arrays.
 
     Returns:
-      A pytree, from which :func:`as_state` restores the state.
+      A pytree, which :func:`as_state` converts back.
 
     >>> import jax.numpy as jnp
     >>> found = as_floats({"count": jnp.int32(3), "mu": jnp.ones(2)})
@@ -59,7 +59,7 @@ def as_floats(state) -> FloatState:
 
 
 def as_state(floats: FloatState):
-    """The state that :func:`as_floats` converted.
+    """Convert floats from :func:`as_floats` back to the state.
 
     Args:
       floats: the result of :func:`as_floats`, or a gradient with respect to it.

@@ -1,14 +1,14 @@
-"""The optimizer's state in host memory, of which a layer at a time is on the device.
+"""Optimizer state in host memory, from which one layer at a time is on the device.
 
 ::
 
     for every layer, the last one first:
         state of the layer ---> device        while its gradients are computed
-        update, as without
+        update of the layer
         state of the layer ---> host memory
 
-The stacks are carried through the backward loop in host memory, and are written in
-place. Only slices of them move: XLA makes asynchronous copies of these.
+The backward loop carries the stacks in host memory and writes them in place. XLA copies
+only slices of them, asynchronously.
 """
 
 import typing
@@ -21,30 +21,30 @@ _Space = jax.memory.Space
 
 
 def is_on_host(array) -> bool:
-    """Whether an array lies in host memory, within or outside of ``jax.jit``."""
+    """Whether an array, which may be traced, is in host memory."""
     return jax.typeof(array).memory_space == _Space.Host
 
 
 def on_device(array):
-    """The array in the device's memory: itself, or a copy if it is in the host's."""
+    """Return the array, or a copy on the device if it is in host memory."""
     return jax.device_put(array, _Space.Device) if is_on_host(array) else array
 
 
 def on_host(array):
-    """The array in host memory: itself, or a copy if it is on the device."""
+    """Return the array, or a copy in host memory if it is on the device."""
     return array if is_on_host(array) else jax.device_put(array, _Space.Host)
 
 
 def placed_like(array, other):
-    """The array in the memory that the other one lies in."""
+    """Return the array, or a copy of it in the other array's memory."""
     return on_host(array) if is_on_host(other) else on_device(array)
 
 
 def placed(arrays: Iterable, on_the_host: Collection[int]) -> list:
-    """Arrays in host memory, by their numbers, and the others on the device.
+    """Move the arrays with the given numbers to host memory, and others to the device.
 
     Raises:
-      ValueError: if an array must be moved, and JAX's first device has no such memory.
+      ValueError: if arrays must be moved and JAX's first device has no host memory.
     """
     arrays = list(arrays)
     if not all(is_on_host(arrays[number]) for number in on_the_host):
@@ -56,12 +56,12 @@ def placed(arrays: Iterable, on_the_host: Collection[int]) -> list:
 
 
 def with_memory_kind(name: str, leaf, kind: str) -> Sharding:
-    """An array's sharding with a memory kind; without one, that on the first device.
+    """Return the sharding of an array, with a kind of memory.
 
     Args:
       name: the leaf's path, for the error.
-      leaf: an array or a ShapeDtypeStruct.
-      kind: of memory.
+      leaf: an array or a ShapeDtypeStruct, on the first device if it has no sharding.
+      kind: the kind of memory.
 
     Raises:
       ValueError: if a device has no such memory.
@@ -78,9 +78,9 @@ def _check_has(what: str, device, kind: str) -> None:
     kinds = _memory_kinds(device)
     if kind not in kinds:
         raise ValueError(
-            f"release: {what} cannot be in {kind!r} memory: {device} has "
-            f"{', '.join(map(repr, sorted(kinds))) or 'no kinds of memory'}; accepted "
-            "is a backend with that kind, or state_memory='device'"
+            f"release: {what} cannot be in {kind!r} memory, because {device} supports "
+            f"{', '.join(map(repr, sorted(kinds))) or 'no kinds of memory'}; use "
+            "another backend, or pass state_memory='device'"
         )
 
 

@@ -26,10 +26,10 @@ class Operands(typing.NamedTuple):
       shared: arrays that every layer reads.
       init: the first carry.
       layers: arrays, stacked along their first axis.
-      state: of ``(codes, state)``. Codes are arrays of quantised layers.
+      state: ``(codes, state)``, where codes are the arrays of quantised layers.
       xs: other stacked arrays, or None.
-      token: is returned unchanged. In the backward loop the update gets its cotangent
-        and returns a new one, which the update of the next layer gets.
+      token: a tree that the loop returns unchanged. In the backward loop, each update
+        receives its cotangent, and returns a new one for the update of the next layer.
     """
 
     shared: typing.Any
@@ -45,12 +45,12 @@ class ReleasedLoop:
     """A scan that updates each layer in its backward loop; see :func:`.scan`.
 
     Args:
-      body: ``(shared, carry, layer, codes, x) -> (carry, y)``.
-      update: ``(layer, (codes, state), gradients, token, index)`` to new ``(layer,
-        (codes, state), token)``. An array that it returns unchanged is not written.
+      body: a function ``(shared, carry, layer, codes, x) -> (carry, y)``.
+      update: a function ``(layer, (codes, state), gradients, token, index) -> (layer,
+        (codes, state), token)``. Arrays that it returns unchanged are not written.
       how: length, reverse and unroll, as in ``jax.lax.scan``.
       stand_ins: shapes of zeros that are appended to a layer, for the gradients of
-        quantised layers. ``update`` does not get these zeros, only their gradients.
+        quantised layers. ``update`` receives only the gradients of these zeros.
     """
 
     body: Callable
@@ -59,7 +59,7 @@ class ReleasedLoop:
     stand_ins: Sequence[jax.ShapeDtypeStruct] = ()
 
     def __call__(self, operands: Operands) -> tuple:
-        """``(carry, ys, token)``."""
+        """Run the loop, and return ``(carry, ys, token)``."""
         read_back = _ReadBack()
         forward = functools.partial(self._forward, read_back)
         run = jax.custom_vjp(lambda *args: forward(*args)[0])
@@ -68,7 +68,7 @@ class ReleasedLoop:
         return run(*operands)
 
     def _forward(self, read_back: "_ReadBack", *args):
-        """The results, and what the backward pass needs."""
+        """Return the results, and the arrays that the backward pass needs."""
         operands = Operands(*args)
         shared, layers = operands.shared, operands.layers
         codes, _ = as_state(operands.state)
@@ -87,9 +87,9 @@ class ReleasedLoop:
         return (carry, ys, operands.token), residuals
 
     def _backward(self, read_back: "_ReadBack", init, residuals, cotangents):
-        """The cotangents of the operands: for layers and state, their new values.
+        """Return cotangents of the operands, and new values for layers and state.
 
-        ``init`` is the types of the first carry.
+        ``init`` has the types of the first carry.
         """
         shared, layers, state, xs, saved = residuals
         stacks = layers, as_state(state)
@@ -103,9 +103,9 @@ class ReleasedLoop:
             known = jax.tree.leaves((shared, layer, codes, x))
             found = _without_integers(read_back.pull(saved, known, (ct_carry, ct_y)))
             (more, ct_carry, gradients, ct_x), later = tied((found, early))
-            # The layer is read a second time, so that gradients can use the memory of
-            # the first copy.
-            # XLA's CPU compiler, which drops barriers, would copy whole stacks instead.
+            # Read the layer again after the gradients, so that they can use the memory
+            # of the first copy. On a CPU, XLA drops barriers and would copy whole
+            # stacks.
             index = lax.platform_dependent(
                 early, later, cpu=lambda x, _: x, default=lambda _, x: x
             )
@@ -129,13 +129,13 @@ class ReleasedLoop:
 
 
 class _ReadBack:
-    """Finds arrays that a layer's backward pass needs and that exist anyway.
+    """Finds arrays that a layer's backward pass needs and can read again.
 
-    The backward loop reads these again. The forward loop saves the others in stacks.
+    The forward loop saves only the remaining arrays, in stacks.
     """
 
     def save(self, pull, out, known: list) -> list:
-        """The arrays of the function ``pull`` that the forward loop has to save."""
+        """Return the arrays of ``pull`` that the forward loop must save."""
         leaves, self._structure = jax.tree.flatten(pull)
         self._out = jax.tree.map(jax.typeof, out)
         numbers = lambda x: (n for n, each in enumerate(known) if each is x)
@@ -144,20 +144,20 @@ class _ReadBack:
         return [x for x, number in pairs if number is None]
 
     def pull(self, saved: list, known: list, cotangents):
-        """The function's results, from the arrays that the backward loop has."""
+        """Call the function with saved arrays and arrays of the backward loop."""
         rest = iter(saved)
         leaves = [next(rest) if n is None else known[n] for n in self._origins]
         return self._structure.unflatten(leaves)(_like(self._out, cotangents))
 
 
 def _without_integers(tree):
-    """A tree with None for integers, which have no derivative, and for their zeros."""
+    """Replace integers, which have no derivative, and their cotangents with None."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     return jax.tree.map(lambda x: x if is_float(x) else None, tree)
 
 
 def _like(primals, cotangents):
-    """Cotangents of these primals, with JAX's zeros where there is None."""
+    """Replace None in cotangents with the zeros that JAX expects."""
     zero = lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0)
     either = lambda x, ct: zero(x) if ct is None else ct
     return jax.tree.map(either, primals, cotangents)
@@ -175,7 +175,7 @@ def _layer_at(index, stacks, early):
 
 
 def _put(index, stack, old, new):
-    """The stack with a new layer, if it is another one than before."""
+    """Write a new layer to the stack, unless it is the old one."""
     if new is old:
         return stack
     return lax.dynamic_update_index_in_dim(stack, new, index, 0)

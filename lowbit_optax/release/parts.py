@@ -1,15 +1,15 @@
-"""What an optimizer can update by itself: some of the leaves, or a layer of a stack.
+"""Parts of the parameters that an optimizer can update separately.
 
 A :class:`Part` is a subset of the leaves, with the optimizer state that belongs to it.
-The transformation usually sees ``optax.MaskedNode`` in place of every other leaf, as
+The transformation usually sees ``optax.MaskedNode`` instead of every other leaf, as
 inside ``optax.masked``.
 
-A stack can be updated layer by layer if every layer of its new values is computed from
-that layer of its own gradient, parameter and state, and from numbers that depend on no
-gradient (a count, a schedule).
+A stack can be updated layer by layer if every layer of its new values depends only on
+that layer of its gradient, parameter and state, and on numbers that do not depend on
+gradients, such as a count or a schedule.
 
-Whether such a step computes what the step on all leaves does is read off the values of
-both (:mod:`lowbit_optax.release.step_values`).
+To check that such a step computes the same as the step on all leaves, both are traced
+and their values are compared (:mod:`lowbit_optax.release.step_values`).
 """
 
 import dataclasses
@@ -30,13 +30,12 @@ class Part:
     """Some leaves, and the state that a transformation keeps for them.
 
     Args:
-      leaves: of the parameters.
-      structure: of the state that the transformation gets.
-      numbers: of its leaves, in the whole state.
-      exclusive: those that are updated with the leaves, such as moments. The others,
-        such as a count, are only read.
-      others: leaves that the transformation gets, too. Nothing reads what it
-        makes of them.
+      leaves: leaves of the parameters.
+      structure: the structure of the state that the transformation receives.
+      numbers: the numbers of this state's leaves in the whole state.
+      exclusive: the numbers of state that is updated with the leaves, such as moments.
+        Other state, such as a count, is only read.
+      others: leaves that the transformation also receives. Their results are ignored.
     """
 
     leaves: Sequence[ParamLeaf]
@@ -47,29 +46,29 @@ class Part:
 
     @property
     def names(self) -> list[str]:
-        """Paths of the leaves."""
+        """The paths of the leaves."""
         return [leaf.name for leaf in self.leaves]
 
     @property
     def depth(self) -> int:
-        """How many layers the leaves have, if they are stacks."""
+        """The number of layers, if the leaves are stacks."""
         return len(jax.tree.leaves(self.leaves[0].value)[0])
 
 
 class Parts:
-    """What a transformation can update by itself.
+    """The parts that a transformation can update separately.
 
     Args:
       tx: the transformation.
-      opt_state: its state.
-      loss: traced.
-      stacks: the leaves whose first axis is one of layers in a scan.
+      opt_state: the state of the transformation.
+      loss: the traced loss.
+      stacks: the leaves whose first axis is an axis of layers in a scan.
 
     Attributes:
-      whole: the part of all leaves.
-      stacks: by leaf that can be updated layer by layer, the numbers of the state's
-        leaves that are stacks of one layer for each of its layers.
-      reasons: why the other stacks cannot.
+      whole: the part with all leaves.
+      stacks: for each leaf that can be updated layer by layer, the numbers of the
+        state's leaves that are stacks with the same layers.
+      reasons: for each other stack, the reason why it cannot.
     """
 
     def __init__(self, tx, opt_state, loss: TracedLoss, stacks: Iterable[ParamLeaf]):
@@ -93,15 +92,15 @@ class Parts:
 
     @functools.cached_property
     def counts(self) -> list[int]:
-        """Numbers of the state's leaves that need no gradient, such as a count."""
+        """The numbers of state that does not depend on gradients, such as a count."""
         return [n for n in self.whole.numbers if not self._whole_step[n].needs]
 
     def part(self, leaves: Sequence[ParamLeaf], is_last: bool = False) -> Part | str:
-        """The part of these leaves, or why they cannot be updated alone.
+        """Return the part of these leaves, or why they cannot be updated separately.
 
         Args:
-          leaves: of the parameters.
-          is_last: whether what belongs to no leaf is taken from this part, too.
+          leaves: leaves of the parameters.
+          is_last: whether the part also updates the state that belongs to no leaf.
         """
         step, names = self._whole_step, {leaf.name for leaf in leaves}
         own = {key for key in step if _owner(key) in names}
@@ -115,21 +114,19 @@ class Parts:
         part = Part(leaves, structure, numbers, exclusive)
         own.update(exclusive)
         if any(step[key].needs & names for key in step.keys() - own):
-            return (
-                "its gradient is needed for other leaves, or for the rest of the state"
-            )
+            return "other leaves, or the rest of the state, also need its gradient"
         alone = self._step_on(part)
         compared = own.union(numbers if is_last else ())
         if any(step[k].numbers[0] != alone[k].numbers[0] for k in compared):
-            return "the optimizer updates it otherwise when it is alone"
+            return "the optimizer updates it differently without the other leaves"
         return part
 
     def in_loop(self, leaves: Sequence[ParamLeaf]) -> Part:
-        """The part for leaves that a loop updates layer by layer."""
+        """Return the part for leaves that a loop updates layer by layer."""
         return self.with_others(leaves, [n for x in leaves for n in self.stacks[x]])
 
     def with_others(self, leaves: Sequence[ParamLeaf], numbers: list[int]) -> Part:
-        """A part that steps on all leaves, and keeps these leaves and this state."""
+        """Return a part whose step runs on all leaves, and updates only these."""
         others = [leaf for leaf in self._loss.leaves if leaf not in leaves]
         return dataclasses.replace(
             self.whole, leaves=leaves, exclusive=numbers, others=others
@@ -137,7 +134,7 @@ class Parts:
 
     @functools.cached_property
     def _whole_step(self) -> dict[Key, Value]:
-        """The step on all leaves."""
+        """The values of the step on all leaves."""
         numbers = {n for numbers in self.stacks.values() for n in numbers}
         return self._step_on(self.whole, {leaf.name for leaf in self.stacks} | numbers)
 
@@ -148,7 +145,7 @@ class Parts:
         return step_values(self._tx, arguments, part.numbers, self._numbered, stacks)
 
     def _params_of(self, leaves: Iterable[ParamLeaf], layers: Iterable = ()):
-        """The parameters' shapes; some stacks are replaced by one of their layers."""
+        """The shapes of the parameters, with one layer instead of some stacks."""
         shapes = {leaf.name: trees.abstract(leaf.value) for leaf in leaves}
         one = {leaf.name: jax.tree.map(_layer, shapes[leaf.name]) for leaf in layers}
         return self._loss.tree_of(shapes | one)
@@ -159,14 +156,14 @@ class Parts:
         return self._state_of([])
 
     def _state_of(self, leaves: Sequence[ParamLeaf]) -> tuple | str:
-        """Structure of the state for these leaves and its numbers, or why not."""
+        """The structure and numbers of the state for these leaves, or why not."""
         try:
             state = jax.eval_shape(self._tx.init, self._params_of(leaves))
         except (TypeError, ValueError, AttributeError, LookupError) as error:
-            # A mask or a label by the user's function may not know MaskedNode.
+            # A user's function that masks or labels may not support MaskedNode.
             return (
-                "the optimizer has no state for it alone: its init, without the other "
-                f"parameters, raises {type(error).__name__}({str(error)!r})"
+                "the optimizer cannot initialize its state without the other leaves: "
+                f"init raises {type(error).__name__}({str(error)!r})"
             )
         with_path, structure = jax.tree_util.tree_flatten_with_path(state)
         names = [jax.tree_util.keystr(path) for path, _ in with_path]
@@ -174,38 +171,38 @@ class Parts:
         for name, number, (_, leaf) in zip(names, numbers, with_path, strict=True):
             if number < 0 or not _is_like(self._state[number], leaf, leaf.shape):
                 return (
-                    "the optimizer's state for it alone is no part of its state: "
-                    f"state{name} differs"
+                    "the optimizer's state for it is different without the other "
+                    f"leaves, in state{name}"
                 )
         return structure, numbers
 
     def _stacks_of(self, leaf: ParamLeaf) -> list[int] | str:
-        """Numbers of the state's leaves with a layer for each layer of a stack.
+        """The numbers of the state's leaves that have the layers of a stack.
 
-        These are the leaves that change their shape when the parameter is one layer.
+        These leaves change their shape when a single layer replaces the parameter.
         """
         params = self._params_of(self._loss.leaves, [leaf])
         layers, structure = jax.tree.flatten(jax.eval_shape(self._tx.init, params))
         if structure != self.whole.structure:
-            return "the state of one of its layers has another structure"
+            return "the state of a single layer has a different structure"
         depth, found = leaf.value.shape[0], []
         for number, (stack, layer) in enumerate(zip(self._state, layers, strict=True)):
             if number in self._blanks or _is_like(stack, layer, layer.shape):
                 continue
             if not _is_like(stack, layer, (depth, *layer.shape)):
                 of = f"{stack.dtype}{list(stack.shape)}"
-                return f"its state {of} is not a stack of layers"
+                return f"its state, {of}, is not a stack of layers"
             found.append(number)
         return found
 
     def _not_by_layer(self) -> dict[ParamLeaf, str]:
-        """Why stacks cannot be updated layer by layer.
+        """Return why stacks cannot be updated layer by layer.
 
         The step is traced twice, on the stacks and on one layer of each. The traces
-        differ where a mask asks which leaves are matrices, for example.
+        differ, for example, if a mask selects matrices.
 
         Raises:
-          ValueError: if the update of one leaf needs the gradients of another.
+          ValueError: if the update of a leaf needs the gradient of another leaf.
         """
         whole, leaves = self._whole_step, self._loss.leaves
         reasons = _refuse_several_gradients(whole, self.stacks)
@@ -221,14 +218,14 @@ class Parts:
             for key in own:
                 reason = whole[key].several
                 if not reason and whole[key].numbers[1] != layer[key].numbers[1]:
-                    reason = "the update of a layer is not that of the stack"
+                    reason = "the optimizer updates a layer differently than the stack"
                 if reason:
                     reasons.setdefault(leaf, reason)
         return reasons
 
 
 def _owner(key: Key) -> str | None:
-    """Path of the parameter that a step's result is an array of."""
+    """The path of the parameter to which a result of a step belongs, or None."""
     return key[0] if isinstance(key, tuple) else None
 
 
@@ -243,15 +240,15 @@ def _is_like(array, other, shape) -> bool:
 def _refuse_several_gradients(
     step: Mapping[Key, Value], stacks: Mapping[ParamLeaf, Sequence[int]]
 ) -> dict[ParamLeaf, str]:
-    """Raise if a result depends on several leaves' gradients, one of them stacked.
+    """Raise an error if a result needs the gradients of a stack and of another leaf.
 
     Returns:
-      Why a stack has to wait: where else its own gradient is needed.
+      The reasons why stacks have to wait for their whole gradients.
     """
     leaves = {leaf.name: leaf for leaf in stacks}
     owners = {n: leaf.name for leaf, numbers in stacks.items() for n in numbers}
     waiting = {}
-    # The stacks' own results first: a message names them before what they are in.
+    # Check results of stacks first, so that messages name these.
     own = lambda key: _owner(key) not in leaves and key not in owners
     for key in sorted(step, key=own):
         owner = owners.get(key) if _owner(key) is None else _owner(key)
@@ -260,17 +257,17 @@ def _refuse_several_gradients(
             continue
         if owner is None and len(step[key].needs) == 1:
             waiting[leaves[others[0]]] = (
-                "the state keeps a number made of its whole gradient"
+                "the state stores a number that depends on its whole gradient"
             )
             continue
         what = "its state" if owner is None else f"the update of params{owner}"
         other = next((name for name in others if name in leaves), others[0])
         raise ValueError(
-            "release: the optimizer needs the gradients of several leaves at once: "
-            f"{what} depends on the gradient of params{other}. Inside the backward "
-            "pass each gradient is forgotten after its leaf is updated. In place of "
-            "optax.clip_by_global_norm, give max_grad_norm= to value_and_update. "
-            "Anything else that needs all gradients (apply_if_finite, a norm in the "
-            "state) works with lowbit_optax.step, without a release"
+            "release: tx must not need the gradients of several leaves at once, but "
+            f"{what} depends on the gradient of params{other}, which is freed after "
+            "its leaf is updated. Instead of optax.clip_by_global_norm, pass "
+            "max_grad_norm to value_and_update. Other transformations that need all "
+            "gradients, such as apply_if_finite or a norm in the state, work with "
+            "lowbit_optax.step, without gradient release"
         )
     return waiting

@@ -1,15 +1,15 @@
-"""When each parameter is updated in the backward pass, and why not before.
+"""The plan of when the backward pass updates each parameter.
 
-The loss is divided into stretches of calls. At the beginning of a stretch the backward
-pass has the whole gradients of the parameters that the stretch reads first, and so they
-are updated there:
+The loss is divided into stretches of calls. At the beginning of a stretch, the backward
+pass has the whole gradients of all parameters that this stretch is the first to read,
+and updates them:
 
     stretch 1        stretch 2         stretch 3
     x @ w1, tanh  |  x @ w2, tanh  |   x @ w3, tanh, mean
   <- update w1   <- update w2     <-  update w3       <- cotangent of the loss
 
-Every other parameter is updated last, in an empty stretch at the front of the list. A
-scan is a stretch of its own if its loop can update the parameters that it runs over.
+All other parameters are updated last, in an empty stretch at the front of the list. A
+scan is a stretch of its own if its loop can update the parameters that it loops over.
 """
 
 import dataclasses
@@ -29,8 +29,7 @@ from lowbit_optax.release.parts import Part, Parts
 from lowbit_optax.release.traced_loss import ParamLeaf, TracedLoss
 
 MAX_WAITING = 2**22
-"""A group of gradients that wait for each other is updated once it has this many
-elements."""
+"""Leaves are collected into a group until they have this number of elements."""
 
 MIN_LAYER_SIZE = 4096
 """A leaf with fewer elements is updated after the backward pass. A stack whose layers
@@ -48,7 +47,7 @@ _OPAQUE = {
     p.while_p.name: "while",
 }
 _WORDS = _PRODUCTS | _OPAQUE | {p.convert_element_type_p.name: "cast"}
-"""What users call primitives."""
+"""Names of primitives that users know."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,8 +56,8 @@ class Stretch:
 
     Args:
       calls: the calls, in order.
-      part: the leaves that are updated where the stretch begins, or in its loop.
-      in_loop: whether it is a released scan.
+      part: the leaves that are updated at the beginning of the stretch, or in its loop.
+      in_loop: whether the stretch is a scan whose backward loop updates the leaves.
     """
 
     calls: Sequence[Call]
@@ -67,7 +66,7 @@ class Stretch:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether its calls hold operations that this package does not read."""
+        """Whether calls contain operations that are not analysed."""
         return any(map(_is_opaque, self.calls))
 
 
@@ -76,10 +75,10 @@ class ReleasePlan:
     """How the parameters of a traced loss are updated.
 
     Args:
-      stretches: of the loss. The first one has no calls, only what is updated last.
-      parts: of the optimizer.
+      stretches: the stretches of the loss. The first, without calls, is updated last.
+      parts: the parts that the optimizer can update separately.
       active: the values of the loss that have cotangents.
-      reports: by path, when a leaf is updated, and why.
+      reports: for each path, when the leaf is updated, and why.
     """
 
     stretches: Sequence[Stretch]
@@ -89,21 +88,21 @@ class ReleasePlan:
 
     @property
     def stack_numbers(self) -> set[int]:
-        """Numbers of the state's leaves that are updated in loops."""
+        """The numbers of the state's leaves that are updated in loops."""
         return {n for numbers in self.parts.stacks.values() for n in numbers}
 
 
 def loss_scaled(tx) -> LossScaled | None:
-    """The configuration of ``with_loss_scale``, if a transformation is made by it."""
+    """The configuration of ``with_loss_scale``, or None for other transformations."""
     stepper = stepper_of(tx)
     return stepper if isinstance(stepper, LossScaled) else None
 
 
 def without_scale(tx, opt_state):
-    """A transformation and its state, taken out of the loss scale around them.
+    """Return a transformation and its state without the loss scale around them.
 
     Raises:
-      TypeError: if the state is that of another transformation.
+      TypeError: if the state belongs to another transformation.
       ValueError: if a loss scale is inside another transformation.
     """
     scaled = loss_scaled(tx)
@@ -114,9 +113,9 @@ def without_scale(tx, opt_state):
     for path, leaf in jax.tree.leaves_with_path(opt_state, is_leaf=is_scale):
         if is_scale(leaf):
             raise ValueError(
-                "release: there is a loss scale inside another transformation, at "
-                f"state{jax.tree_util.keystr(path)}; accepted is with_loss_scale "
-                "around the whole optimizer"
+                "release: with_loss_scale must be around the whole optimizer, got a "
+                "loss scale inside another transformation, at "
+                f"state{jax.tree_util.keystr(path)}"
             )
     return tx, opt_state
 
@@ -149,7 +148,7 @@ def plan_release(loss: TracedLoss, tx, opt_state) -> ReleasePlan:
             late |= dict.fromkeys(waiting, part)
             part = None
         if loop and part:
-            # Leaves that a loop reads, but that it does not update, are updated before.
+            # Leaves that the loop reads but does not update get a stretch before it.
             stretches.append(Stretch([], part))
         part = parts.in_loop(loop) if loop else part
         stretches.append(Stretch(calls, part, bool(loop)))
@@ -161,9 +160,9 @@ def plan_release(loss: TracedLoss, tx, opt_state) -> ReleasePlan:
 
 
 def _why_late(leaf: ParamLeaf, active: set[Node]) -> str:
-    """Why a leaf is not updated within the backward pass; empty if it may be."""
+    """Why a leaf cannot be updated within the backward pass; empty if it can."""
     if not jnp.issubdtype(leaf.gradient.dtype, jnp.floating):
-        return f"it is {leaf.gradient.dtype}"
+        return f"its dtype is {leaf.gradient.dtype}"
     if leaf.size < MIN_LAYER_SIZE:
         return f"it has fewer than {MIN_LAYER_SIZE} elements"
     if leaf.gradient_value not in active:
@@ -189,7 +188,7 @@ def _reports(
     late: Mapping[ParamLeaf, str],
     no_loop: Mapping[ParamLeaf, str],
 ) -> dict[ParamLeaf, str]:
-    """When leaves are updated; why not in a loop, why not in the backward pass."""
+    """Describe when leaves are updated, and why not in a loop or the backward pass."""
     found = {x: f"after the backward pass: {no_loop.get(x, late[x])}" for x in late}
     updates = [x.part for x in reversed(stretches) if x.part and not x.in_loop]
     for number, part in enumerate(updates, 1):
@@ -199,7 +198,7 @@ def _reports(
             name = readers[leaf].primitive.name
             found[leaf] = (
                 f"in the backward pass, update {number} of {len(updates)}{beside}: its "
-                "gradient is whole once the pass is behind the "
+                "gradient is complete once the pass is past the "
                 f"{_WORDS.get(name, name)} that reads it first"
             )
             if leaf in no_loop:
@@ -211,7 +210,7 @@ def _reports(
 
 
 def _active_values(loss: TracedLoss) -> set[Node]:
-    """The values that have a cotangent: made of parameters, and the loss needs them."""
+    """The values with a cotangent: they depend on parameters, and the loss on them."""
     program = loss.program
     made = {x.gradient_value for x in loss.leaves if x.gradient_value is not None}
     calls = [x for x in program.calls if x.primitive.name != "stop_gradient"]
@@ -229,7 +228,7 @@ def _active_values(loss: TracedLoss) -> set[Node]:
 def _first_readers(
     calls: Sequence[Call], leaves: Sequence[ParamLeaf], active: set[Node]
 ) -> dict[ParamLeaf, Call]:
-    """The first of the calls through which each leaf gets a cotangent."""
+    """The first call through which each leaf receives a cotangent."""
     found: dict[Node, Call] = {}
     for call in calls:
         if not active.isdisjoint(call.outputs):
@@ -243,12 +242,12 @@ def _divided(
     loops: Mapping[Call, Sequence[ParamLeaf]],
     readers: Mapping[ParamLeaf, Call],
 ) -> list[tuple[list[Call], list[ParamLeaf]]]:
-    """The calls of each stretch, and the leaves that are updated where it begins.
+    """The calls of each stretch, and the leaves that are updated at its beginning.
 
-    Leaves are collected until together they have half as many elements as the largest
-    leaf, or ``MAX_WAITING``. A new stretch then begins at the next matrix product,
-    convolution, or call that holds other operations, such as a scan: few arrays pass
-    from one stretch to the next there.
+    Leaves are collected until they have half as many elements as the largest leaf, or
+    ``MAX_WAITING``. The next stretch then begins at a matrix product, a convolution, or
+    a call that contains other operations, such as a scan, because few arrays pass from
+    one stretch to the next at these calls.
     """
     read_by: dict[Call, list[ParamLeaf]] = {}
     for leaf, call in readers.items():
@@ -274,11 +273,11 @@ def _is_opaque(call: Call) -> bool:
 
 
 def _demand_order(program: LossProgram, active: set[Node]) -> list[Call]:
-    """The calls in an order in which parameters are cast when they are first needed.
+    """The calls, reordered such that parameters are cast when they are first needed.
 
-    A cast of all parameters at the beginning of a loss would make the gradients of all
-    wait for its end. A call moves only if it is the only one that reads its operands,
-    so that cotangents are summed in the order in which JAX sums them.
+    If a loss casts all parameters at its beginning, their gradients are complete only
+    at the end of the backward pass. A call moves only if no other call reads its
+    operands, so that cotangents are added in the same order as in JAX.
     """
 
     def moves(call: Call) -> bool:
@@ -300,12 +299,12 @@ def _demand_order(program: LossProgram, active: set[Node]) -> list[Call]:
 
 
 def _scan_over(program: LossProgram, leaf: ParamLeaf) -> ScanCall | str:
-    """The scan over a leaf, or why its loop cannot update the leaf; "" if none is."""
+    """The scan over a leaf, or why its loop cannot update the leaf; "" without scan."""
     values = {*leaf.array_values, leaf.gradient_value}
     over = [call for call in program.scans if not values.isdisjoint(call.scanned)]
     size = math.prod(leaf.value.shape[1:])
     if not jnp.issubdtype(leaf.gradient.dtype, jnp.floating):
-        return f"it is {leaf.value.dtype}"
+        return f"its dtype is {leaf.value.dtype}"
     if not over and _is_scanned(program, values):
         return "it is changed before a scan runs over it"
     if not over:
@@ -315,7 +314,7 @@ def _scan_over(program: LossProgram, leaf: ParamLeaf) -> ScanCall | str:
     if any(program.uses[value] != 1 for value in values):
         users = {user for value in values for user in program.users(value)} - {"scan"}
         others = ", ".join(sorted(users)) or "the scan, in another way"
-        return f"besides a scan it is used by {others}"
+        return f"besides being scanned over, it is used by {others}"
     if not values <= set(over[0].scanned):
         return "only a part of it is scanned over"
     if size < MIN_LAYER_SIZE:
@@ -326,7 +325,7 @@ def _scan_over(program: LossProgram, leaf: ParamLeaf) -> ScanCall | str:
 
 
 def _is_scanned(program: LossProgram, values: set[Node]) -> bool:
-    """Whether a scan runs over values computed from these alone, such as a cast."""
+    """Whether a scan loops over values that depend only on these, such as a cast."""
     made = set(values)
     for call in program.calls:
         inputs = [node for node in call.inputs if node.constant is None]

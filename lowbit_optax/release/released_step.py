@@ -1,4 +1,4 @@
-"""A step: the loss, a pass that measures gradients if need be, and one that updates."""
+"""A step: the loss, an optional pass that measures gradients, and the updating pass."""
 
 import typing
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ class Measured(typing.NamedTuple):
     updated: typing.Any = 0.0
 
     def and_of(self, sizes: Sizes) -> "Measured":
-        """These measurements, with more gradients included."""
+        """Return measurements that include more gradients."""
         finite = sizes.finite.astype(jnp.float32)
         return self._replace(
             finite=self.finite * finite,
@@ -63,15 +63,15 @@ def released_step(
     overflow: str,
     state_memory: str,
 ) -> tuple:
-    """The value, the parameters and the state after a step.
+    """Run a step.
 
     Args:
-      loss, plan: of the optimizer.
-      tx, opt_state, max_grad_norm, overflow, state_memory: of
+      loss, plan: the traced loss, and when its parameters are updated.
+      tx, opt_state, max_grad_norm, overflow, state_memory: see
         :func:`lowbit_optax.release.value_and_update`.
 
     Returns:
-      ``(value, params, opt_state)``, and what was skipped if ``overflow`` is "layer".
+      ``(value, params, opt_state)``, and the skipped leaves if ``overflow`` is "layer".
     """
     scaled, (inner, inner_state) = loss_scaled(tx), without_scale(tx, opt_state)
     state, treedef = jax.tree.flatten(inner_state)
@@ -114,13 +114,13 @@ def released_step(
 
 
 def _measuring(tx, factor: jax.Array | None, squares: bool, sizes: bool) -> Rule:
-    """The rule of a backward pass that measures gradients, and updates nothing.
+    """Return the rule of a backward pass that measures gradients without updates.
 
     Args:
-      tx: the optimizer, whose implementation reduces many gradients.
-      factor: which unscales gradients; None if they are not scaled.
-      squares: whether the sum of squares is wanted, for clipping.
-      sizes: whether the sizes are, for overflows.
+      tx: the optimizer.
+      factor: the factor that unscales gradients; None if they are not scaled.
+      squares: whether to compute the sum of squares, for clipping.
+      sizes: whether to compute sizes, to detect overflows.
     """
 
     def square(gradient: jax.Array) -> jax.Array:
@@ -150,18 +150,18 @@ def _updating(
     factor,
     transform: Callable[[jax.Array], jax.Array],
 ) -> Rule:
-    """The rule of a backward pass that updates parameters.
+    """Return the rule of a backward pass that updates parameters.
 
     Args:
-      loss, plan: whose parameters are updated, and when.
-      tx, state: the transformation, without a loss scale, and the state's leaves.
-      guard: decides whether each update happens; None if its own gradients decide.
-      factor: which unscales gradients, if they decide.
-      transform: what is done to every gradient before the step.
+      loss, plan: the traced loss, and when its parameters are updated.
+      tx, state: the transformation without a loss scale, and the leaves of its state.
+      guard: decides whether updates happen; None if their own gradients decide.
+      factor: the factor that unscales gradients, if ``guard`` is None.
+      transform: a function that is applied to every gradient before the step.
     """
 
     def step(part: Part, params, numbered, gradients: ByPath, guard):
-        """New parameters by path, and new values of the given leaves of the state."""
+        """Return new parameters by path, and new values of the given state."""
         leaves = *part.leaves, *part.others
         values = {leaf.name: params.get(leaf.name, leaf.value) for leaf in leaves}
         found = {leaf.name: leaf.zero_gradient() for leaf in leaves} | {
@@ -204,7 +204,7 @@ def _updating(
 
 
 class _Passes:
-    """A loss that is computed once, and differentiated as often as needed.
+    """Runs the forward pass of a loss once, and its backward pass several times.
 
     Args:
       loss, plan: the traced loss, and when its parameters are updated.
@@ -239,15 +239,15 @@ class _Passes:
         _, self._pull, self.outputs = jax.vjp(function, *primals, has_aux=True)
 
     def go_back(self, start: jax.Array, rule: Rule):
-        """Run the backward pass with a rule, and return the values that it computes.
+        """Run the backward pass with a rule.
 
         Args:
           start: the cotangent of the loss.
           rule: the rule of this pass; see :mod:`lowbit_optax.release.evaluation`.
 
         Returns:
-          Parameters by path, the state's leaves, by path whether gradients are finite,
-          and what was measured of all of them.
+          The parameters by path, the leaves of the state, whether gradients are finite
+          by path, and the measurements of all gradients.
         """
         self._rule = rule
         nothing = Measured(*map(jnp.float32, Measured()))
@@ -262,6 +262,6 @@ class _Passes:
 
 
 def _clipped(norm: jax.Array, max_norm: float, grad: jax.Array) -> jax.Array:
-    """``optax.clip_by_global_norm`` of one gradient, by the norm of all of them."""
+    """Clip one gradient as ``optax.clip_by_global_norm`` does with this global norm."""
     clipped = grad.astype(jnp.float32) / norm * jnp.float32(max_norm)
     return jnp.where(norm < jnp.float32(max_norm), grad, clipped.astype(grad.dtype))

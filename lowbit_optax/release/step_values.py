@@ -1,8 +1,8 @@
-"""The values of an optimizer's step, numbered so that equal computations are equal.
+"""The values of an optimizer's step, with equal numbers for equal computations.
 
-A value's number stands for its shape, the primitive that computes it, and the numbers
-of its operands, down to gradients, parameters, state and constants. A second number
-leaves out shapes, to compare a step on one layer with the step on a stack of layers.
+The number of a value represents its shape, the primitive that computes it, and the
+numbers of its operands, back to gradients, parameters, state and constants. A second
+number ignores shapes, to compare a step on one layer with a step on a stack of layers.
 """
 
 import typing
@@ -21,20 +21,20 @@ from lowbit_optax._step.context import LAYERWISE
 from lowbit_optax.transformations.lowbit import step
 
 Key = typing.Any
-"""Of a result: the number of a leaf of the state, or the path of a parameter and the
-number of an array of it."""
+"""The key of a result: the number of a leaf of the state, or the path of a parameter
+and the number of one of its arrays."""
 
 
 class Value(typing.NamedTuple):
-    """One value of a step, and how it was computed.
+    """A value of a step, and how it was computed.
 
     Args:
-      numbers: one is equal for equal computations of equal shape, the other for equal
-        computations of any shape.
-      needs: paths of the parameters whose gradients it depends on.
+      numbers: two numbers. Computations with equal first numbers are equal and have the
+        same shape; those with equal second numbers are equal except for shapes.
+      needs: the paths of parameters. The value depends on their gradients.
       in_stacks: whether it depends on stacks of layers.
-      several: the reason why a layer of the value needs several layers of stacks;
-        empty if it needs the same layer, and scalars that depend on none.
+      several: the reason why a layer of the value needs several layers of stacks. It is
+        empty if it needs only the same layer, and scalars that do not depend on layers.
     """
 
     numbers: tuple[int, int]
@@ -50,19 +50,20 @@ def step_values(
     numbers: dict,
     stacks: Container = (),
 ) -> dict[Key, Value]:
-    """The results of a step, by key.
+    """Trace a step, and return its results by key.
 
     Args:
       tx: the transformation.
       arguments: shapes and dtypes of gradients, state and parameters.
-      state_keys: numbers of the state's leaves.
-      numbers: the numbers of the values so far; new ones are added.
-      stacks: paths of parameters and numbers of state that are stacks of layers.
+      state_keys: the numbers of the state's leaves.
+      numbers: the numbers of earlier computations, to which new ones are added.
+      stacks: the paths of parameters and numbers of state that are stacks of layers.
     """
     closed, (_, new_state) = _traced(tx, *arguments)
     if len(jax.tree.leaves(new_state)) != len(state_keys):
         raise ValueError(
-            "release: the optimizer's update returns a state of another structure"
+            "release: tx.update must return a state with the structure of its input, "
+            "got another structure"
         )
     names, leaves, _ = trees.named_leaves(arguments[2])
     pairs = zip(names, leaves, strict=True)
@@ -91,26 +92,26 @@ def _traced(tx, grads, state, params):
         if "required keyword-only argument" not in str(error):
             raise
         raise ValueError(
-            f"release: the optimizer needs more than gradients: {error}. An optimizer "
-            "that reads the loss or searches along a line, such as optax.lbfgs, cannot "
-            "be used with gradient release; call tx.update with all gradients instead"
+            "release: tx.update must need only gradients, state and parameters, but "
+            f"raised: {error}. Optimizers that read the loss or run a line search, "
+            "such as optax.lbfgs, need all gradients at once; call tx.update with them"
         ) from error
 
 
 class _Values(dict[Node, Value]):
-    """The values of a graph's nodes."""
+    """The values of the nodes of a graph."""
 
     def __init__(self, numbers: dict):
         super().__init__()
         self._numbers = numbers
 
     def both(self, key, other) -> tuple[int, int]:
-        """The numbers of two computations, new ones if they have none yet."""
+        """Return the numbers of two computations, and add new ones if necessary."""
         number = self._numbers.setdefault(key, len(self._numbers))
         return number, self._numbers.setdefault(other, len(self._numbers))
 
     def of(self, node: Node) -> Value:
-        """The value of a node, perhaps a constant."""
+        """Return the value of a node, which may be a constant."""
         if node.constant is None:
             return self[node]
         constant = node.constant
@@ -123,7 +124,7 @@ class _Values(dict[Node, Value]):
         return Value(self.both(key, key), frozenset(), False, _another(node))
 
     def add(self, call: Call) -> None:
-        """Add what a call computes."""
+        """Add the results of a call."""
         operands = [self.of(node) for node in call.inputs]
         needs = frozenset().union(*(x.needs for x in operands))
         in_stacks = any(x.in_stacks for x in operands)
@@ -145,7 +146,7 @@ class _Values(dict[Node, Value]):
 
 def _another(node: Node) -> str:
     shape = list(node.aval.shape)
-    return f"its update takes another array, {shape}" if shape else ""
+    return f"its update reads another array, with shape {shape}" if shape else ""
 
 
 def _are_scalars(nodes: Iterable[Node]) -> bool:
@@ -153,7 +154,7 @@ def _are_scalars(nodes: Iterable[Node]) -> bool:
 
 
 def _keeps_layers(call: Call) -> bool:
-    """Whether a layer of a call's results is made of the same layer of its inputs."""
+    """Whether each layer of a call's results depends only on that layer of inputs."""
     primitive, params = call.primitive, call.params
     if _are_scalars((*call.inputs, *call.outputs)):
         return True

@@ -1,4 +1,4 @@
-"""A loss traced at its arguments, and where the leaves of the parameters are in it."""
+"""A traced loss, and the values in it that belong to each leaf of the parameters."""
 
 import dataclasses
 import math
@@ -18,16 +18,16 @@ from lowbit_optax.lpmm.gradients import with_stand_in
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ParamLeaf:
-    """A leaf of the parameters and its values in the traced loss.
+    """A leaf of the parameters, and its values in the traced loss.
 
     Args:
-      name: its path.
+      name: the path of the leaf.
       value: an array or a QuantizedTensor.
-      array_values: the values that are its arrays.
-      gradient_value: the value in which the loss is differentiated: the array
-        itself, or the array that stands in for a QuantizedTensor. None for integers,
-        which have no gradient.
-      gradient: shape and dtype of its gradient; for integers, their own.
+      array_values: the values in the traced loss for the arrays of the leaf.
+      gradient_value: the value with respect to which the loss is differentiated: the
+        array itself, or the array that stands in for a QuantizedTensor. None for
+        integers, which have no gradient.
+      gradient: the shape and dtype of the gradient, or for integers, of the leaf.
     """
 
     name: str
@@ -38,22 +38,22 @@ class ParamLeaf:
 
     @property
     def arguments(self) -> list[jax.Array]:
-        """Its arrays, and zeros for what stands in for a QuantizedTensor."""
+        """The arrays of the leaf, and zeros that stand in for a QuantizedTensor."""
         arrays = jax.tree.leaves(self.value)
         return [*arrays, self.zero_gradient()] if self.is_quantized else arrays
 
     @property
     def size(self) -> int:
-        """How many elements its gradient has."""
+        """The number of elements of the gradient."""
         return math.prod(self.gradient.shape)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether it must be dequantised to be read."""
+        """Whether the leaf is quantised."""
         return tensors.is_quantized(self.value)
 
     def zero_gradient(self) -> jax.Array:
-        """Zeros of its gradient's shape and dtype; an array's are placed like it."""
+        """Zeros like the gradient. For an array, they have the array's sharding."""
         if self.is_quantized:
             return jnp.zeros(self.gradient.shape, self.gradient.dtype)
         return jnp.zeros_like(self.value)
@@ -61,15 +61,15 @@ class ParamLeaf:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedLoss:
-    """A traced loss, and the arguments at which it was traced.
+    """A traced loss, and the arguments with which it was traced.
 
     Args:
-      program: of ``(params, args, kwargs)``, flat.
-      leaves: of the parameters.
-      treedef: the parameters' structure.
+      program: the program, whose inputs are the arrays of ``(params, args, kwargs)``.
+      leaves: the leaves of the parameters.
+      treedef: the structure of the parameters.
       other_arguments: the arrays in args and kwargs.
-      result_shapes: shape and dtype of the results, as a tree.
-      has_effects: whether it does more than compute, such as print.
+      result_shapes: a tree with the shapes and dtypes of the results.
+      has_effects: whether the loss has side effects, such as printing.
     """
 
     program: LossProgram
@@ -80,7 +80,7 @@ class TracedLoss:
     has_effects: bool
 
     def tree_of(self, found: Mapping[str, typing.Any]):
-        """A tree like the parameters, with MaskedNode where nothing was found."""
+        """Return values by path as a tree, with MaskedNode for missing values."""
         masked = optax.MaskedNode()
         return self.treedef.unflatten([found.get(x.name, masked) for x in self.leaves])
 
@@ -91,7 +91,7 @@ class TracedLoss:
         return arrays + self.other_arguments
 
     def result(self, arrays: Sequence):
-        """The loss, or ``(loss, aux)``, from its arrays."""
+        """Return the loss, or ``(loss, aux)``, from its arrays."""
         return jax.tree.unflatten(jax.tree.structure(self.result_shapes), arrays)
 
 
@@ -101,20 +101,21 @@ def trace_loss(
     """Trace a loss once.
 
     Args:
-      loss_fn, has_aux: as in :func:`lowbit_optax.release.value_and_update`.
-      dtype: of the gradients of QuantizedTensors.
-      params, args, kwargs: arguments of the loss. Anything in args and kwargs that is
-        not an array, such as a flag, is passed on as it is.
+      loss_fn, has_aux: see :func:`lowbit_optax.release.value_and_update`.
+      dtype: the dtype of the gradients of QuantizedTensors.
+      params, args, kwargs: arguments of the loss. Leaves of args and kwargs that are
+        not arrays, such as flags, are passed to the loss without tracing.
 
     Raises:
-      TypeError: if a leaf of the parameters is not an array, or the loss does not
-        return what ``has_aux`` says.
+      TypeError: if a leaf of the parameters is not an array, or if the result of the
+        loss does not match ``has_aux``.
     """
     names, values, treedef = trees.named_leaves(params)
     for name, value in zip(names, values, strict=True):
         if not _is_array(value):
             raise TypeError(
-                f"release: params{name} is {value!r}, not an array or QuantizedTensor"
+                f"release: params{name} must be an array or a QuantizedTensor, got "
+                f"{value!r}"
             )
     gradients = [
         jax.ShapeDtypeStruct(x.shape, dtype if tensors.is_quantized(x) else x.dtype)
@@ -144,7 +145,7 @@ def trace_loss(
 
 
 def _located(program: LossProgram, names, values, gradients) -> list[ParamLeaf]:
-    """The leaves with their values, which are the program's first inputs."""
+    """Return the leaves with their values, the first inputs of the program."""
     inputs = iter(program.inputs)
     leaves = []
     for name, value, gradient in zip(names, values, gradients, strict=True):
@@ -166,13 +167,12 @@ def _is_array(x) -> bool:
 def _check_result(shapes, has_aux: bool) -> None:
     if has_aux and not (isinstance(shapes, tuple) and len(shapes) == 2):
         raise TypeError(
-            "release: with has_aux=True the loss must return (loss, aux); it returned "
-            f"{shapes}"
+            f"release: loss_fn must return (loss, aux) with has_aux=True, got {shapes}"
         )
     loss: typing.Any = shapes[0] if has_aux else shapes
     is_real = _is_array(loss) and jnp.issubdtype(loss.dtype, jnp.floating)
     if not is_real or loss.shape != ():
         raise TypeError(
-            f"release: the loss must be a real scalar; it is {loss}. If the function "
-            "returns (loss, aux), give has_aux=True"
+            f"release: the loss must be a real scalar, got {loss}; if loss_fn returns "
+            "(loss, aux), pass has_aux=True"
         )

@@ -24,17 +24,17 @@ Update = Callable[[typing.Any, typing.Any, typing.Any], tuple]
 
 
 def released(update: Update, params, state: FloatState, activations):
-    """Return parameters and activations unchanged; update when differentiated.
+    """Return parameters and activations unchanged, and update in the backward pass.
 
-    Everything that reads ``params`` must read the returned ones, and the layer must
-    read the returned activations. When the backward rule runs, the gradient is complete
-    and no remaining computation needs the old parameters. The rule calls ``update`` and
-    returns new values instead of cotangents:
+    Use the returned parameters wherever the loss needs them, and pass the returned
+    activations to the layer. When the backward rule of this function runs, the gradient
+    is complete, and the old parameters are no longer needed. The rule calls ``update``
+    and returns new values instead of cotangents:
 
         d loss / d params = new params,    d loss / d state = new state
 
-    Barriers keep the compiler from postponing the update, so that one gradient is
-    alive at a time.
+    Barriers keep the compiler from postponing the update, so that only one gradient
+    exists at a time.
 
     Args:
       update: a function ``(params, state, gradients) -> (params, state)``, such as
@@ -42,7 +42,7 @@ def released(update: Update, params, state: FloatState, activations):
       params: a tree of floating-point arrays.
       state: :func:`as_floats` of the optimizer's state for these parameters.
       activations: a tree of the arrays that the layer reads. If no gradient flows
-        through any result, ``update`` is not called, and the cotangents are zeros.
+        through the results, ``update`` is not called, and the cotangents are zeros.
 
     Returns:
       ``(params, activations)``.
@@ -70,13 +70,13 @@ def released(update: Update, params, state: FloatState, activations):
         return params, activations
 
     def forward(params, state, activations):
-        # XLA would keep every gradient until the end without this barrier.
+        # Without this barrier, XLA would keep every gradient until the end.
         return (params, tied(activations)), (params, state)
 
     def backward(saved, cotangents):
         params, state = saved
-        # Cotangents of earlier layers read the old parameters. They have to be
-        # complete before the parameters are overwritten.
+        # Cotangents of earlier layers depend on the old parameters, and must be
+        # computed before the parameters are overwritten.
         gradients, later = tied(cotangents)
         old = params, as_state(state)
         new = update(*old, gradients)
@@ -113,10 +113,10 @@ def scan(
       update: a function ``(layer, state, gradients) -> (layer, state)``, such as
         ``functools.partial(lowbit_optax.step, tx)``.
       init: the first carry.
-      layers: a tree of floating-point arrays, stacked along their first axis. Nothing
-        else may read them.
-      state: :func:`as_floats` of the layers' states, each stacked likewise, as by
-        ``jax.vmap(tx.init)(layers)``.
+      layers: a tree of floating-point arrays, stacked along their first axis. No other
+        part of the loss may read them.
+      state: :func:`as_floats` of the layers' states, stacked along their first axis,
+        such as ``jax.vmap(tx.init)(layers)``.
       xs: other stacked arrays, or None.
       length, reverse, unroll: as in ``jax.lax.scan``.
 
@@ -162,23 +162,23 @@ def scan(
 
 
 def check_kept(name: str, old, new) -> None:
-    """Raise if an update changed the structure of a tree, or a shape or a dtype in it.
+    """Check that an update kept the structure of a tree, and its shapes and dtypes.
 
     Raises:
-      TypeError: naming the path.
+      TypeError: if it did not. The message names the leaf.
     """
     with_path, structure = jax.tree_util.tree_flatten_with_path(old)
     if jax.tree.structure(new) != structure:
         found = jax.tree.structure(new)
         raise TypeError(
-            f"release: the update must keep the structure of {name}, {structure}; it "
-            f"returns {found}"
+            f"release: update must return {name} with its structure, {structure}, got "
+            f"{found}"
         )
     for (path, x), y in zip(with_path, jax.tree.leaves(new), strict=True):
         was, made = jax.typeof(x), jax.typeof(y)
         if (was.shape, was.dtype) != (made.shape, made.dtype):
             raise TypeError(
-                f"release: the update makes {made.str_short()} of "
-                f"{name}{jax.tree_util.keystr(path)}, which is {was.str_short()}; "
-                "an update must keep shapes and dtypes"
+                "release: update must keep shapes and dtypes, but "
+                f"{name}{jax.tree_util.keystr(path)} was {was.str_short()} and became "
+                f"{made.str_short()}"
             )

@@ -1,4 +1,4 @@
-"""What training takes and loses: memory, planned and compiled, and rounding errors."""
+"""Reports about memory, before and after compiling, and about rounding errors."""
 
 from lowbit_optax.reports.diagnostics import LeafReport, StepReport, step_report
 from lowbit_optax.reports.explaining import explain

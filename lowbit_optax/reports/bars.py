@@ -1,11 +1,11 @@
-"""The picture of a :class:`MemoryReport`: bytes per parameter as stacked bars."""
+"""The plot of a :class:`MemoryReport`: bytes per parameter as stacked bars."""
 
 import typing
 
-# Colours by Okabe and Ito, which people with any colour vision tell apart.
+# The colours of Okabe and Ito, which people with colour blindness can distinguish.
 _COLOURS = {
     "parameters": "#0072B2",
-    "float32 master, moments": "#999999",
+    "float32 master and moments": "#999999",
     "residual": "#56B4E9",
     "moments": "#009E73",
     "accumulators": "#F0E442",
@@ -15,13 +15,13 @@ _COLOURS = {
 
 
 def bars(report: typing.Any) -> dict[str, dict[str, float]]:
-    """Bytes per parameter of each part, by bar, from the bottom up.
+    """Return the bytes per parameter of each part of each bar, in order.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
     >>> tx = lowbit_optax.kahan_adamw(1e-3)
     >>> found = bars(lowbit_optax.memory_report(tx, params))
-    >>> {part: round(size, 3) for part, size in found["this"].items()}
+    >>> {part: round(size, 3) for part, size in found["this optimizer"].items()}
     {'parameters': 2.0, 'residual': 2.0, 'moments': 4.0, 'gradients': 2.0}
     """
     total = report.total
@@ -30,12 +30,12 @@ def bars(report: typing.Any) -> dict[str, dict[str, float]]:
     held |= {part: getattr(total, part) for part in of_state}
     usual = {
         "parameters": total.params,
-        "float32 master, moments": max(total.float32_master - total.params, 0),
+        "float32 master and moments": max(total.float32_master - total.params, 0),
     }
     found = {
         "optax, float32 master": usual | {"gradients": report.gradients},
-        "this": held | {"gradients": report.gradients},
-        "this, with release": held | {"gradients": report.released_gradients},
+        "this optimizer": held | {"gradients": report.gradients},
+        "with gradient release": held | {"gradients": report.released_gradients},
     }
     size = max(total.size, 1)
     return {
@@ -45,14 +45,14 @@ def bars(report: typing.Any) -> dict[str, dict[str, float]]:
 
 
 def draw(report: typing.Any, ax: typing.Any = None):
-    """Draw the bars on matplotlib axes; see :meth:`MemoryReport.plot`."""
+    """Draw the bars with matplotlib; see :meth:`MemoryReport.plot`."""
     if ax is None:
         try:
             from matplotlib import pyplot
         except ImportError as error:
             raise ImportError(
-                "MemoryReport.plot draws by matplotlib, which is not installed: "
-                "pip install matplotlib. print(report) has the same figures"
+                "MemoryReport.plot needs matplotlib; install it with pip install "
+                "matplotlib, or use print(report), which shows the same figures"
             ) from error
         ax = pyplot.subplots(figsize=(7, 2.6), layout="constrained")[1]
     found = bars(report)
@@ -71,7 +71,7 @@ def draw(report: typing.Any, ax: typing.Any = None):
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
     ax.margins(x=0.1)
-    ax.set_xlabel("bytes per parameter, without activations")
+    ax.set_xlabel("bytes per parameter (without activations)")
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.45, 1.0))
     return ax

@@ -1,10 +1,10 @@
-"""What a step does to each leaf, as scalars to be logged, and what rounding eats.
+"""The effect of rounding on the next step, as scalars for each leaf.
 
     update --+--> new master - master --> moved, noise
              +--> round(param + update) == param --> lost
-    moments --> encode, decode --> their errors
+    moments --> encode, decode --> moment_errors
 
-It is computed beside a step and not by it, so that it costs other steps nothing.
+The report is computed separately, so steps without a report do not become slower.
 """
 
 import dataclasses
@@ -34,21 +34,24 @@ from pallas_kernels.layout import layout_of
 
 
 class LeafReport(typing.NamedTuple):
-    """What one step does to one leaf, in float32 scalars; see :func:`step_report`.
+    """The effect of a step on a leaf, in float32 scalars; see :func:`step_report`.
 
-    With u the update of the inner transformation, in float32, and d the change of the
-    stored master, over the elements where both are finite:
+    Here p is the parameter, u is the float32 update of the inner transformation, and d
+    is the change of the stored master weight. Elements where u or d is not finite are
+    ignored.
 
     Args:
       lost: ``#{u != 0 and round(p + u) == p} / #{u != 0}``, the share of updates that
-        rounding the parameter to nearest would cancel.
-      moved: ``<d, u> / <u, u>``, how far the master goes over how far it should. With
-        ``error_feedback`` it runs ahead of its momentum and waits for it.
-      noise: ``|d - u| / |u|``, the error of that movement.
-      overflows: how many new weights are not finite, though master and update are.
-      nonfinite_grads: how many elements of the gradient are not finite.
-      moment_errors: ``|m' - m| / |m|`` by field, such as ``mu`` and ``nu``, of new
-        moments m and what is stored of them; of those that are stored in a format.
+        rounding to nearest would cancel.
+      moved: ``<d, u> / <u, u>``, the movement of the master relative to the update. 1
+        is exact. With ``error_feedback``, a step may move the master by more or less,
+        and later steps correct the difference.
+      noise: ``|d - u| / |u|``, the relative error of the movement.
+      overflows: the number of weights that become non-finite although the master and
+        the update are finite.
+      nonfinite_grads: the number of non-finite elements of the gradient.
+      moment_errors: ``|m' - m| / |m|`` for each field that a moment format stores, such
+        as ``mu`` and ``nu``, where m is the new moment and m' is its stored value.
     """
 
     lost: jax.Array
@@ -67,16 +70,16 @@ class StepReport(Tabular):
     """The report of :func:`step_report`, a pytree of float32 scalars; ``print`` it.
 
     Args:
-      leaves: a tree like the parameters (a QuantizedTensor is one leaf) of
-        :class:`LeafReport`; None at leaves that only transformations of other packages
-        update.
+      leaves: a tree of :class:`LeafReport` with the structure of the parameters; a
+        QuantizedTensor is one leaf. Leaves that only transformations of other packages
+        update are None.
     """
 
     leaves: typing.Any
 
     @property
     def lost(self):
-        """A tree like the parameters: the share of updates that rounding would cancel.
+        """The share of updates that rounding would cancel, for each parameter.
 
             lost = #{u != 0 and round(p + u) == p} / #{u != 0}
 
@@ -84,8 +87,7 @@ class StepReport(Tabular):
         parameter. The share is 0 if every update is zero. For a QuantizedTensor,
         ``round`` chooses the nearest code, with the step sizes of p + u. If the share
         is near 1, training in this dtype without a residual no longer changes the
-        parameter. If you use nothing else of the report, ``jax.jit`` computes only
-        this share.
+        parameter. If you use only this property, ``jax.jit`` computes only this share.
 
         References:
           Zamirai et al. 2020, figure 9.
@@ -93,13 +95,13 @@ class StepReport(Tabular):
         return jax.tree.map(lambda x: x and x.lost, self.leaves, is_leaf=_is_report)
 
     def scalars(self) -> dict[str, jax.Array]:
-        """Every scalar by its path, such as ``"layer/kernel/lost"``, for a logger."""
+        """Return all scalars by path, such as ``"layer/kernel/lost"``, for a logger."""
         found = jax.tree_util.tree_leaves_with_path(self.leaves)
         name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
         return {name(path): x for path, x in found}
 
     def table(self) -> Table:
-        """Every scalar, with a row for each leaf."""
+        """Return all scalars, with a row for each leaf."""
         found = jax.tree_util.tree_leaves_with_path(self.leaves, is_leaf=_is_report)
         head = ["leaf", *LeafReport._fields[:-1], "moment_errors"]
         rows = [
@@ -107,28 +109,27 @@ class StepReport(Tabular):
             for path, leaf in found
             if leaf is not None
         ]
-        return Table("what the next step does to each leaf", [head, *rows])
+        return Table("effect of the next step on each leaf", [head, *rows])
 
 
 def step_report(
     tx: Transformation, params: PyTree, state: OptState, grads: PyTree, **extra_args
 ) -> StepReport:
-    """Report what the next step would do to each leaf, without doing it.
+    """Report how rounding would affect the next step, without running the step.
 
-    Pass the arguments of :func:`lowbit_optax.step`. The report consists of float32
-    scalars, so you can compute it under ``jax.jit``, with the step or alone, and log
-    it. Steps without a report cost nothing more. To record every hundredth step of one
-    program, call it inside ``jax.lax.cond``.
+    The report consists of float32 scalars, so you can compute it under ``jax.jit``,
+    with the step or separately. To report only every hundredth step of a jitted loop,
+    call ``step_report`` inside ``jax.lax.cond``.
 
     Args:
       tx: an optax transformation. A :func:`lowbit_optax.lowbit` may be anywhere inside
-        it except within a conditional, which ``optax.MultiSteps`` uses. If there is
-        none, the report describes ``tx``'s own updates, added and rounded as in optax.
-      params, state, grads: as for :func:`lowbit_optax.step`.
-      **extra_args: for ``tx.update``.
+        it except within a conditional, which ``optax.MultiSteps`` uses. Without a
+        ``lowbit``, the report describes updates that are added and rounded as in optax.
+      params, state, grads: the arguments of :func:`lowbit_optax.step`.
+      **extra_args: passed to ``tx.update``.
 
     Returns:
-      A :class:`StepReport`: ``print`` it, or log its ``scalars()``.
+      A :class:`StepReport`. ``print`` it, or log its ``scalars()``.
 
     Raises:
       ValueError: if the step of a ``lowbit`` is inside a conditional.
@@ -144,13 +145,13 @@ def step_report(
     ['w/lost', 'w/moment_errors/mu', 'w/moment_errors/nu']
     """
     reports = _reported(tx, params, state, grads, extra_args)
-    # A loss scale hands on zeros in place of gradients that have overflowed.
+    # Count here, because a loss scale replaces gradients that overflowed with zeros.
     count = lambda x, grad: x and x._replace(nonfinite_grads=_nonfinite(grad))
     return StepReport(jax.tree.map(count, reports, grads, is_leaf=_is_report))
 
 
 def _reported(tx, params, state, grads, extra_args):
-    """A tree like the parameters: reports of what a step would do to each leaf."""
+    """Return a report for each parameter."""
     names, leaves, treedef = trees.named_leaves(params)
     trees.parts_of(names, treedef, grads, "grads")  # raises for another structure
     tx = optax.with_extra_args_support(tx)
@@ -164,7 +165,7 @@ def _reported(tx, params, state, grads, extra_args):
 
 
 def _shown(x) -> str:
-    """A scalar's value; the type of what has no value, or has several."""
+    """Format a scalar. For other arrays, and for tracers, return the type."""
     is_traced = not isinstance(x, jax.Array) or isinstance(x, Tracer)
     return str(jax.typeof(x)) if is_traced or x.ndim else f"{float(x):.3g}"
 
@@ -179,7 +180,7 @@ def _is_report(x) -> bool:
 
 
 def _step_reports(step: Step, update) -> dict[str, LeafReport]:
-    """The reports of a step's leaves, by path."""
+    """Return the reports of a step's leaves by path."""
     step = dataclasses.replace(step, landing=REPLACE)
     updates, inner_state = step.inner_update(update)
     errors = _moment_errors(step, inner_state)
@@ -191,7 +192,7 @@ def _step_reports(step: Step, update) -> dict[str, LeafReport]:
 
 
 def _ahead(step: Step, update, inner_state) -> list:
-    """Per leaf, how far its momentum will still move it; None if it takes no errors."""
+    """For each leaf, how far its momentum will still move it; None without feedback."""
     if not step.plan.takes_errors:
         return [None] * len(step.leaves)
     feedback = trace_update(update, step).feedback_values(step)
@@ -199,7 +200,7 @@ def _ahead(step: Step, update, inner_state) -> list:
 
 
 def _plain_report(param, update) -> LeafReport:
-    """The report of a leaf to which its update is added, and rounded, as optax does."""
+    """Return the report of a leaf to which optax adds its update."""
     new = apply_leaf(param, update) if trees.is_float(param) else param
     return _report(param, update, to_float32, (param,), (new,), {})
 
@@ -221,23 +222,23 @@ def _cancelled_share(param, update) -> jax.Array:
 
 
 def _nearest(x: jax.Array, old) -> QuantizedWeight:
-    """Float32 values rounded as a weight is, with its steps where they fit."""
+    """Round float32 values like a quantised weight, with its step sizes if they fit."""
     if isinstance(old, quantized_tensor.QuantizedTensor):
         return quantized_tensor.requantize(x, old, None)
     return old.quantized(x)
 
 
 def _nonfinite(x) -> jax.Array:
-    """How many elements are not finite, a float32 scalar."""
+    """The number of non-finite elements, a float32 scalar."""
     if not trees.is_float(x):
         return jnp.float32(0)
     return jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
 
 
 def _in_units(x: jax.Array, error: jax.Array, counted: jax.Array):
-    """Both arrays over the largest ``|x|``, and the sum of squares of ``x``.
+    """Divide both arrays by the largest ``|x|``, and add the squares of ``x``.
 
-    So no square underflows. Elements that do not count are 0.
+    After the division, squares do not underflow. Elements not counted become 0.
     """
     x, error = (jnp.where(counted, part, jnp.float32(0)) for part in (x, error))
     unit = jnp.max(jnp.abs(x), initial=jnp.float32(0))
@@ -247,7 +248,7 @@ def _in_units(x: jax.Array, error: jax.Array, counted: jax.Array):
 
 
 def _movement(old: jax.Array, new: jax.Array, update: jax.Array):
-    """``(moved, noise, overflows)`` of a :class:`LeafReport`."""
+    """Return ``(moved, noise, overflows)`` of a :class:`LeafReport`."""
     intended = jnp.isfinite(old) & jnp.isfinite(update)
     overflows = jnp.sum(intended & ~jnp.isfinite(new), dtype=jnp.float32)
     u, d, square = _in_units(update, new - old, intended & jnp.isfinite(new))
@@ -272,7 +273,7 @@ def _leaf_report(step: Step, number: int, update, ahead, errors) -> LeafReport:
         new = step.landed(number, update).result
         return _report(param, update, to_float32, (param,), (new,), errors)
     if residual is not None and format_.width:
-        # Without packing, all of it is elementwise.
+        # Unpacked residuals allow elementwise operations.
         residual = unpack(residual, format_.width, layout_of(param.shape))
         format_ = format_.on_fields()
     new, after, _ = traced_once(_advance, format_)(
@@ -284,7 +285,7 @@ def _leaf_report(step: Step, number: int, update, ahead, errors) -> LeafReport:
 
 
 def _report(param, update, join, old, new, moment_errors) -> LeafReport:
-    """The report of a leaf whose stored arrays change from ``old`` to ``new``."""
+    """Return the report of a leaf whose arrays change from ``old`` to ``new``."""
     zero = jnp.float32(0)
     if not trees.is_float(param):
         return LeafReport(zero, jnp.float32(1), zero, zero, zero, moment_errors)
@@ -299,7 +300,7 @@ def _advance(format_: WeightFormat, param, residual, update, random, ahead):
 
 
 def _moment_errors(step: Step, inner_state):
-    """Per leaf, the relative errors of its stored moments by field."""
+    """For each leaf, the relative errors of its stored moments by field."""
     plan, new = step.plan, jax.tree.leaves(inner_state)
     stored = plan.decode(plan.encode(new, step.draws))
     errors: dict[str, dict[str, jax.Array]] = {name: {} for name in step.names}

@@ -1,4 +1,4 @@
-"""What updates each parameter, a kernel or XLA, before anything is run."""
+"""``explain``: whether a kernel or XLA updates each parameter."""
 
 import typing
 
@@ -16,27 +16,30 @@ from lowbit_optax._types import PyTree, Transformation
 
 
 def explain(tx: Transformation, params: PyTree, **extra_args) -> Explanation:
-    """What will update each parameter on the accelerator, and why not a kernel.
+    """Report whether a kernel or XLA updates each parameter, without running a step.
 
-    Nothing is run. It speaks of the devices of the mesh in force (``jax.set_mesh``), or
-    else of JAX's default backend.
+    The report is for the mesh of ``jax.set_mesh``, or else JAX's default backend.
 
     Args:
-      tx: an optax transformation; those of :func:`lowbit_optax.lowbit` may be anywhere
-        inside it but within a conditional, as ``optax.MultiSteps`` has it.
+      tx: an optax transformation. A :func:`lowbit_optax.lowbit` may be anywhere inside
+        it except within a conditional, which ``optax.MultiSteps`` uses.
       params: tree of arrays or ShapeDtypeStructs.
-      **extra_args: for ``tx.update``, arrays or ShapeDtypeStructs.
+      **extra_args: arrays or ShapeDtypeStructs, passed to ``tx.update``.
 
     Returns:
-      A dictionary from the parameters' paths to ``"a kernel"``, ``"XLA"`` for leaves
-      that kernels are not meant for and on CPUs, ``"XLA: "`` and the reason, or ``"a
-      kernel in a program for one device, else XLA: "`` and the reason; or ``"wrong: "``
-      where a wrapper changes updates of ``lowbit``, which :func:`lowbit_optax.step`
-      refuses. Leaves that only transformations of other packages update are not in it.
+      A dictionary from the path of each parameter to one of:
+
+      - ``"a kernel"``.
+      - ``"XLA"``: on a CPU, with ``implementation="xla"``, or if no kernel is needed.
+      - ``"XLA: "``, with the reason why no kernel updates the leaf.
+      - ``"a kernel in a program for one device, else XLA: "``, with the reason.
+      - ``"wrong: "``, if a wrapper changes updates of ``lowbit``, for which
+        :func:`lowbit_optax.step` raises an error.
+
+      It does not contain leaves that only transformations of other packages update.
 
     Raises:
-      TypeError: if ``tx`` is not a transformation, or ``params`` are an optimizer's
-        state.
+      TypeError: if ``tx`` is not a transformation, or ``params`` is an optimizer state.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> params = {"w": jnp.ones((256, 256), jnp.bfloat16)}
@@ -53,7 +56,7 @@ def explain(tx: Transformation, params: PyTree, **extra_args) -> Explanation:
 
     def update(grads, state, params, extra_args):
         with context.reporting("explain", explained):
-            # As in step: optax's own types do not know MultiSteps here.
+            # The type annotation of optax does not include MultiSteps.
             return typing.cast(typing.Any, optax.with_extra_args_support)(tx).update(
                 grads, state, params, **extra_args
             )

@@ -1,4 +1,4 @@
-"""``memory_report``: what parameters, state and gradients take, by part."""
+"""``memory_report``: the memory of parameters, optimizer state and gradients."""
 
 import dataclasses
 import math
@@ -31,37 +31,35 @@ from lowbit_optax.states.state_leaves import (
 
 _PARTS = ("params", "residual", "moments", "accumulators", "other")
 
-# The fields of accumulate_gradients' state and of MultiSteps' that hold sums.
+# The fields with sums in the states of accumulate_gradients and MultiSteps.
 _ACCUMULATORS = ("accumulators", "acc_grads")
 
-# From this share of the parameters on, the report says that float32 leaves cost.
+# If float32 leaves have at least this share of the parameters, the report warns.
 _NOTABLE_SHARE = 0.1
 
 _LIVE_GRADIENTS = 2
 
 _NOT_DIRECT = """\
-lowbit_optax.step forms differences of parameters, in temporary memory, because what
-stands around lowbit computes with updates. Put it inside lowbit if you can. Replace
-optax.MultiSteps by accumulate_gradients, or leave it around lowbit."""
+lowbit_optax.step needs temporary memory for updates, because a wrapper around lowbit
+computes with them. Put the wrapper inside lowbit if you can. Replace optax.MultiSteps
+with accumulate_gradients, or leave it around lowbit."""
 
 
 _CHANGED = """\
 wrong: a transformation after or around lowbit changes the updates of {},
-which were rounded to land exactly, so the weights lose what the residual keeps. Put it
-inside, such as lowbit(optax.chain(optax.adamw(1e-3), optax.scale(0.5)))."""
+which are already rounded, so weights and residuals will not match. Put it inside, as in
+lowbit(optax.chain(optax.adamw(1e-3), optax.scale(0.5)))."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafMemory:
-    """Bytes of one leaf, by part.
+    """The number of bytes of each part of a leaf.
 
     Args:
-      name, shape, dtype: of the parameter.
-      params, residual, moments, other: bytes of each part.
-      accumulators: bytes of sums of microbatches' gradients. They are a part of their
-        own because ``accumulate_gradients`` adds them, whatever the optimizer in it
-        keeps.
-      float32_master: bytes that optax would keep: see :func:`memory_report`.
+      name, shape, dtype: the path, shape and dtype of the parameter.
+      params, residual, moments, other: the bytes of each part.
+      accumulators: the bytes of sums of gradients, from ``accumulate_gradients``.
+      float32_master: bytes with optax and a float32 master; see :func:`memory_report`.
       moment_dtypes: ``(field, dtype)`` of each moment, such as ``("nu", "uint32")`` for
         packed codes.
     """
@@ -89,22 +87,22 @@ class LeafMemory:
 
     @property
     def float32_moments(self) -> tuple[str, ...]:
-        """The fields of the optimizer state that keep this leaf's moment in float32."""
+        """The fields of the optimizer state that store a float32 moment of the leaf."""
         return tuple(name for name, dtype in self.moment_dtypes if dtype == "float32")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MemoryReport(Tabular):
-    """The table that :func:`memory_report` makes; ``print`` it.
+    """The report of :func:`memory_report`; ``print`` it.
 
     Args:
-      leaves: one entry per parameter leaf.
-      total: their sum, with state that belongs to no leaf (counts) under ``other``.
+      leaves: an entry for each leaf of the parameters.
+      total: the sum of the leaves, and of other state such as counts.
       steps_directly: whether ``lowbit_optax.step`` writes new parameters without
-        differences; None where no transformation of this package is in ``tx``.
-      changed_updates: paths of the parameters that ``tx`` trains wrongly, because a
-        wrapper changes updates of ``lowbit`` after they were rounded to land exactly.
-      gradients, released_gradients: bytes of gradients, and of the dequantised copies
+        computing updates; None if ``tx`` contains no transformation of this package.
+      changed_updates: paths of parameters that ``tx`` trains wrongly, because a wrapper
+        changes updates of ``lowbit`` that are already rounded.
+      gradients, released_gradients: the bytes of gradients, and of dequantised copies
         of quantised weights, without and with :mod:`lowbit_optax.release`.
     """
 
@@ -116,21 +114,21 @@ class MemoryReport(Tabular):
     released_gradients: int = 0
 
     def step_peak(self, release: bool = False) -> int:
-        """Bytes of parameters, state and gradients, which a step holds at once.
+        """Return the bytes of parameters, state and gradients during a step.
 
-        Activations and batches come on top; :func:`step_memory` compiles a step with
-        them. So do 2 bytes per parameter of the largest leaf where parameters are
-        updated by ``update`` and ``apply_updates`` in place of ``step``. With release
-        two leaves' gradients are counted, of the largest ones.
+        With ``release``, only the gradients of the two largest leaves count. The sum
+        does not include activations and batches; :func:`step_memory` compiles a step
+        and includes them. If you call ``update`` and ``apply_updates`` instead of
+        ``step``, add 2 bytes per parameter of the largest leaf.
         """
         gradients = self.released_gradients if release else self.gradients
         return self.total.total + gradients
 
     def plot(self, ax: typing.Any = None):
-        """Draw bytes per parameter as stacked bars, beside optax's float32 master.
+        """Draw bytes per parameter as stacked bars, compared with a float32 master.
 
         Args:
-          ax: matplotlib axes to draw on; new ones if None.
+          ax: matplotlib axes to draw on. If None, new axes are created.
 
         Returns:
           The axes.
@@ -142,21 +140,21 @@ class MemoryReport(Tabular):
 
     @property
     def bytes_per_param(self) -> float:
-        """Parameters and optimizer state, without gradients."""
+        """Bytes per parameter for parameters and optimizer state, without gradients."""
         return self.total.total / max(self.total.size, 1)
 
     @property
     def float32_params(self) -> int:
-        """How many parameters are in float32 leaves, which no weight format narrows."""
+        """The number of parameters in float32 leaves, to which formats do not apply."""
         return sum(leaf.size for leaf in self.leaves if leaf.dtype == "float32")
 
     def table(self) -> Table:
-        """Bytes per parameter, with a row for each leaf and their total."""
+        """Return bytes per parameter, with a row for each leaf and a total."""
         saved = self.total.float32_master - self.total.total
         summary = (
-            f"{self.total.total:,} bytes of parameters and optimizer state; optax with "
-            f"a float32 master:\n{self.total.float32_master:,} ({saved:,} more). "
-            "Gradients come on top."
+            f"{self.total.total:,} bytes for parameters and optimizer state, without "
+            f"gradients;\noptax with a float32 master needs "
+            f"{self.total.float32_master:,} ({saved:,} more)"
         )
         notes = [summary, *_float32_moments_notes(self.leaves), *self._notes()]
         return Table("bytes per parameter", self._rows(), notes, totals=1)
@@ -177,10 +175,10 @@ class MemoryReport(Tabular):
         if share >= _NOTABLE_SHARE:
             wide = sum(leaf.total for leaf in self.leaves if leaf.dtype == "float32")
             notes.append(
-                f"{share:.0%} of the parameters are float32 and pass through, which "
-                f"makes the saving small:\nthey and their state take {wide:,} of the "
-                "bytes. from_master narrows float32\nweights and "
-                "keeps as many low bits as the weight format does."
+                f"{share:.0%} of the parameters are float32, so the weight format does "
+                f"not reduce their memory.\nThey and their state need {wide:,} of the "
+                "bytes. from_master casts float32 weights to\na narrow "
+                "dtype, and stores their low bits in the weight format."
             )
         if self.changed_updates:
             notes.append(_CHANGED.format(some(self.changed_updates)))
@@ -190,7 +188,7 @@ class MemoryReport(Tabular):
 
 
 def _float32_moments_notes(leaves: tuple[LeafMemory, ...]) -> list[str]:
-    """Which moments are float32, and why, where the state shows it."""
+    """Return notes on the moments that are stored in float32, with reasons."""
     fields_of: dict[tuple[str, ...], list[str]] = {}
     for field in dict.fromkeys(x for leaf in leaves for x in leaf.float32_moments):
         names = tuple(leaf.name for leaf in leaves if field in leaf.float32_moments)
@@ -199,11 +197,11 @@ def _float32_moments_notes(leaves: tuple[LeafMemory, ...]) -> list[str]:
     for names, fields in fields_of.items():
         others = (leaf for leaf in leaves if leaf.name not in names)
         in_others = {field for leaf in others for field, _ in leaf.moment_dtypes}
-        note = f"float32 moments: {', '.join(fields)} of "
+        note = f"moments stored in float32: {', '.join(fields)} of "
         if in_others.isdisjoint(fields):
-            note += "every leaf, which no moment format holds"
+            note += "all leaves (without a moment format)"
         else:
-            note += f"{some(names)}, too small for their moment format"
+            note += f"{some(names)} (too small for their moment format)"
         notes.append(note)
     return notes
 
@@ -217,34 +215,32 @@ def memory_report(
     grad_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     stacked: Callable[[str], bool] | None = None,
 ) -> MemoryReport:
-    """Bytes per parameter, by part, by leaf and in total; no state is allocated.
+    """Report the bytes per parameter of each part and leaf, without allocating a state.
 
     Args:
-      tx: an optax transformation; those of :func:`lowbit_optax.lowbit` may be anywhere
-        inside it.
-      params: tree of arrays or ShapeDtypeStructs. A QuantizedTensor is one leaf, of its
-        logical shape.
-      dtype: of the parameters in training, if ``params`` have the float32 shapes that
-        :func:`from_master` will narrow to ``dtype``. If None, ``params`` are reported
-        as they are.
-      keep_float32: which parameters stay in float32; see :func:`from_master`.
-      grad_dtype: of quantised weights' gradients and dequantised copies. Other
-        gradients have their parameter's dtype.
-      stacked: ``path -> bool``: whether the leaf's first axis is a stack of layers that
-        a scan goes through, so that the gradient of one layer counts.
+      tx: an optax transformation, which may contain :func:`lowbit_optax.lowbit`.
+      params: tree of arrays or ShapeDtypeStructs. A QuantizedTensor is one leaf.
+      dtype: the dtype to which :func:`from_master` will cast ``params``, if they are
+        float32. If None, the report uses their own dtypes.
+      keep_float32: selects parameters that stay float32; see :func:`from_master`.
+      grad_dtype: the dtype of gradients and dequantised copies of quantised weights.
+        Other gradients have the dtype of their parameter.
+      stacked: a function ``path -> bool`` that returns True for leaves whose first axis
+        is a stack of layers that a scan loops over. With release, only one layer of
+        their gradients counts.
 
     Returns:
-      A :class:`MemoryReport`; ``print`` it, or ``plot`` it. "f32 master" is the usual
-      step with the same inner transformation: the parameters, a float32 master of those
-      that are narrower, and float32 moments and accumulators; for a QuantizedTensor,
-      float32 parameters. Below the table it says which moments are stored in float32,
-      whether float32 parameters, which pass through, make the saving small, and whether
-      a wrapper around ``lowbit`` keeps :func:`lowbit_optax.step` from its fast path, or
-      changes its updates, which would train wrongly.
+      A :class:`MemoryReport`. ``print`` or ``plot`` it. The column "f32 master" is for
+      training with optax and the same inner transformation: parameters, a float32
+      master for narrow parameters, and float32 moments and accumulators. For a
+      QuantizedTensor, it counts float32 parameters. Notes below the table list the
+      moments that are stored in float32. They also warn you if many parameters are
+      float32, if a wrapper around ``lowbit`` prevents the fast path of
+      :func:`lowbit_optax.step`, or if it changes updates that are already rounded.
 
     Raises:
-      TypeError: if ``tx`` is not a transformation, ``params`` are an optimizer's state,
-        or ``dtype`` or ``grad_dtype`` is not a floating-point dtype.
+      TypeError: if ``tx`` is not a transformation, if ``params`` is the state of an
+        optimizer, or if ``dtype`` or ``grad_dtype`` is not a float dtype.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
@@ -296,28 +292,28 @@ def memory_report(
 def gradient_bytes(
     params: PyTree, dtype: np.dtype, stacked: Callable[[str], bool] | None
 ) -> list[tuple[int, int]]:
-    """Per leaf, the bytes of its whole gradient and of what release has at a time."""
+    """For each leaf, the bytes of its gradient without release and with release."""
     names, leaves, _ = trees.named_leaves(params)
     sizes = []
     for name, leaf in zip(names, leaves, strict=True):
         whole = _nbytes(leaf) if trees.is_float(leaf) else 0
         if trees.is_quantized(leaf):
-            whole = 2 * leaf.size * dtype.itemsize  # and dequantised
+            whole = 2 * leaf.size * dtype.itemsize  # with the dequantised copy
         is_stack = stacked is not None and leaf.shape and stacked(name)
         sizes.append((whole, whole // max(leaf.shape[0], 1) if is_stack else whole))
     return sizes
 
 
 def released(sizes: Iterable[int]) -> int:
-    """The bytes of the gradients that release has at once, of those of all leaves."""
+    """The bytes of the gradients that exist at once with release."""
     return sum(sorted(sizes, reverse=True)[:_LIVE_GRADIENTS])
 
 
 def _row(name: str, param, parts: list[StateLeaf]) -> LeafMemory:
-    """A parameter's row, from the parts of the state that belong to it."""
+    """The entry of a parameter, from the parts of the state that belong to it."""
     size, dtype = math.prod(param.shape), jnp.dtype(param.dtype)
     stored = size * dtype.itemsize
-    # The usual step has a float32 master of what is narrower.
+    # Training with optax needs a float32 master for narrow parameters.
     float32_master = stored + (4 * size if is_narrow(dtype) else 0)
     dtype_name = dtype.name
     if trees.is_quantized(param):
@@ -335,7 +331,7 @@ def _row(name: str, param, parts: list[StateLeaf]) -> LeafMemory:
             continue
         is_packed = part.kind == "codes" and part.leaf.dtype == jnp.uint32
         is_whole = is_packed or part.leaf.shape == param.shape
-        # Moments of another shape, such as factored ones, are what they are.
+        # Moments with another shape, such as factored ones, count unchanged.
         float32_master += 4 * size if is_whole else _nbytes(part.leaf)
         if is_whole and not is_sum:
             moment_dtypes.append((part.moment_field, part.leaf.dtype.name))

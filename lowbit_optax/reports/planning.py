@@ -1,4 +1,4 @@
-"""``plan``: the formats that fit into a device's memory, and what each may lose."""
+"""``plan``: the formats that fit into the memory of a device."""
 
 import dataclasses
 import functools
@@ -34,16 +34,16 @@ from lowbit_optax.reports.memory import MemoryReport, memory_report
 from lowbit_optax.states.masters import from_master
 from lowbit_optax.transformations.lowbit import lowbit
 
-_ANY_RATE = 1e-3  # the memory does not depend on it
+_ANY_RATE = 1e-3  # memory does not depend on the learning rate
 
 _ACTIVATIONS = """\
-Activations are not counted, except what you pass as other_bytes; step_memory compiles a
-step and counts them."""
+Activations count only if you pass their bytes as other_bytes. step_memory compiles a
+step and includes them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Formats:
-    """A choice of formats: of the moments, the first that the optimizer has."""
+    """A choice of formats, with the first of ``moments`` that the optimizer has."""
 
     name: str
     weights: WeightFormat | None
@@ -60,7 +60,7 @@ _LPMM = (
 
 _four_bit_mu = lambda nu: ({"mu": block_quantized(4), "nu": block_quantized(nu)},)
 
-# In the order of what they can lose: bits of weights, then of moments.
+# In the order of possible losses: first bits of weights, then bits of moments.
 _CHOICES = (
     _Formats("float32", None),
     _Formats("extra_bits", extra_bits()),
@@ -76,16 +76,16 @@ _CHOICES = (
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PlannedFormats:
-    """One row of a :class:`Plan`: formats, their memory, and how to train with them.
+    """A row of a :class:`Plan`: formats, their memory, and how to train with them.
 
     Args:
-      name: of the formats.
-      report: of parameters, optimizer state and gradients.
+      name: the name of the formats.
+      report: the memory of parameters, optimizer state and gradients.
       params: shapes and dtypes of the parameters in these formats.
-      dtype: of quantised weights' gradients.
-      devices, other_bytes, device_bytes: as for :func:`plan`.
-      make: ``learning_rate -> transformation``.
-      init: ``(transformation, float32 weights) -> (params, state)``.
+      dtype: the dtype of gradients of quantised weights.
+      devices, other_bytes, device_bytes: see :func:`plan`.
+      make: a function ``learning_rate -> transformation``.
+      init: a function ``(transformation, float32 weights) -> (params, state)``.
     """
 
     name: str
@@ -99,17 +99,17 @@ class PlannedFormats:
     init: Callable[[optax.GradientTransformation, PyTree], tuple[PyTree, typing.Any]]
 
     def bytes_per_device(self, release: bool) -> int:
-        """Parameters, state, gradients and ``other_bytes`` on each device."""
+        """Return the bytes of all arrays on a device, including ``other_bytes``."""
         total = self.report.step_peak(release)
         return -(-total // self.devices) + self.other_bytes
 
     def fits(self, release: bool) -> bool:
-        """Whether that is within the budget."""
+        """Return whether ``bytes_per_device`` is within the budget."""
         return self.bytes_per_device(release) <= self.device_bytes
 
     @property
     def needs_release(self) -> bool:
-        """Whether it fits with the step in the backward pass, and only so."""
+        """Whether the formats fit with gradient release, but not without it."""
         return self.fits(release=True) and not self.fits(release=False)
 
     def __repr__(self) -> str:
@@ -119,10 +119,10 @@ class PlannedFormats:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Tabular):
-    """The table that :func:`plan` makes; ``print`` it.
+    """The report of :func:`plan`; ``print`` it.
 
     Args:
-      rows: all choices for this optimizer, the least lossy first.
+      rows: all formats for this optimizer, from the least to the most lossy.
     """
 
     rows: tuple[PlannedFormats, ...]
@@ -133,20 +133,20 @@ class Plan(Tabular):
         return next((row for row in self.rows if row.fits(release=True)), None)
 
     def __getitem__(self, name: str) -> PlannedFormats:
-        """The row of this name.
+        """Return the row with this name.
 
         Raises:
-          KeyError: if there is none, with the names that there are.
+          KeyError: if there is no such row. The message lists the names.
         """
         names = [row.name for row in self.rows]
         if name not in names:
-            raise KeyError(f"plan: no formats {name!r}; there are {', '.join(names)}")
+            raise KeyError(f"plan: name must be among {', '.join(names)}, got {name!r}")
         return self.rows[names.index(name)]
 
     def table(self) -> Table:
-        """Bytes per parameter and per device, with a row for each choice of formats."""
+        """Return bytes per parameter and per device, with a row for each format."""
         head = ("formats", "weights", "state", "gradients", "released", "GiB", "with")
-        title = "bytes per parameter, and GiB per device without and with release"
+        title = "bytes per parameter, then GiB per device without and with release"
         rows = [(*head, "fits"), *map(_cells, self.rows)]
         return Table(title, rows, [self._verdict(), _ACTIVATIONS])
 
@@ -155,9 +155,9 @@ class Plan(Tabular):
         best = self.best
         if best is None:
             least = min(row.bytes_per_device(release=True) for row in self.rows)
-            return f"none fits into {budget} GiB: the smallest takes {_gib(least)} GiB"
+            return f"none fits into {budget} GiB; the smallest needs {_gib(least)} GiB"
         release = " with release" if best.needs_release else ""
-        return f"the least lossy that fits into {budget} GiB: {best.name}{release}"
+        return f"least lossy format that fits into {budget} GiB: {best.name}{release}"
 
 
 def plan(
@@ -171,41 +171,41 @@ def plan(
     devices: int = 1,
     stacked: Callable[[str], bool] | None = None,
 ) -> Plan:
-    """Which formats fit into a device's memory, and the least lossy of them.
+    """Find the formats that fit into the memory of a device, and the least lossy one.
 
         (params + state + gradients) / devices + other_bytes <= device_bytes
 
-    Parameters and state are those of :func:`memory_report` for each choice's own
-    transformation. Gradients have the parameters' dtypes, and ``dtype`` for quantised
-    weights, which are also dequantised. With :mod:`lowbit_optax.release` two leaves'
-    gradients are counted, of the largest ones; it changes no number of the training.
+    The bytes of parameters and state are the same as in :func:`memory_report`.
+    Gradients have the dtypes of parameters. Quantised weights have gradients and
+    dequantised copies in ``dtype``. With :mod:`lowbit_optax.release`, only the
+    gradients of the two largest leaves count; training gives the same numbers.
 
-    Rows are in the order of what they can lose, bits of weights before bits of moments.
-    In what docs/accuracy.md has trained to the end of a schedule, ``lowbit``, 4 bits of
-    both moments and 12 bits end 0.002 to 0.005 nats above float32, whose seeds spread
-    by 0.002, and low moments below it; docs/choosing.md says when each fails. Choices
-    whose moments the optimizer does not have, as ``mu`` and ``nu``, are left out, and
-    those whose weights it does not take, as of Prodigy.
+    Rows are ordered by possible losses: first by bits of weights, then by bits of
+    moments. In the complete schedules of docs/accuracy.md, ``lowbit``, 4-bit
+    ``mu`` and ``nu``, and 12-bit weights end 0.002 to 0.005 nats above float32, whose
+    seeds spread by 0.002, and low moments end below it. docs/choosing.md describes when
+    each format fails. A format is left out if the optimizer does not have its moments,
+    or does not support its weights, as with Prodigy.
 
     Args:
-      params: tree of arrays or ShapeDtypeStructs, such as ``jax.eval_shape`` of a
-        model's ``init``.
-      device_bytes: the budget of one device.
-      optimizer: ``learning_rate -> optax transformation``.
-      dtype: of the parameters that are narrowed.
-      keep_float32: which are not; see :func:`from_master`. Quantised weights follow
-        :func:`quantize_params` instead.
-      other_bytes: what a device holds besides: activations, batches, the program.
-      devices: over how many parameters, state and gradients are sharded evenly.
-      stacked: ``path -> bool``: whether the leaf's first axis is a stack of layers that
-        a scan goes through, so that the gradient of one layer counts.
+      params: tree of arrays or ShapeDtypeStructs, such as from ``jax.eval_shape``.
+      device_bytes: the memory of one device in bytes.
+      optimizer: a function ``learning_rate -> optax transformation``.
+      dtype: the dtype of narrow parameters.
+      keep_float32: selects parameters that stay float32; see :func:`from_master`.
+        Quantised weights follow :func:`quantize_params` instead.
+      other_bytes: bytes on each device for activations, batches and the program.
+      devices: the number of devices that share parameters, state and gradients evenly.
+      stacked: a function ``path -> bool`` that returns True for leaves whose first axis
+        is a stack of layers that a scan loops over. With release, only one layer of
+        their gradients counts.
 
     Returns:
-      A :class:`Plan`. ``print`` it; train with ``plan.best``, or ``plan[name]``.
+      A :class:`Plan`. ``print`` it, and train with ``plan.best`` or ``plan[name]``.
 
     Raises:
-      TypeError: if ``optimizer`` is not a function that makes transformations, or a
-        leaf is not an array, or ``dtype`` is not a floating-point dtype.
+      TypeError: if ``optimizer`` is not a function that returns a transformation, if a
+        leaf is not an array, or if ``dtype`` is not a float dtype.
       ValueError: if a number is out of range.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
@@ -224,7 +224,7 @@ def plan(
     _check_numbers(device_bytes, other_bytes, devices)
     _check_optimizer(optimizer)
     dtype = float_dtype("plan: dtype", dtype)
-    # Narrowed here for its checks, whose errors name the leaf.
+    # This also checks the parameters, with errors that name the leaf.
     shapes_in = lambda dtype: narrowed_shapes(
         "plan: dtype", params, dtype, keep_float32
     )
@@ -273,7 +273,7 @@ def _started(
     tx: Transformation,
     weights: PyTree,
 ):
-    """Parameters and state at the start, from float32 weights."""
+    """Return parameters and state from float32 weights."""
     if choice.bits is not None:
         weights = quantize_params(weights, bits=choice.bits)
     elif choice.weights is not None:
@@ -306,7 +306,7 @@ def _check_numbers(device_bytes, other_bytes, devices) -> None:
         ("device_bytes", device_bytes, 2**20),
         ("other_bytes", other_bytes, 0),
     ):
-        accepted = f"a number of bytes from {least}, such as 80e9"
+        accepted = f"a number of bytes, at least {least}, such as 80e9"
         is_accepted = lambda x, least=least: least <= x < float("inf")
         check_number("plan", name, value, is_accepted, accepted)
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
@@ -317,7 +317,7 @@ def _check_optimizer(optimizer) -> None:
     made = optimizer(_ANY_RATE) if callable(optimizer) else None
     if not hasattr(made, "init") or not hasattr(made, "update"):
         raise TypeError(
-            f"plan: optimizer is {optimizer!r}; accepted is a function of the learning "
-            "rate that makes an optax transformation, such as optax.adamw or "
-            "lambda rate: optax.sgd(rate, 0.9)"
+            "plan: optimizer must be a function of the learning rate that returns an "
+            "optax transformation, such as optax.adamw or lambda rate: optax.sgd(rate, "
+            f"0.9), got {optimizer!r}"
         )

@@ -1,4 +1,4 @@
-"""``step_memory``: what a training step takes, as predicted and as XLA compiles it."""
+"""``step_memory``: the memory of a training step, predicted and compiled with XLA."""
 
 import contextlib
 import dataclasses
@@ -25,10 +25,10 @@ class StepBytes:
 
     Args:
       arguments: parameters, state and batch.
-      temporary: what lives only within the step. Predicted are the gradients;
-        compiled, also activations.
+      temporary: arrays that exist only within the step. The prediction includes
+        gradients but not activations.
       outputs: new parameters and state, and the loss.
-      in_place: of these, what is written where an argument was read.
+      in_place: the part of the outputs that overwrites arguments.
     """
 
     arguments: int
@@ -38,7 +38,7 @@ class StepBytes:
 
     @property
     def peak(self) -> int:
-        """All that is held at once."""
+        """The bytes of all arrays that exist at once."""
         return self.arguments + self.temporary + self.outputs - self.in_place
 
 
@@ -47,9 +47,9 @@ class StepMemory(Tabular):
     """The report of :func:`step_memory`; ``print`` it.
 
     Args:
-      predicted: from shapes alone.
-      compiled: by XLA's analysis of the compiled program.
-      platform: that it was compiled for, such as ``"cpu"`` or ``"cuda"``.
+      predicted: the bytes according to shapes.
+      compiled: the bytes that XLA reports for the compiled program.
+      platform: the platform of the program, such as ``"cpu"`` or ``"cuda"``.
     """
 
     predicted: StepBytes
@@ -57,14 +57,14 @@ class StepMemory(Tabular):
     platform: str
 
     def table(self) -> Table:
-        """Bytes per device, predicted and compiled, with a row for each part."""
+        """Return the predicted and compiled bytes, with a row for each part."""
         parts = ("arguments", "temporary", "outputs", "in_place", "peak")
         both = self.predicted, self.compiled
         rows = [(part, *(f"{getattr(x, part):,}" for x in both)) for part in parts]
         return Table(
             f"bytes per device, compiled for {self.platform}",
             [("", "predicted", "compiled"), *rows],
-            ["predicted temporary memory has no activations"],
+            ["predicted temporary memory does not include activations"],
         )
 
 
@@ -78,36 +78,35 @@ def step_memory(
     grad_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     stacked: Callable[[str], bool] | None = None,
 ) -> StepMemory:
-    """Compile a training step, without running it, and compare its memory with plans.
+    """Compile a training step without running it, and report its memory.
 
         predicted peak = params + state + batch + gradients + loss
 
-    The step is ``jax.value_and_grad`` and :func:`lowbit_optax.step`, with ``release``
-    :func:`lowbit_optax.release.value_and_update`; parameters and state are donated.
-    Nothing is allocated but what the compiler needs.
+    The step is ``jax.value_and_grad`` and :func:`lowbit_optax.step`, or
+    :func:`lowbit_optax.release.value_and_update`. Parameters and state are donated.
 
     Args:
       tx: an optax transformation.
       params: tree of arrays or ShapeDtypeStructs.
-      loss_fn: ``(params, *batch) -> scalar``. For a QuantizedTensor it calls
-        :func:`lowbit_optax.lpmm.dequantize`.
-      *batch: trees of arrays or ShapeDtypeStructs, which may have shardings; without
-        them they are whole on each device.
-      release: whether the step is in the backward pass.
-      shardings: of the parameters, NamedShardings as for :func:`state_shardings`; the
-        state's follow. Their mesh may be of devices that are not there, as
-        ``jax.experimental.topologies`` describes them. If None, all is on one device of
+      loss_fn: a function ``(params, *batch) -> scalar``. To use a QuantizedTensor, it
+        calls :func:`lowbit_optax.lpmm.dequantize`.
+      *batch: trees of arrays or ShapeDtypeStructs. Arrays without a sharding are
+        replicated on all devices.
+      release: if True, parameters are updated inside the backward pass.
+      shardings: NamedShardings of the parameters, as for :func:`state_shardings`. The
+        state follows them. You do not need the devices of their mesh, which may come
+        from ``jax.experimental.topologies``. If None, all arrays are on one device of
         the default backend.
-      grad_dtype, stacked: as for :func:`memory_report`.
+      grad_dtype, stacked: see :func:`memory_report`.
 
     Returns:
       A :class:`StepMemory`; ``print`` it.
 
     Raises:
-      TypeError: if a sharding is no NamedSharding, or ``grad_dtype`` is not a
-        floating-point dtype.
-      ValueError: if ``shardings`` do not fit; the error names the leaf. If the compiler
-        does not analyse memory.
+      TypeError: if a sharding is not a NamedSharding, or if ``grad_dtype`` is not a
+        float dtype.
+      ValueError: if ``shardings`` do not match a parameter, or if the compiler does not
+        report memory.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> params = {"w": jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)}
@@ -126,7 +125,7 @@ def step_memory(
     advance = _step(tx, loss_fn, release, grad_dtype)
     of_results = (None, *jax.tree.map(lambda x: x.sharding, placed[:2]))
     jitted = jax.jit(advance, donate_argnums=(0, 1), out_shardings=of_results)
-    # From JAX 0.11 Pallas reads the GPU that it lowers for from the mesh in force.
+    # Since JAX 0.11, Pallas lowers for the GPU of the current mesh.
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         compiled = jitted.lower(*placed).compile()
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
@@ -149,12 +148,12 @@ def _step(tx, loss_fn: Callable, release: bool, grad_dtype) -> Callable:
 
 
 def _placed(tx, params, state, batch, shardings):
-    """Parameters, state and batches with shardings, and the mesh of them."""
+    """Return parameters, state and batch with shardings, and their mesh."""
     given = jax.tree.leaves(shardings)
     for sharding in given:
         if not isinstance(sharding, jax.NamedSharding):
             raise TypeError(
-                f"step_memory: a sharding is {sharding!r}; accepted are NamedShardings"
+                f"step_memory: shardings must be NamedShardings, got {sharding!r}"
             )
     of_state = state_shardings(tx, params, shardings)
     of_params = jax.tree.broadcast(shardings, params)
@@ -178,7 +177,7 @@ def _local_bytes(x) -> int:
 
 
 def _predicted(params, placed, release: bool, grad_dtype, stacked) -> StepBytes:
-    """From the shards of what is given, and of gradients like their parameters'."""
+    """Predict memory from shards. Gradients are sharded like their parameters."""
     local = lambda tree: sum(map(_local_bytes, jax.tree.leaves(tree)))
     updated = local(placed[:2])
     leaves = trees.named_leaves(placed[0])[1]
@@ -196,7 +195,7 @@ def _predicted(params, placed, release: bool, grad_dtype, stacked) -> StepBytes:
 def _analysed(compiled: jax.stages.Compiled) -> StepBytes:
     found = compiled.memory_analysis()
     if found is None:
-        raise ValueError("step_memory: this compiler does not analyse its memory")
+        raise ValueError("step_memory: the compiler did not report the step's memory")
     return StepBytes(
         found.argument_size_in_bytes,
         found.temp_size_in_bytes,

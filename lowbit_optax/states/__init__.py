@@ -1,1 +1,1 @@
-"""Parameters and state between steps: float32 in and out, other formats and meshes."""
+"""Parameters and state between steps: float32 weights, other formats, and meshes."""

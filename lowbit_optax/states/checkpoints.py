@@ -1,4 +1,4 @@
-"""How the arrays of a run are stored, in words that a checkpoint can keep."""
+"""Describe how the arrays of a run are stored, in text for a checkpoint."""
 
 import typing
 from collections.abc import Mapping
@@ -14,23 +14,24 @@ _SHOWN = 3
 
 
 def storage_formats(tx: Transformation, params: PyTree) -> dict[str, str]:
-    """How each array of parameters and state is stored, to be kept in a checkpoint.
+    """Describe the format of each stored array, as text for a checkpoint.
 
-    Packed words do not say what they stand for: codes of two kinds may have one shape
-    and dtype, and Orbax casts what has another dtype. So save this beside the arrays,
-    as JSON for example, and call :func:`check_storage_formats` before they are read.
+    Packed words do not record their format: codes of two formats may have the same
+    shape and dtype, and Orbax casts arrays of another dtype. Therefore, save the result
+    next to the arrays, for example as JSON, and call :func:`check_storage_formats`
+    before you restore.
 
     Args:
-      tx: an optax transformation; those of :func:`lowbit_optax.lowbit` may be anywhere
-        inside it.
+      tx: an optax transformation, which may contain :func:`lowbit_optax.lowbit`
+        anywhere.
       params: tree of arrays or ShapeDtypeStructs.
 
     Returns:
-      Paths and descriptions, and the version of the storage layout. What only decides
-      how later steps round (seeds, stochastic or nearest) is not in it.
+      A dict from paths to descriptions, with the version of the storage layout. It does
+      not contain options that affect only later steps, such as seeds and rounding.
 
     Raises:
-      ValueError, TypeError: as ``tx.init``.
+      ValueError, TypeError: the errors of ``tx.init``.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> params = {"w": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}
@@ -59,28 +60,29 @@ def storage_formats(tx: Transformation, params: PyTree) -> dict[str, str]:
 def check_storage_formats(
     stored: Mapping[str, str], tx: Transformation, params: PyTree
 ) -> None:
-    """Refuse a checkpoint that stores its arrays in another way than a run does.
+    """Raise an error if a checkpoint stores arrays in other formats than a run.
 
     Args:
-      stored: what :func:`storage_formats` returned when the checkpoint was saved.
-      tx, params: of the run that is to go on.
+      stored: result of :func:`storage_formats` when the checkpoint was saved.
+      tx, params: transformation and parameters of the run that restores it.
 
     Raises:
-      ValueError: naming the first arrays that differ, and how.
+      ValueError: if formats differ. The message names the first arrays that differ.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
     >>> saved = storage_formats(lowbit_optax.kahan_sgd(0.1), params)
     >>> check_storage_formats(saved, lowbit_optax.extra_bits_sgd(0.1), params)
     Traceback (most recent call last):
-    ValueError: the checkpoint stores other formats: params['w'] is bfloat16[64, 64],
-    compensation bfloat16[64, 64] there and bfloat16[64, 64], nearest_most_bits_v2
-    uint32[32, 64] here. ...
+    ValueError: check_storage_formats: the checkpoint and this run must store the same
+    formats: params['w'] is bfloat16[64, 64], compensation bfloat16[64, 64] in the
+    checkpoint and bfloat16[64, 64], nearest_most_bits_v2 uint32[32, 64] in this run.
+    ...
     """
     wanted = storage_formats(tx, params)
     differ = [
-        f"{name} is {stored.get(name, 'nothing')} there and "
-        f"{wanted.get(name, 'nothing')} here"
+        f"{name} is {stored.get(name, 'nothing')} in the checkpoint and "
+        f"{wanted.get(name, 'nothing')} in this run"
         for name in wanted | dict(stored)
         if stored.get(name) != wanted.get(name)
     ]
@@ -89,16 +91,16 @@ def check_storage_formats(
     more = len(differ) - _SHOWN
     shown = "; ".join(differ[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
     raise ValueError(
-        f"the checkpoint stores other formats: {shown}. Restore it by the "
-        "transformation that it was saved with; lowbit_optax.convert then makes this "
-        "run's parameters and state of it"
+        "check_storage_formats: the checkpoint and this run must store the same "
+        f"formats: {shown}. Restore with the transformation of the checkpoint, and "
+        "then call lowbit_optax.convert"
     )
 
 
 def _add_lowbit(
     found: dict[str, str], where: str, node: Recorded, by_name: Mapping[str, typing.Any]
 ) -> None:
-    """Add what one ``lowbit`` keeps: residuals to the parameters, and its moments."""
+    """Add the residuals of one ``lowbit`` to the parameters, and its moments."""
     leaves = node.leaves("tx", by_name)
     kind = node.config.weights.residual_name
     for leaf in leaves:

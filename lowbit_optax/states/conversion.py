@@ -1,10 +1,10 @@
-"""``convert``: go on with a run in other formats, or with plain optax.
+"""``convert`` changes the formats of a run, or converts it to plain optax.
 
-    params, state --- read (decoded.py) ---> masters, moments, all in float32
+    params, state --- decode (decoded.py) ---> masters and moments, all in float32
                                                         |
-    params, state <-- store, by to_tx's formats --------+
+    params, state <-- encode in to_tx's formats --------+
 
-A pair or moment whose format stays the same is not read, but handed on as it is stored.
+Weights and moments whose format does not change are passed through unchanged.
 """
 
 import functools
@@ -46,62 +46,65 @@ def convert(
     dtype: typing.Any = None,
     keep_float32: KeepFloat32 = is_bias_or_norm,
 ) -> tuple[Params, OptState]:
-    """Go on with a run in other formats: other weights, moments, bits, or plain optax.
+    """Convert a run to other formats for weights and moments, or to plain optax.
 
         (param, residual) --join--> float32 master --split--> (param', residual')
         codes, scales ---decode--> float32 moment --encode--> codes', scales'
 
     Both transformations must keep the same moments. They may differ in weight and
-    moment formats, ``block_size``, ``min_size``, seed and implementation, in the
-    parameters' dtypes, and in hyperparameters, schedules, clipping, weight decay, masks
-    and wrappers. ``lowbit`` may be in another place: ``chain(clip, lowbit(adamw))`` and
+    moment formats, ``block_size``, ``min_size``, seed, implementation, dtypes of the
+    parameters, hyperparameters, schedules, clipping, weight decay, masks and wrappers.
+    ``lowbit`` may be in another place, because ``chain(clip, lowbit(adamw))`` and
     ``lowbit(chain(clip, adamw))`` keep the same moments.
 
     Scalars of the state, such as counts, hyperparameters and loss scales, keep their
-    current values. A new count, for example of a schedule, starts at the number of
-    steps that the run has made, and any other new scalar starts with its initial value.
-    If a mask excludes a parameter, its moments are dropped.
+    values. A new count, for example of a schedule, starts at the number of steps that
+    the run has made. Other new scalars start with their initial values. If a mask
+    excludes a parameter, its moments are dropped.
 
-    Exact, bit for bit:
+    These conversions are exact, bit for bit:
 
-    - What keeps its format and dtype, or bits, is handed on as it is stored.
-    - Weights, to float32 parameters, ``master_copy()`` and ``extra_bits()`` of
-      bfloat16; from ``extra_bits(k)`` to as many bits or more, and, for k up to 8, to
-      ``kahan()``; and so back again. The parameter itself may become its neighbour
-      where the master is halfway between the two.
-    - Moments, to float32; from ``cast(dtype)`` by float32 and back.
+    - Arrays that keep their format and dtype, and quantised weights that keep their
+      bits.
+    - Weights to float32 parameters, ``master_copy()``, and bfloat16 with
+      ``extra_bits()``; weights from ``extra_bits(k)`` to at least k extra bits, and, if
+      k is at most 8, to ``kahan()``; and all of these back. If a master is halfway
+      between two parameters, the parameter may change to the other one.
+    - Moments to float32, and moments of ``cast(dtype)`` to float32 and back.
 
-    Rounded once, to nearest, also where the format's steps round stochastically:
+    These are rounded once, to nearest, even if steps in the new format round
+    stochastically:
 
-    - Weights that the new format cannot hold. A compensation of ``kahan()`` below
+    - Weights that the new format cannot represent. A compensation of ``kahan()`` below
       2^-25 of the weight is lost in a float32 master.
-    - Moments into ``cast`` and ``block_quantized``; the latter also where they come
-      back from float32, because their blocks may get other scales.
-    - Sums that a wrapper keeps in the parameters' dtype, where that gets narrower.
+    - Moments to ``cast`` and ``block_quantized``. For ``block_quantized``, this
+      includes moments that were converted to float32 and back, because scales may
+      change.
+    - Sums that a wrapper keeps in the parameters' dtype, if the dtype becomes narrower.
 
-    It works on sharded arrays, which it leaves where they are. Under ``jax.jit`` it is
-    faster, and does not keep the float32 arrays of all leaves at once.
+    Sharded arrays stay where they are. Under ``jax.jit``, conversion is faster, and
+    does not keep the float32 arrays of all leaves at the same time.
 
     Args:
       params: tree of parameters.
-      state: ``from_tx``'s state of these parameters.
-      from_tx: the transformation that ``state`` was made by.
-      to_tx: the transformation to go on with.
-      dtype, keep_float32: of the new parameters, as of :func:`from_master`. A tree may
-        have arrays and shapes in it as well, for their dtypes; a quantised weight
-        (``jax.eval_shape`` of :func:`quantize_params` or of :func:`block_scale`) stands
-        for one like it. If ``dtype`` is None, parameters keep theirs; but those that
-        ``from_tx`` holds in few bits, and ``to_tx`` does not, become float32.
+      state: state of ``from_tx`` for these parameters.
+      from_tx: the transformation that made ``state``.
+      to_tx: the transformation that continues the run.
+      dtype, keep_float32: select the new dtypes, as in :func:`from_master`. A tree
+        ``dtype`` may also contain arrays and shapes, for their dtypes, and quantised
+        weights (``jax.eval_shape`` of :func:`quantize_params` or :func:`block_scale`),
+        for weights of this kind. If ``dtype`` is None, parameters keep their dtypes,
+        except that weights in a format of ``from_tx`` become float32 if ``to_tx`` has
+        no format for them.
 
     Returns:
       ``(params, state)`` for ``to_tx``.
 
     Raises:
-      ValueError: if ``state`` is not one of ``from_tx`` for ``params``, if only one of
-        the transformations keeps some moment, or if the weight format of ``to_tx``
-        cannot hold a leaf. The error names the leaf, what was given and what is
-        accepted.
-      TypeError: if a leaf is no array, or ``dtype`` has something else in it.
+      ValueError: if ``state`` does not match ``from_tx`` and ``params``, if only one
+        transformation keeps a moment, or if the weight format of ``to_tx`` does not
+        support a leaf. The message names the leaf.
+      TypeError: if a leaf is not an array, or ``dtype`` contains an unsupported value.
 
     >>> import jax.numpy as jnp, optax, lowbit_optax
     >>> lowbit = lowbit_optax.extra_bits_adamw(1e-3)
@@ -145,7 +148,7 @@ def convert(
 
 
 def _pair(source: DecodedRun, name: str, like, format_: WeightFormat | None):
-    """The new parameter of a leaf, and its residual in a weight format."""
+    """Return the new parameter of a leaf, and its residual in a weight format."""
     param, stored = source.params[name], source.leaves.get(name)
     old, residual = (stored.format, stored.residual) if stored else (None, None)
     is_same = old == format_ or isinstance(like, QuantizedTensor)
@@ -168,10 +171,10 @@ def _lowbit_state(
     pairs: dict[str, tuple],
     source: DecodedRun,
 ) -> LowbitState:
-    """The state of a ``lowbit`` of ``to_tx``, which lies at the path ``where``.
+    """Return the state of a ``lowbit`` of ``to_tx`` at the path ``where``.
 
-    ``inner_state`` is that of the old state, of Parts; ``pairs`` are the new parameters
-    and residuals by path.
+    ``inner_state`` contains the Parts of the old state. ``pairs`` maps paths to new
+    parameters and residuals.
     """
     wanted, treedef = jax.tree_util.tree_flatten_with_path(plan.expected)
     old = treedef.flatten_up_to(inner_state)
@@ -182,8 +185,9 @@ def _lowbit_state(
     ]
     unchanged = set()
     for i, (part, storage) in enumerate(zip(old, plan.storage, strict=True)):
-        # A moment that is relative to another one, whose format changes, would get the
-        # same codes again: see _numerics.relative.
+        # If the format of a moment does not change, encoding the decoded moment again
+        # would give the same codes, even if it is relative to a moment whose format
+        # changes: see _numerics.relative.
         if storage and storage.format and storage.format == part.format:
             parts[i] = part.stored
             unchanged.add(i)
@@ -202,27 +206,27 @@ def _lowbit_state(
 
 
 def _carried(path: KeyPath, part: Part, want, source: DecodedRun) -> typing.Any:
-    """An array of the state in the dtype that the new transformation keeps."""
+    """Return an array of the state in the dtype of the new transformation."""
     value = part.value
-    if isinstance(value, int | float):  # a hyperparameter set by hand
+    if isinstance(value, int | float):  # a hyperparameter that the user set
         return jnp.asarray(value, want.dtype)
     if value.shape == want.shape:
         owner, _ = owner_and_field(path, source.params)
         is_of_a_float = owner is None or trees.is_float(source.params[owner])
-        # The first step makes floats of what optax keeps of integers and booleans.
+        # In the first step, optax replaces its integers and booleans with floats.
         if value.dtype == want.dtype or not is_of_a_float:
             return value
         if trees.is_float(value) and trees.is_float(want):
             return narrow_or_cast(value, want.dtype)
     raise ValueError(
-        f"convert: state{jax.tree_util.keystr(path)} is {trees.describe(want)} in "
-        f"to_tx, but {trees.describe(value)} in from_tx; accepted are transformations "
-        "that keep the same arrays"
+        "convert: from_tx and to_tx must keep the same arrays, but "
+        f"state{jax.tree_util.keystr(path)} is {trees.describe(value)} in from_tx and "
+        f"{trees.describe(want)} in to_tx"
     )
 
 
 def _initial(to_tx: Transformation, shapes, numbers: list[int]) -> list[Part]:
-    """Some leaves of a new state of ``to_tx`` that no format has encoded."""
+    """Return leaves of a new state of ``to_tx`` that no format has encoded."""
 
     @jax.jit  # so that no other leaf is allocated
     def init():
@@ -238,7 +242,7 @@ def _initial(to_tx: Transformation, shapes, numbers: list[int]) -> list[Part]:
 
 
 def _new_shapes(source: DecodedRun, params, to_tx, dtype, keep_float32: KeepFloat32):
-    """The parameters to be made: a tree of shapes, and quantised weights of shapes."""
+    """Return the shapes of the new parameters, in a tree."""
     names, leaves, treedef = trees.named_leaves(params)
     if dtype is not None:
         dtypes = dtypes_of("convert: dtype", params, dtype, keep_float32)
@@ -247,7 +251,7 @@ def _new_shapes(source: DecodedRun, params, to_tx, dtype, keep_float32: KeepFloa
     logical = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     nodes, _ = recorded_nodes(to_tx, treedef.unflatten(logical))
     low = {x for _, node in nodes if isinstance(node, Recorded) for x in node.names}
-    # What plain optax would otherwise train without its low bits.
+    # Plain optax would train these without their low bits.
     widened = {
         name
         for name, leaf in source.leaves.items()
@@ -262,14 +266,14 @@ def _new_shapes(source: DecodedRun, params, to_tx, dtype, keep_float32: KeepFloa
 
 
 def _shape(name: str, leaf, kind):
-    """The new leaf's shape, of a dtype or like an array or a quantised weight."""
+    """Return the shape of a new leaf, for a dtype, an array or a quantised weight."""
     if not trees.is_float(leaf):
         return trees.abstract(leaf)
     is_array = hasattr(kind, "shape") and not isinstance(kind, np.dtype | type)
     if is_array and tuple(kind.shape) != tuple(leaf.shape):
         raise ValueError(
-            f"convert: params{name} has shape {list(leaf.shape)}, but dtype has "
-            f"{list(kind.shape)} there"
+            f"convert: dtype for params{name} must have shape {list(leaf.shape)}, got "
+            f"{list(kind.shape)}"
         )
     if trees.is_quantized(kind):
         quantized: typing.Any = kind
@@ -281,7 +285,7 @@ def _shape(name: str, leaf, kind):
         dtype = float_dtype("convert: dtype", given)
     except TypeError as error:
         raise TypeError(
-            f"convert: dtype has {kind!r} for params{name}; accepted are "
-            "floating-point dtypes such as bfloat16, arrays, and quantised weights"
+            f"convert: dtype for params{name} must be a floating-point dtype such as "
+            f"bfloat16, an array or a quantised weight, got {kind!r}"
         ) from error
     return jax.ShapeDtypeStruct(leaf.shape, dtype)

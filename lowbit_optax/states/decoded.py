@@ -1,12 +1,12 @@
-"""A run's parameters and state, read: masters, and the state with float32 moments.
+"""Decode parameters and state of a run: masters, and the state with float32 moments.
 
     LowbitState(count, seed, residual, inner_state) --> inner_state, moments decoded
 
-So the states of ``lowbit(adamw)`` and of ``adamw`` have one structure here. Each array
-of the state becomes a :class:`Part`, which also knows how it is stored.
+This gives the states of ``lowbit(adamw)`` and ``adamw`` the same structure. Each array
+of the state becomes a :class:`Part`, which also contains the stored array.
 
-Only optax's wrappers know how they nest states. So ``init`` of the whole transformation
-is asked, in a context in which ``lowbit`` answers with a :class:`Recorded`:
+Only optax's wrappers define how they nest states. Therefore, ``init`` of the whole
+transformation is called in a context in which ``lowbit`` returns a :class:`Recorded`:
 
     chain(clip, masked(lowbit(adamw)))   -->   (EmptyState, MaskedState(Recorded))
 """
@@ -35,11 +35,12 @@ from lowbit_optax.states.state_leaves import KeyPath
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recorded:
-    """What one ``lowbit`` was asked to make a state for; a pytree without leaves.
+    """Arguments of one call of ``lowbit``'s ``init``, as a pytree without leaves.
 
     Args:
       config: the arguments of ``lowbit``.
-      names, treedef: of the parameters that its wrappers hand to it.
+      names, treedef: paths and structure of the parameters that its wrappers pass to
+        it.
     """
 
     config: Lowbit
@@ -47,39 +48,32 @@ class Recorded:
     treedef: trees.PyTreeDef
 
     def leaves(self, what: str, by_name: Mapping[str, typing.Any]) -> list[StoredLeaf]:
-        """The leaves that were handed to ``lowbit``, without residuals.
+        """Return the leaves that were passed to ``lowbit``, without residuals.
 
-        Args:
-          what: the transformation's name, for the error.
-          by_name: all parameters.
-
-        Raises:
-          ValueError: if a wrapper hands on others, as ``optax.flatten`` does, or if
-            the weight format cannot hold one.
+        ``by_name`` contains all parameters, and ``what`` names the transformation in
+        errors. A ValueError is raised if a wrapper passes other parameters, as
+        ``optax.flatten`` does, or if the weight format does not support a leaf.
         """
         unknown = [name for name in self.names if name not in by_name]
         if unknown:
             raise ValueError(
-                f"{what} hands params{unknown[0]} to lowbit, which params do not have; "
-                "accepted are wrappers that keep the structure of params"
+                f"wrappers in {what} must keep the structure of params, but one passes "
+                f"params{unknown[0]} to lowbit, which params do not contain"
             )
         return self.config.leaves(self.names, [by_name[name] for name in self.names])
 
     def plan(self, leaves: list[StoredLeaf]) -> MomentPlan:
-        """How the state of the inner transformation is stored."""
         return self.config.plan_of(leaves, self.treedef)
 
 
 def recorded_nodes(
     tx: Transformation, params
 ) -> tuple[list[tuple[KeyPath, typing.Any]], trees.PyTreeDef]:
-    """The nodes of ``tx.init``'s state with their paths, and the structure around them.
+    """Return the nodes of a new state of ``tx`` with paths, and their structure.
 
-    A node is a :class:`Recorded` in place of a LowbitState, and a shape elsewhere. The
-    parameters may be arrays or ShapeDtypeStructs.
-
-    Raises:
-      ValueError: if ``tx`` has two ``lowbit`` for one parameter, naming it.
+    A node is a :class:`Recorded` instead of a LowbitState, or a shape. The parameters
+    may be arrays or ShapeDtypeStructs. Two ``lowbit`` for one parameter raise a
+    ValueError.
     """
 
     def record(config: Lowbit, params) -> Recorded:
@@ -87,7 +81,7 @@ def recorded_nodes(
         return Recorded(config, names, treedef)
 
     with context.changed(start=record):
-        # Not tx.init itself, whose result JAX may know from outside of this context.
+        # Wrap tx.init, because JAX may have cached its result outside of this context.
         state = jax.eval_shape(lambda params: tx.init(params), trees.abstract(params))
     is_recorded = lambda x: isinstance(x, Recorded)
     nodes, treedef = jax.tree_util.tree_flatten_with_path(state, is_recorded)
@@ -99,14 +93,11 @@ def recorded_nodes(
 def check_one_state_each(
     states: Iterable[tuple[KeyPath, Iterable[str]]], advice: str
 ) -> None:
-    """Raise unless every parameter belongs to one ``lowbit`` only.
+    """Raise a ValueError if a parameter belongs to more than one ``lowbit``.
 
     Args:
-      states: paths of states of ``lowbit``, and the parameters that each belongs to.
-      advice: what to do instead.
-
-    Raises:
-      ValueError: naming a parameter and two of its states.
+      states: paths of states of ``lowbit``, with the parameters of each.
+      advice: the remedy, for the error.
     """
     owners: dict[str, str] = {}
     for path, names in states:
@@ -115,19 +106,19 @@ def check_one_state_each(
             first = owners.setdefault(name, where)
             if first != where:
                 raise ValueError(
-                    f"{first} and {where} are both states of params{name}, and it is "
-                    f"not known which of them to use; {advice}"
+                    f"params{name} must have one lowbit state, but {first} and {where} "
+                    f"are both states of it; {advice}"
                 )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """An array of a state; neither an array nor a pytree node itself.
+    """An array of a state, which is neither an array nor a pytree node.
 
     Args:
-      value: in float32, if it is a moment that is stored in a format.
-      stored: as the state has it.
-      format: of the array; None if it is as the inner transformation has it.
+      value: the array, decoded to float32 if it is a moment in a format.
+      stored: the array in the state.
+      format: format of ``stored``; None if the inner transformation made it.
     """
 
     value: typing.Any
@@ -149,13 +140,13 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DecodedRun:
-    """What :func:`decoded_run` reads.
+    """Result of :func:`decoded_run`.
 
     Args:
       params: leaves of the parameters, by path.
-      leaves: those that a ``lowbit`` has got, by path.
-      noise: for each of these, the seed that its ``lowbit`` was given, and the count
-        and the seed in the state.
+      leaves: leaves that belong to a ``lowbit``, by path.
+      noise: for each of these leaves, the seed argument of its ``lowbit``, and the
+        count and the seed in the state.
       state: the state, with a :class:`Part` for every array.
     """
 
@@ -166,12 +157,12 @@ class DecodedRun:
 
     @property
     def steps(self) -> Part | None:
-        """How many steps a ``lowbit`` has made; None if there is none."""
+        """Number of steps that a ``lowbit`` has made; None without a ``lowbit``."""
         counts = [count.astype(jnp.int32) for _, count, _ in self.noise.values()]
         return Part(counts[0], counts[0]) if counts else None
 
     def master(self, name: str):
-        """The weight of a leaf in float32; wide floats and integers as they are."""
+        """Return a weight in float32; wide floats and integers do not change."""
         param, leaf = self.params[name], self.leaves.get(name)
         if leaf is not None and leaf.format is not None:
             return join_leaf(leaf.format, param, leaf.residual)
@@ -182,11 +173,7 @@ class DecodedRun:
 
 
 def decoded_run(tx: Transformation, params, state) -> DecodedRun:
-    """Read the parameters and the state of any optax transformation.
-
-    Raises:
-      ValueError, TypeError: if the state is not one of these, naming the leaf.
-    """
+    """Decode parameters and state of any transformation; errors name the leaf."""
     names, given, _ = trees.named_leaves(params)
     by_name = dict(zip(names, given, strict=True))
     nodes, treedef = recorded_nodes(tx, params)
@@ -194,7 +181,7 @@ def decoded_run(tx: Transformation, params, state) -> DecodedRun:
         stored = treedef.flatten_up_to(state)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"state is not one of from_tx for these params: {error}. Given "
+            f"state must be a state of from_tx for these params: {error}. Got "
             f"{jax.tree.structure(state)}"
         ) from error
     leaves, noise, parts = {}, {}, []
@@ -213,11 +200,11 @@ def decoded_run(tx: Transformation, params, state) -> DecodedRun:
 
 
 def _decoded(node: Recorded, where: str, state, by_name):
-    """The leaves that a LowbitState belongs to, and its inner state as Parts."""
+    """Return the leaves that a LowbitState belongs to, and its inner state as Parts."""
     if not isinstance(state, LowbitState):
         raise ValueError(
-            f"{where} is {trees.describe(state)}, but from_tx keeps a LowbitState "
-            "there: was it made by another transformation?"
+            f"{where} must be a LowbitState, got {trees.describe(state)}; pass the "
+            "transformation that made the state as from_tx"
         )
     params = [leaf.param for leaf in node.leaves("from_tx", by_name)]
     leaves = node.config.stored_leaves(node.names, params, node.treedef, state.residual)
@@ -235,6 +222,6 @@ def _decoded(node: Recorded, where: str, state, by_name):
 def _check_shape(where: str, given, want) -> None:
     if getattr(given, "shape", ()) != want.shape:
         raise ValueError(
-            f"{where} is {trees.describe(given)}, but for these params from_tx "
-            f"keeps {trees.describe(want)}"
+            f"{where} must be {trees.describe(want)} for these params and from_tx, got "
+            f"{trees.describe(given)}"
         )

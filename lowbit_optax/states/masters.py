@@ -1,4 +1,4 @@
-"""Float32 masters out of a training state, and a training state out of masters."""
+"""Convert between float32 master weights and the parameters and state of a run."""
 
 import itertools
 import typing
@@ -28,22 +28,23 @@ from lowbit_optax.states.decoded import Recorded, check_one_state_each, recorded
 
 
 def master_weights(params: Params, state: OptState) -> Params:
-    """The float32 weights that training is about, for evaluation or export.
+    """Return the float32 weights of a run, for evaluation or export.
 
         master = join(param, residual)
 
     Args:
       params: tree of parameters.
-      state: the optimizer state that goes with them; any state that contains those of
-        :func:`lowbit_optax.lowbit`, so also a chain's, a partition's or MultiSteps'.
+      state: the optimizer state for these parameters. It may contain the state of
+        :func:`lowbit_optax.lowbit` anywhere, such as in a chain, a partition or
+        MultiSteps.
 
     Returns:
-      A tree like ``params``: float32 where a weight format holds the leaf and in the
-      places of quantised weights, unchanged elsewhere.
+      A tree like ``params``: float32 for weights in a weight format and for quantised
+      weights, and unchanged for other leaves.
 
     Raises:
-      ValueError: if ``state`` holds no lowbit state, one of other parameters, or two of
-        the same parameter, such as an optimizer's and an average's.
+      ValueError: if ``state`` contains no lowbit state, a state for other parameters,
+        or two states for a parameter, such as from an optimizer and an average.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> params = jnp.ones(3, jnp.bfloat16)
@@ -76,31 +77,30 @@ def from_master(
     dtype: typing.Any = jnp.bfloat16,
     keep_float32: KeepFloat32 = is_bias_or_norm,
 ) -> tuple[Params, OptState]:
-    """Start training from float32 weights without losing their low bits.
+    """Start training from float32 weights, and keep their low bits in the state.
 
         (param, residual) = split(master)
 
     Args:
-      tx: a transformation made by :func:`lowbit_optax.lowbit`, alone or inside optax's
-        wrappers.
-      params: tree of float32 weights, as ``model.init`` makes them.
-      dtype: of the parameters that are narrowed. Or a tree that is a prefix of
-        ``params``, of a dtype for each leaf; a quantised weight in it, such as
-        ``jax.eval_shape`` of :func:`block_scale` has, stands for one like it. Leaves
-        that are not floating-point keep their dtype.
-      keep_float32: called with a leaf's path, such as ``"['dense']['bias']"``, and the
-        leaf, it says whether the leaf keeps the dtype that it has. The default keeps
-        biases, vectors and normalisations; None narrows every leaf. A tree of dtypes
-        decides without it.
+      tx: a transformation of this package, possibly inside optax's wrappers.
+      params: tree of float32 weights, as ``model.init`` returns them.
+      dtype: dtype of the parameters that become narrow. It may be a tree of dtypes that
+        is a prefix of ``params``. In a tree, quantised weights, such as
+        ``jax.eval_shape`` of :func:`block_scale` returns, select weights of this kind.
+        Leaves that are not floating-point keep their dtype.
+      keep_float32: function of a leaf's path, such as ``"['dense']['bias']"``, and the
+        leaf, which returns True if the leaf keeps its dtype. The default keeps biases,
+        vectors and normalisations. None keeps no leaf. It has no effect if ``dtype`` is
+        a tree.
 
     Returns:
-      ``(params, state)``: narrowed parameters, and ``tx.init``'s state of them, whose
-      residuals keep the bits that narrowing drops.
+      ``(params, state)``: parameters in the new dtypes, and the state of ``tx`` for
+      them, whose residuals store the bits that rounding removed.
 
     Raises:
-      ValueError: if ``tx`` keeps no lowbit state, or if a leaf's dtype is one that its
-        weight format cannot hold, or not of floats; the error names the leaf.
-      TypeError: if a leaf is not an array, or ``dtype`` is no floating-point dtype.
+      ValueError: if ``tx`` has no lowbit state, or if the weight format does not
+        support the dtype of a leaf. The message names the leaf.
+      TypeError: if a leaf is not an array, or ``dtype`` is not a floating-point dtype.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> tx = lowbit_optax.extra_bits_sgd(0.1)
@@ -122,7 +122,8 @@ def from_master(
         for name, x in zip(names, masters, strict=True)
         if name in formats
     }
-    # Formats that store an unsigned residual need a parameter rounded toward zero.
+    # Use the rounding of the format: some formats with unsigned residuals need
+    # parameters that are rounded toward zero.
     new = treedef.unflatten(
         traced_once(_narrowed, formats[name], leaf.dtype)(wide[name])
         if name in formats
@@ -136,28 +137,27 @@ def from_master(
 def with_master(
     tx: optax.GradientTransformation, master: PyTree
 ) -> optax.GradientTransformation:
-    """A transformation whose ``init`` keeps the low bits of these float32 weights.
+    """Return a transformation whose ``init`` keeps the low bits of float32 weights.
 
-    For trainers that call ``tx.init`` themselves, on parameters that are narrow
-    already::
+    Use it for trainers that call ``tx.init`` themselves, on narrow parameters::
 
         params, _ = lowbit_optax.from_master(tx, master)
         trainer = Trainer(params, lowbit_optax.with_master(tx, master))
 
-    The first ``init`` of arrays lets go of ``master``. From then on ``init`` of shapes,
-    and under ``jax.jit``, is ``tx``'s own.
+    After the first ``init`` of arrays, the transformation releases ``master``. From
+    then on, calls of ``init`` with shapes or under ``jax.jit`` call ``tx.init``.
 
     Args:
-      tx: a transformation made by :func:`lowbit_optax.lowbit`, alone or inside optax's
-        wrappers.
-      master: tree of float32 weights, with the leaves of the parameters in their order.
+      tx: a transformation of this package, possibly inside optax's wrappers.
+      master: tree of float32 weights, with the same leaves as the parameters, in the
+        same order.
 
     Returns:
       ``tx`` with another ``init``.
 
     Raises:
-      ValueError: from ``init``, if the parameters do not fit ``master``, naming the
-        leaf, or if arrays have started already.
+      ValueError: from ``init``, if the parameters do not match ``master``, or if it was
+        called with arrays before.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> tx, master = lowbit_optax.extra_bits_sgd(0.1), {"w": jnp.float32(0.1)}
@@ -173,8 +173,8 @@ def with_master(
         are_arrays = all(map(_is_concrete, leaves))
         if names and are_arrays and not held:
             raise ValueError(
-                "with_master: this transformation has started already, and has let "
-                "go of its float32 weights; call with_master again"
+                "with_master: init must be called once with arrays, because it then "
+                "releases the float32 weights; call with_master again"
             )
         is_asked_otherwise = context.current().start is not None
         if is_asked_otherwise or not names or not held:
@@ -190,13 +190,13 @@ def with_master(
 
 
 def _masters_of(names, leaves, masters) -> dict[str, typing.Any]:
-    """The float32 weights by the paths of the parameters."""
+    """Return the float32 weights by the paths of the parameters."""
     for name, leaf, master in itertools.zip_longest(names, leaves, masters):
         if leaf is None or master is None or leaf.shape != master.shape:
             raise ValueError(
-                f"with_master: params{name or ''} is {trees.describe(leaf)}, but "
-                f"master has {trees.describe(master)} there; accepted are trees with "
-                "the same leaves in the same order"
+                "with_master: master must have the same leaves as params in the same "
+                f"order, but params{name or ''} is {trees.describe(leaf)} and master "
+                f"has {trees.describe(master)}"
             )
     pairs = zip(names, masters, strict=True)
     return {name: widened(x) for name, x in pairs if trees.is_float(x)}
@@ -209,20 +209,20 @@ def _is_concrete(leaf) -> bool:
 
 
 def _formats(tx, names, leaves, treedef) -> dict[str, WeightFormat]:
-    """The formats of the arrays that a ``lowbit`` in ``tx`` stores in one, by path."""
+    """Return the formats of the arrays that a ``lowbit`` in ``tx`` stores, by path."""
     nodes, _ = recorded_nodes(tx, treedef.unflatten(leaves))
     nodes = [node for _, node in nodes if isinstance(node, Recorded)]
     if not nodes:
         raise ValueError(
-            "from_master: tx must be a transformation of this package, alone or inside "
-            "optax's wrappers, such as lowbit_optax.lowbit(optax.adamw(1e-3)), but it "
-            "keeps no LowbitState"
+            "from_master: tx must be a transformation of this package, possibly inside "
+            "optax's wrappers, such as lowbit_optax.lowbit(optax.adamw(1e-3)), got a "
+            "transformation without a LowbitState"
         )
     by_name = dict(zip(names, leaves, strict=True))
     formats = {}
     for node in nodes:
         has_residuals = node.config.weights.residual_name is not None
-        # Without residuals nothing is lost where a wrapper flattens the parameters.
+        # Without residuals, no bits are lost if a wrapper flattens the parameters.
         if has_residuals or all(name in by_name for name in node.names):
             for leaf in node.leaves("tx", by_name):
                 is_stored = isinstance(leaf.format, QuantizedWeights)
@@ -238,24 +238,23 @@ def _narrowed(format_: WeightFormat, dtype: np.dtype, master: jax.Array) -> jax.
 
 
 def _rounded(name: str, x, kind) -> jax.Array:
-    """A leaf in the dtype that ``kind`` is, if it is a float."""
+    """Return a leaf in the dtype ``kind``, if it is a float."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise TypeError(f"from_master: params{name} is {x!r}, not an array")
+        raise TypeError(f"from_master: params{name} must be an array, got {x!r}")
     if trees.is_quantized(x) or not trees.is_float(x):
         return x
     if trees.is_quantized(kind):
         if tuple(kind.shape) != tuple(x.shape):
             raise ValueError(
-                f"from_master: dtype has {trees.describe(kind)} for params{name}, "
-                f"which is {trees.describe(x)}"
+                f"from_master: dtype for params{name}, {trees.describe(x)}, must have "
+                f"the same shape, got {trees.describe(kind)}"
             )
         return kind.quantized(widened(x))
-    dtype = dtype_of(f"from_master: the dtype of params{name}", kind)
+    dtype = dtype_of(f"from_master: dtype for params{name}", kind)
     if not is_narrow(dtype) and dtype not in (np.float32, np.float64):
         raise ValueError(
-            f"from_master: dtype has {dtype} for params{name}, which is "
-            f"{trees.describe(x)}; accepted are {', '.join(map(str, NARROW_DTYPES))}, "
-            "and float32"
+            f"from_master: dtype for params{name}, {trees.describe(x)}, must be one of "
+            f"{', '.join(map(str, NARROW_DTYPES))} and float32, got {dtype}"
         )
     return traced_once(narrowed, dtype)(x)
 
@@ -263,14 +262,14 @@ def _rounded(name: str, x, kind) -> jax.Array:
 def _residuals(
     params: dict[str, typing.Any], state
 ) -> dict[str, tuple[WeightFormat, jax.Array]]:
-    """Format and residual of every leaf for which a state has one, by path."""
+    """Return format and residual of every leaf that has a residual, by path."""
     is_lowbit = lambda x: isinstance(x, LowbitState)
     with_path = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_lowbit)
     kept = [(path, x.residual) for path, x in with_path if is_lowbit(x)]
     if not kept:
         raise ValueError(
-            "no LowbitState in this optimizer state; was it made by a lowbit_optax "
-            "transformation?"
+            "master_weights: state must contain a LowbitState; pass the state of a "
+            "transformation of lowbit_optax"
         )
     names_of = lambda x: filter(params.__contains__, trees.named_leaves(x.tree)[0])
     named = [(path, names_of(x)) for path, x in kept]
@@ -283,9 +282,9 @@ def _residuals(
                 continue
             if name not in params:
                 raise ValueError(
-                    f"the state has a residual for params{name}, but params have no "
-                    "such leaf; pass the parameters that you passed to tx.init, for an "
-                    "nnx model nnx.state(model, nnx.Param)"
+                    f"master_weights: params must contain params{name}, which has a "
+                    "residual in the state; pass the parameters that you passed to "
+                    "tx.init, or nnx.state(model, nnx.Param) for an nnx model"
                 )
             param = params[name]
             is_held = isinstance(param, BlockScaledTensor) or is_narrow(
@@ -295,9 +294,9 @@ def _residuals(
             want = format_ and jax.eval_shape(format_.init, trees.abstract(param))
             if format_ is None or trees.describe(residual) != trees.describe(want):
                 raise ValueError(
-                    f"the residual of params{name} is {trees.describe(residual)}, "
-                    f"which does not fit {trees.describe(param)} there; do params and "
-                    "state belong together?"
+                    f"master_weights: the residual of params{name} must match "
+                    f"{trees.describe(param)}, got {trees.describe(residual)}; pass "
+                    "params and state of the same step"
                 )
             found[name] = format_, residual
     return found

@@ -1,13 +1,13 @@
 """Find the arrays of one optimizer state in the state of a related transformation.
 
-Chains and wrappers nest the state of an optimizer in different places. So an array is
+Chains and wrappers nest the state of an optimizer differently. Therefore, an array is
 identified by the class of the record that contains it, its field and its parameter:
 
     adamw                [0].mu['kernel']
     chain(clip, adamw)   [1][0].mu['kernel']              ScaleByAdamState.mu['kernel']
     masked(adamw, mask)  .inner_state[0].mu['kernel']
 
-So adding clipping, a schedule, weight decay or a mask keeps every moment.
+Adding clipping, a schedule, weight decay or a mask keeps all moments.
 """
 
 import collections
@@ -22,22 +22,22 @@ from lowbit_optax.states.state_leaves import (
     state_leaves,
 )
 
-_ACCEPTED = (
-    "Accepted are transformations that keep the same moments, such as kahan_adamw, "
-    "lowbit_adamw and optax.adamw, with other schedules, clipping, weight decay, masks "
-    "and wrappers. To change the optimizer, use master_weights and from_master"
+_REMEDY = (
+    "The moments must be the same, as in kahan_adamw, lowbit_adamw and optax.adamw; "
+    "schedules, clipping, weight decay, masks and wrappers may differ. To change the "
+    "optimizer, use master_weights and from_master"
 )
 
 
 class Place(typing.NamedTuple):
     """The place of an array in the record that contains it.
 
-    Chains and wrappers around the record do not change it.
+    It does not depend on chains and wrappers around the record.
 
     Args:
-      record: the class of the innermost record on the array's path.
-      field: the path from the record on, without the parameter's.
-      owner: the path of the parameter; None for a count or a hyperparameter.
+      record: class of the innermost record on the path of the array.
+      field: path from the record on, without the path of the parameter.
+      owner: path of the parameter; None for a count or a hyperparameter.
     """
 
     record: type | None
@@ -46,21 +46,21 @@ class Place(typing.NamedTuple):
 
 
 def matched(params, given, wanted, steps, initial: Callable[[list[int]], list]):
-    """A tree like ``wanted`` with the arrays of ``given`` in their places.
+    """Return a tree like ``wanted`` with the arrays of ``given`` in their places.
 
-    Scalars of ``wanted`` that ``given`` does not have start with their initial values,
-    except that a count continues the first count of ``given``, or ``steps``. Arrays of
-    ``given`` whose parameter ``wanted`` leaves out, as a mask does, are dropped.
+    Scalars that are missing in ``given`` start with their initial values, except that a
+    count continues the first count of ``given``, or ``steps``. Arrays of ``given`` are
+    dropped if ``wanted`` leaves out their parameter, as with a mask.
 
     Args:
       params: tree of arrays or ShapeDtypeStructs.
-      given: a state; its leaves are arrays or Python scalars.
-      wanted: the state to be made, of ShapeDtypeStructs.
-      steps: the number of steps that ``given`` has made; None if it is not known.
+      given: a state whose leaves are arrays or Python scalars.
+      wanted: the new state, of ShapeDtypeStructs.
+      steps: number of steps that ``given`` has made; None if unknown.
       initial: returns the leaves with these numbers of a new state like ``wanted``.
 
     Raises:
-      ValueError: if only one of the two keeps some moment, naming it.
+      ValueError: if only one of the two states keeps a moment.
     """
     held = collections.defaultdict(list)
     for place, leaf in _places(params, given):
@@ -84,7 +84,7 @@ def matched(params, given, wanted, steps, initial: Callable[[list[int]], list]):
 
 
 def _places(params, state) -> Iterator[tuple[Place, StateLeaf]]:
-    """The arrays of a state, and where they are."""
+    """Yield the arrays of a state with their places."""
     for leaf in state_leaves(params, state):
         node, record, field = state, None, leaf.field
         for start, key in enumerate(leaf.field):
@@ -98,16 +98,16 @@ def _places(params, state) -> Iterator[tuple[Place, StateLeaf]]:
             else:  # a node of a class that registers no names for its children
                 break
         owner = leaf.owner
-        # The path of parameters that are one array ends every path.
+        # If the parameters are one array, its path is empty and ends every path.
         if owner == "" and is_scalar_of_the_state(leaf, params.shape):
             owner = None
         yield Place(record, jax.tree_util.keystr(field), owner), leaf
 
 
 def _check_moments(held: Mapping[Place, list], asked: Sequence) -> None:
-    """Raise unless both states have the same moments.
+    """Raise a ValueError unless both states have the same moments.
 
-    A parameter that a mask of the new state excludes needs no moments there.
+    A parameter that a mask of the new state excludes needs no moments.
     """
     of_asked = collections.defaultdict(list)
     for place, leaf in asked:
@@ -122,6 +122,6 @@ def _check_moments(held: Mapping[Place, list], asked: Sequence) -> None:
         has, lacks = both if counts[0] > counts[1] else both[::-1]
         where = jax.tree_util.keystr(leaves[-1].path)
         raise ValueError(
-            "convert: in float32 the two transformations keep different states: "
-            f"{has} keeps state{where}, which {lacks} does not. {_ACCEPTED}"
+            "convert: from_tx and to_tx must keep the same float32 state, but "
+            f"{has} keeps state{where}, which {lacks} does not. {_REMEDY}"
         )

@@ -1,4 +1,4 @@
-"""Where the optimizer state lies on a mesh: each array beside its parameter."""
+"""Shard the optimizer state on a mesh, each array like its parameter."""
 
 import functools
 import typing
@@ -21,8 +21,8 @@ Uneven = typing.Literal["error", "other_axis", "replicate"]
 
 _MOST_DOUBLINGS = 12
 
-# Shards of a packed array may have to be multiples of up to so many elements along an
-# axis: the rows of a block of 2048 in a folded axis, with some to spare.
+# Shards of a packed array may have to be multiples of up to this number of elements
+# along an axis: the rows of a block of 2048 in a folded axis, with a margin.
 _LARGEST_UNIT = 4096
 
 
@@ -34,42 +34,44 @@ def state_shardings(
     mesh: Mesh | AbstractMesh | None = None,
     uneven: Uneven = "error",
 ):
-    """Shardings of the optimizer state, for ``jax.jit(tx.init, out_shardings=...)``.
+    """Return shardings of the state for ``jax.jit(tx.init, out_shardings=...)``.
 
-    Without them ``jax.jit(tx.init)`` puts the state's zeros on one device. Moments,
-    residuals, packed words and scales have their parameter's rank and get its
-    PartitionSpec. Everything else is replicated: counts, hyperparameters, loss scales,
-    and state of another rank, such as Adafactor's factored moments. Where the inner
-    transformation keeps an array of the parameter's rank but of another shape, the axes
-    that have the parameter's size are sharded as the parameter's.
+    Without them, ``jax.jit(tx.init)`` puts the zeros of the state on one device.
+    Moments, residuals, packed words and scales have the rank of their parameter and get
+    its PartitionSpec. Other arrays are replicated: counts, hyperparameters, loss
+    scales, and arrays of another rank, such as Adafactor's factored moments. If an
+    array of the inner transformation has its parameter's rank and another shape, only
+    the axes of equal size are sharded.
 
     Args:
-      tx: an optax transformation; those of :func:`lowbit_optax.lowbit` may be anywhere
-        inside it.
+      tx: an optax transformation, which may contain :func:`lowbit_optax.lowbit`
+        anywhere.
       params: tree of arrays or ShapeDtypeStructs. A QuantizedTensor is one leaf.
-      shardings: tree like ``params``, or a prefix of it, of NamedShardings or
-        PartitionSpecs. One sharding stands for all leaves below it. If None, they are
-        the ``param_shardings`` that ``tx`` was given.
-      mesh: of the PartitionSpecs; if None, that of ``jax.set_mesh``.
-      uneven: what to do where an array of the state does not divide into its
-        parameter's shards, as the scales of a few rows may not. It is an
-        ``"error"``, unless another axis is asked for: with ``"other_axis"`` the mesh's
-        axis spreads all of the parameter's state over an axis that divides. Each step
-        then exchanges the gradient, the old and the new parameter with the other
-        devices, 6 bytes per parameter, and gathers nothing; compiled for eight H200s
-        it moves 24 bytes in place of 12, with 4 temporary bytes.
-        ``"replicate"`` keeps the array whole along the axis. That is for small leaves:
-        every device then stores all of it, and each step gathers it, which compiled for
-        eight H200s moved 40 to 109 bytes per parameter of a shard, with 7 to 18
-        temporary bytes and 6 to 10 collectives.
+      shardings: tree of NamedShardings or PartitionSpecs, like ``params`` or a prefix
+        of it. One sharding applies to all leaves below it. If None, the
+        ``param_shardings`` that were passed to ``tx``.
+      mesh: mesh for PartitionSpecs; if None, the mesh of ``jax.set_mesh``.
+      uneven: what to do if an array of the state, such as the scales of a few rows,
+        does not divide into the shards of its parameter, one of:
+
+        - ``"error"``: raise a ValueError.
+        - ``"other_axis"``: shard all state of the parameter along another axis that
+          divides. Each step exchanges the gradient, the old and the new parameter with
+          the other devices, 6 bytes per parameter, and gathers nothing. Compiled for
+          eight H200s, a step moves 24 instead of 12 bytes per parameter of a shard, and
+          needs 4 temporary bytes.
+        - ``"replicate"``: do not split the array along the axis. Use it only for small
+          leaves, because every device stores the whole array, and each step gathers it.
+          Compiled for eight H200s, a step moved 40 to 109 bytes per parameter of a
+          shard, with 7 to 18 temporary bytes and 6 to 10 collectives.
 
     Returns:
       A tree of NamedShardings like ``tx.init(params)``.
 
     Raises:
-      TypeError: if a sharding is of another kind.
-      ValueError: if ``shardings`` does not match ``params``, if there is no mesh, or if
-        an array does not divide into its shards. All errors name the leaf.
+      TypeError: if a sharding has another type.
+      ValueError: if ``shardings`` does not match ``params``, if a mesh is missing, or
+        if an array does not divide into its shards. The message names the leaf.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -116,10 +118,9 @@ def state_shardings(
                 f"{jax.tree_util.keystr(part.path)}, {trees.describe(part.leaf)}, does "
                 f"not divide into the {shards} shards of params{part.owner}, of shape "
                 f"{list(shape)} ({sharding.spec}). {advice(part.owner, axis, shards)}; "
-                "or call state_shardings with uneven='other_axis', which spreads the "
-                "state over another axis, or, for a small leaf, with 'replicate', "
-                "which keeps this array whole along the axis and gathers it in each "
-                "step"
+                "or pass uneven='other_axis', which shards the state along another "
+                "axis, or, for a small leaf, 'replicate', which does not split this "
+                "array along the axis and gathers it in each step"
             )
         return _whole_along(does_not_divide, sharding)
 
@@ -127,7 +128,7 @@ def state_shardings(
 
 
 def _shardings_of_params(tx: Transformation, params: PyTree, mesh):
-    """The ``param_shardings`` of a transformation; PartitionSpecs are of the mesh."""
+    """Return the ``param_shardings`` of a transformation, on ``mesh`` if given."""
     found: dict[str, NamedSharding | None] = {}
 
     def start(config, params):
@@ -136,14 +137,14 @@ def _shardings_of_params(tx: Transformation, params: PyTree, mesh):
         return config.start(params, {})
 
     with context.changed(start=start):
-        # JAX may have traced tx.init on these shapes before.
+        # Wrap tx.init, because JAX may have traced it on these shapes before.
         jax.eval_shape(lambda params: tx.init(params), trees.abstract(params))
     names, _, treedef = trees.named_leaves(params)
     missing = next((name for name in names if found.get(name) is None), None)
     if missing is not None:
         raise ValueError(
-            f"state_shardings: no sharding of params{missing}: give shardings, or make "
-            "tx with param_shardings"
+            f"state_shardings: shardings must be given for params{missing}, or tx must "
+            "have param_shardings"
         )
     shardings = [x for x in map(found.get, names) if x is not None]
     if mesh is not None:
@@ -155,7 +156,7 @@ _Placed = dict[str, tuple[tuple[int, ...], NamedSharding]]
 
 
 def _on_other_axes(placed: _Placed, parts: Sequence[StateLeaf]) -> _Placed:
-    """By path, the parameters whose state needs other axes, and where it then lies."""
+    """Return the parameters whose state needs other axes, with their new shardings."""
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for part in parts:
         if part.owner is not None and part.kind not in (None, "blank"):
@@ -170,10 +171,10 @@ def _on_other_axes(placed: _Placed, parts: Sequence[StateLeaf]) -> _Placed:
 
 
 def _moved(sharding: NamedSharding, shapes: Sequence[tuple[int, ...]]) -> NamedSharding:
-    """The sharding along other axes where these arrays do not divide into its shards.
+    """Return a sharding along other axes, into which all of these arrays divide.
 
-    Kernels choose in the same way where they update shards. Where no other axis
-    divides, the axis stays.
+    Kernels choose axes in the same way when they update shards. If no other axis
+    divides, the axis does not change.
     """
     entries = [*sharding.spec, *[None] * (len(shapes[0]) - len(sharding.spec))]
     uneven = {axis for x in shapes for axis in uneven_axes(x, sharding)}
@@ -190,7 +191,7 @@ def _moved(sharding: NamedSharding, shapes: Sequence[tuple[int, ...]]) -> NamedS
 
 
 def _by_parameter(params, shardings, mesh, advice: Callable[..., str]):
-    """Shape and NamedSharding of every parameter, by path; checked."""
+    """Return shape and NamedSharding of every parameter by path, after checks."""
     names, leaves, _ = trees.named_leaves(params)
     each = named_shardings("state_shardings", shardings, params, mesh)
     placed = {}
@@ -208,9 +209,9 @@ def _by_parameter(params, shardings, mesh, advice: Callable[..., str]):
 
 
 def _advice(tx, params, owner: str, axis: int, shards: int) -> str:
-    """What to do where an axis of a parameter, or of its state, does not divide.
+    """Return the remedy if an axis of a parameter, or of its state, does not divide.
 
-    Formats differ in the sizes that do, which are found by trying, on shapes.
+    The sizes that divide depend on the format, so they are found by trying shapes.
     """
     names, shapes, treedef = trees.named_leaves(trees.abstract(params))
     leaves = dict(zip(names, shapes, strict=True))
@@ -230,8 +231,9 @@ def _advice(tx, params, owner: str, axis: int, shards: int) -> str:
         )
 
     candidates = (shards << doublings for doublings in range(_MOST_DOUBLINGS))
-    # If a number is too small, then the first of its multiples beyond a whole number of
-    # blocks on each shard does not fit. It is large, as small leaves are not packed.
+    # If a number is too small, its first multiple beyond a whole number of blocks on
+    # each shard does not fit. The multiple is large, because small leaves are not
+    # packed.
     multiple = next((x for x in candidates if fits(x * (_LARGEST_UNIT + 1))), None)
     if multiple is None:
         size = "another size"
@@ -247,7 +249,7 @@ def _advice(tx, params, owner: str, axis: int, shards: int) -> str:
 
 
 def _with_length(leaf, axis: int, length: int):
-    """The shapes of a parameter that has another size along an axis."""
+    """Return the shapes of a parameter with another size along an axis."""
     shape = (*leaf.shape[:axis], length, *leaf.shape[axis + 1 :])
     like = jax.ShapeDtypeStruct(shape, leaf.dtype)
     if not trees.is_quantized(leaf):
@@ -256,7 +258,7 @@ def _with_length(leaf, axis: int, length: int):
 
 
 def _whole_along(axes: Container[int], sharding: NamedSharding) -> NamedSharding:
-    """The sharding of an array that is not split along these axes."""
-    # Of the given length, so that it is equal to the parameter's own where it can be.
+    """Return the sharding of an array that is not split along these axes."""
+    # Keep the length of the spec, so that it can be equal to the parameter's spec.
     spec = [None if i in axes else entry for i, entry in enumerate(sharding.spec)]
     return sharding.update(spec=spec)

@@ -1,12 +1,12 @@
-"""Which parameter an array of an optimizer state belongs to.
+"""Find the parameter that an array of an optimizer state belongs to.
 
     params              ['dense']['kernel']
     state    [0].mu.codes_v2['dense']['kernel']
              `--field---'`------owner------'
 
-Trees of moments, residuals and accumulators have the parameters' structure, whatever
-wrappers surround them. So the path of a leaf of the state ends with the path of its
-parameter.
+Trees of moments, residuals and accumulators have the structure of the parameters, with
+any wrappers around them. Therefore, the path of a leaf of the state ends with the path
+of its parameter.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ class StateLeaf:
     """One array of an optimizer state.
 
     Args:
-      path: the leaf's path in the state.
+      path: path of the leaf in the state.
       leaf: a ShapeDtypeStruct or an array.
-      owner: path of the parameter that the leaf belongs to, as a string; None for a
-        leaf that belongs to no parameter, such as a count.
-      field: the path without the parameter's: where in the state its tree is.
+      owner: path of the leaf's parameter, as a string; None for a leaf without a
+        parameter, such as a count.
+      field: the path without the path of the parameter.
     """
 
     path: KeyPath
@@ -46,7 +46,7 @@ class StateLeaf:
 
     @property
     def attributes(self) -> list[str]:
-        """The names in ``field``, outermost first."""
+        """Names in ``field``, outermost first."""
         return [
             jax.tree_util.keystr((key,), simple=True)
             for key in self.field
@@ -55,10 +55,11 @@ class StateLeaf:
 
     @property
     def kind(self) -> typing.Literal["residual", "codes", "scales", "blank"] | None:
-        """What a weight or moment format keeps here; None if the leaf is of no format.
+        """Part of a weight or moment format in the leaf; None without a format.
 
-        A leaf of a tree of codes may be packed codes or an uncoded moment. A blank is
-        where the parameter keeps nothing; see :mod:`lowbit_optax._step.blanks`.
+        A leaf in a tree of codes is packed codes, or a moment that is not encoded. A
+        blank is the place of a parameter for which nothing is stored; see
+        :mod:`lowbit_optax._step.blanks`.
         """
         names = self.attributes
         last = names[-1] if names else ""
@@ -70,13 +71,13 @@ class StateLeaf:
 
     @property
     def moment_field(self) -> str:
-        """The state's field: ``mu`` for ``[0].mu.codes_v2``; "" if it has none."""
+        """Field of the state: ``mu`` for ``[0].mu.codes_v2``, "" without a field."""
         names = [x for x in self.attributes if x not in (*_CODES, *_SCALES)]
         return names[-1] if names else ""
 
 
 def state_leaves(params, state) -> Iterator[StateLeaf]:
-    """The leaves of an optimizer state, in the order of its tree, with their owners.
+    """Yield the leaves of an optimizer state, in the order of its tree.
 
     Args:
       params: tree of arrays or ShapeDtypeStructs; a QuantizedTensor is one parameter.
@@ -88,7 +89,7 @@ def state_leaves(params, state) -> Iterator[StateLeaf]:
 
 
 def owner_and_field(path: KeyPath, names: Container[str]) -> tuple[str | None, KeyPath]:
-    """The name of the parameter that ends a path in a state, and the path before it."""
+    """Return the parameter whose path ends a path, and the path before it."""
     for start in range(len(path) + 1):
         name = jax.tree_util.keystr(path[start:])
         if name in names:
@@ -97,7 +98,7 @@ def owner_and_field(path: KeyPath, names: Container[str]) -> tuple[str | None, K
 
 
 def is_scalar_of_the_state(part: StateLeaf, shape: tuple[int, ...]) -> bool:
-    """Whether a state leaf at a parameter's path is a count or hyperparameter."""
+    """Return whether a leaf at a parameter's path is a count or hyperparameter."""
     if part.kind is not None:
         return False
     if not jnp.issubdtype(part.leaf.dtype, jnp.floating):

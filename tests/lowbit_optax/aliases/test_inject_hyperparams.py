@@ -247,7 +247,7 @@ def test_integers_must_be_static_and_the_error_says_so(name, argument):
     alias, _ = ALIASES[name]
     (keyword,) = argument
     params = params_for(name)
-    with pytest.raises(TypeError, match=f"{keyword} is .*static_args"):
+    with pytest.raises(TypeError, match=f"{keyword} .*static_args"):
         injected(alias)(0.01, **argument).init(params)
     state = injected(alias, static_args=keyword)(0.01, **argument).init(params)
     assert isinstance(state.inner_state, lowbit_optax.LowbitState)
@@ -260,7 +260,7 @@ def test_integers_must_be_static_and_the_error_says_so(name, argument):
 def test_of_the_16_bit_unit_only_the_rate_may_be_injected(make, arguments):
     make = functools.partial(make, **arguments)
     params = params_for("lowbit")
-    match = r"float32 array, and only learning_rate .*static_args"
+    match = r"float32 array.*learning_rate.*static_args"
     with pytest.raises(TypeError, match=match):
         injected(make)(0.0078125).init(params)
     static = set(inspect.signature(make).parameters) - {"learning_rate"}

@@ -69,7 +69,7 @@ def test_quantised_weights_of_other_kinds_turn_into_each_other():
 
 def test_a_checkpoint_of_blocks_along_another_axis_is_refused():
     other = block_scale(MASTER, axis=-1)
-    with pytest.raises(ValueError, match=r"scales_e8m0 .* \[2, 96\], not \[64, 3\]"):
+    with pytest.raises(ValueError, match=r"scales_e8m0.*\[64, 3\].*\[2, 96\]"):
         serialization.from_bytes(other, serialization.to_bytes(begun()[0]))
     saved = storage_formats(TX, LIKE)
     assert saved["params['w']"] == (
@@ -136,4 +136,6 @@ def test_a_gpu_is_said_to_have_no_kernel_for_it():
         step = functools.partial(lowbit_optax.step, tx)
         with pytest.warns(UserWarning, match=text):
             jax.eval_shape(step, params, state, large)
-    assert found == {"['w']": "XLA: kernels do not take block-scaled float8"}
+    assert list(found) == ["['w']"]
+    assert found["['w']"].startswith("XLA: ")
+    assert "block-scaled float8" in found["['w']"]

@@ -423,9 +423,9 @@ def test_a_sharded_batch_gives_the_same_loss():
 def test_another_loss_or_a_traced_assignment_is_refused():
     w, x = weights(), dyadic(0, 2, 3)
     assignment = uniform(residual, w, x)
-    with pytest.raises(ValueError, match=r"not the one that was traced: tensor 3 is"):
+    with pytest.raises(ValueError, match=r"assignment .*tensor 3 is"):
         precision.apply(recurrent, assignment)(w, x[None])
-    with pytest.raises(ValueError, match=r"stored=True.*it is traced"):
+    with pytest.raises(ValueError, match=r"assignment .*stored=True"):
         jax.jit(lambda a: precision.apply(residual, a, stored=True)(w, x))(assignment)
-    with pytest.raises(TypeError, match="assignment is a str"):
+    with pytest.raises(TypeError, match=r"assignment .* a str$"):
         precision.apply(residual, "uniform")

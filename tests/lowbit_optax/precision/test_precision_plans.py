@@ -204,13 +204,13 @@ def sharded(w, x):
 )
 def test_what_cannot_be_looked_into_is_named(loss_fn, place, tmp_path):
     arguments = FLOAT((4, 4)), FLOAT((2, 4))
-    with pytest.warns(UserWarning, match=f"inside of {place} are neither rounded"):
+    with pytest.warns(UserWarning, match=rf"trace: .* {place} are "):
         plan = precision.trace(loss_fn, *arguments)
     assert plan.opaque == (place,)
     assert place in [t.name for t in plan.tensors]  # its result is a tensor
     assert not any(t.name.startswith(f"{place}/") for t in plan.tensors)
     assignment = precision.uniform(plan)
-    assert str(assignment).splitlines()[-1] == f"not rounded inside of: {place}"
+    assert str(assignment).splitlines()[-1].endswith(f" {place}")
     assignment.save(tmp_path / "assignment.json")
     assert precision.load(tmp_path / "assignment.json").plan == plan
 
@@ -326,7 +326,7 @@ def test_promotion_raises_forward_tensors_past_the_threshold(plan):
     assert np.flatnonzero(less.low).tolist() == [0, 1, 2, 4, 5, 8]
     again = precision.promote(promoted, jnp.zeros(9))
     assert again.low.tolist() == promoted.low.tolist()
-    with pytest.raises(ValueError, match=r"shape \[8\].* 9 tensors"):
+    with pytest.raises(ValueError, match=r"overflow .* 9 tensors.* \[8\]"):
         precision.promote(assignment, overflow[1:])
 
 
@@ -360,7 +360,7 @@ def test_a_damaged_file_is_named(plan, tmp_path, damage):
         document["formats"]["low"]["exponent_bits"] = 99
     text = json.dumps(document)
     path.write_text(text[:-20] if damage == "cut" else text)
-    with pytest.raises(ValueError, match=r"damaged\.json: not an assignment"):
+    with pytest.raises(ValueError, match=r"load: .*damaged\.json "):
         precision.load(path)
 
 

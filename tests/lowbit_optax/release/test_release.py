@@ -133,7 +133,7 @@ WAITING = {
         "of several layers",
     ),
     "factored": (optax.adafactor(RATE, min_dim_size_to_factor=8), "of several layers"),
-    "matrices": (optax.contrib.muon(RATE), "has another structure"),
+    "matrices": (optax.contrib.muon(RATE), "different structure"),
     "centralized": (
         optax.chain(optax.centralize(), optax.sgd(RATE)),
         "of several layers",

@@ -145,7 +145,7 @@ def test_a_backend_without_host_memory_is_named(monkeypatch):
     monkeypatch.setattr(host_memory, "_memory_kinds", lambda device: {"device"})
     params, batch = simple_params(), released.batches(1)[0]
     state = SGD.init(params)
-    message = "cannot be in 'pinned_host' memory: .* has 'device'; accepted is"
+    message = "cannot be in 'pinned_host' memory.* 'device'"
     with pytest.raises(ValueError, match=rf"state\[0\].trace\['layers'\] {message}"):
         release.host_shardings(simple_loss, SGD)(params, state, *batch)
     step = release.value_and_update(simple_loss, SGD, state_memory=HOST)

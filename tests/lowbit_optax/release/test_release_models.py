@@ -145,7 +145,7 @@ def tied_embedding(params, x):
     return jnp.mean((x @ params["embed"].T) ** 2) + head_loss(params, x)
 
 
-@model(waits="besides a scan it is used by slice")
+@model(waits="besides being scanned over, it is used by slice")
 def stack_used_outside_too(params, x):
     x, _ = jax.lax.scan(simple_body, x, params["layers"])
     return head_loss(params, x) + jnp.sum(params["layers"][0] ** 2)
@@ -163,7 +163,7 @@ def stack_scanned_twice(params, x):
     return simple_loss(params, x, reverse=True)
 
 
-@model(waits="besides a scan it is used by the scan, in another way")
+@model(waits="besides being scanned over, it is used by the scan, in another way")
 def stack_twice_in_one_scan(params, x):
     def body(x, pair):
         return dense(dense(x, pair[0]), pair[1]), None
@@ -172,7 +172,7 @@ def stack_twice_in_one_scan(params, x):
     return simple_loss(params, x, body, pair)
 
 
-@model(waits="besides a scan it is used by the scan, in another way")
+@model(waits="besides being scanned over, it is used by the scan, in another way")
 def stack_scanned_and_closed_over(params, x):
     def body(x, w):
         return dense(x, w + params["layers"][1]), None

@@ -86,7 +86,7 @@ def test_each_layer_is_updated_on_its_own_the_last_one_first(name):
 )
 def test_reports_name_what_reads_a_leaf_first(loss_fn, reader):
     reports = released.explained(loss_fn, SGD, layers(1), *released.batches(1)[0])
-    assert reports["['layers'][0]"].endswith(f"behind the {reader} that reads it first")
+    assert reports["['layers'][0]"].endswith(f" the {reader} that reads it first")
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)

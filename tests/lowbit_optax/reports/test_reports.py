@@ -160,11 +160,9 @@ def test_moments_that_stayed_float32_are_listed_with_the_reason():
     )
     assert kernel.float32_moments == ("trace",)
     assert rows["['bias0']"].float32_moments == ("mu", "trace")
-    assert str(report).splitlines()[-2:] == [
-        "float32 moments: mu of ['bias0'], ['bias1'], ['bias2'] and 2 more, too small "
-        "for their moment format",
-        "float32 moments: trace of every leaf, which no moment format holds",
-    ]
+    small, every = str(report).splitlines()[-2:]
+    assert "float32: mu of ['bias0'], ['bias1'], ['bias2'] and 2 more (" in small
+    assert "float32: trace of all leaves (" in every
 
 
 def test_float32_parameters_that_make_the_saving_small_are_told_of():
@@ -177,11 +175,11 @@ def test_float32_parameters_that_make_the_saving_small_are_told_of():
     assert report.float32_params == 192 * 64
     wide = report.leaves[1]
     text = " ".join(str(report).split())
-    assert "75% of the parameters are float32 and pass through" in text
-    assert f"they and their state take {wide.total:,} of the bytes" in text
-    assert "from_master narrows float32 weights" in text
+    assert "75% of the parameters are float32" in text
+    assert f" {wide.total:,} of the bytes" in text
+    assert "from_master" in text
     few = params | {"wide": jax.ShapeDtypeStruct((64,), jnp.float32)}
-    assert "pass through" not in str(memory_report(tx, few))
+    assert "of the parameters are float32" not in str(memory_report(tx, few))
     # QuantizedTensors are float32 to a program that reads them, and are stored in bits.
     assert memory_report(lowbit_optax.lpmm_sgd(0.1), _quantised()).float32_params == 64
 

@@ -87,7 +87,7 @@ def test_bytes_are_those_of_one_device():
 
 
 def test_a_sharding_of_another_kind_is_refused():
-    with pytest.raises(TypeError, match="accepted are NamedShardings"):
+    with pytest.raises(TypeError, match=r"shardings .*NamedSharding.* P"):
         step_memory(optax.sgd(0.1), _params(), _loss, BATCH, shardings=jax.P())
 
 
@@ -109,9 +109,13 @@ def test_the_bars_are_the_reports_bytes():
     )
     heights = {name: sum(x.values()) for name, x in memory_bars.bars(report).items()}
     size = report.total.size
-    np.testing.assert_allclose(heights["this"], report.step_peak() / size, atol=1e-3)
     np.testing.assert_allclose(
-        heights["this, with release"], report.step_peak(release=True) / size, atol=1e-3
+        heights["this optimizer"], report.step_peak() / size, atol=1e-3
+    )
+    np.testing.assert_allclose(
+        heights["with gradient release"],
+        report.step_peak(release=True) / size,
+        atol=1e-3,
     )
     usual = report.total.float32_master + report.gradients
     np.testing.assert_allclose(heights["optax, float32 master"], usual / size)
@@ -120,5 +124,5 @@ def test_the_bars_are_the_reports_bytes():
 def test_without_matplotlib_it_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     report = memory_report(lowbit_optax.kahan_adamw(1e-3), _params())
-    with pytest.raises(ImportError, match=r"pip install matplotlib.*print\(report\)"):
+    with pytest.raises(ImportError, match=r"matplotlib.*print\(report\)"):
         report.plot()

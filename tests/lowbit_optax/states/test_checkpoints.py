@@ -161,12 +161,12 @@ OTHER_FORMATS = {
     "float32 moments for bfloat16": (
         _adamw(kahan()),
         _adamw(kahan(), BFLOAT16_MOMENTS),
-        r"\.mu\['kernel'\] is float32\[64, 24\] there and .* in bfloat16 here",
+        r"\.mu\['kernel'\] is float32\[64, 24\] in the .* in bfloat16 in this run",
     ),
     "blocks": (
         _adamw(kahan(), {"nu": block_quantized(8)}),
         _adamw(kahan(), {"nu": block_quantized(8, block_size=64)}),
-        "blocks of 32.* there and .*blocks of 64",
+        "blocks of 32.* in the checkpoint and .*blocks of 64",
     ),
     "bits": (
         _adamw(extra_bits(8)),
@@ -176,12 +176,12 @@ OTHER_FORMATS = {
     "plain optax": (
         optax.adamw(0.01),
         _adamw(extra_bits(8)),
-        r"params\['kernel'\] is bfloat16\[64, 24\] there and .*nearest_8_bits.* here",
+        r"params\['kernel'\] is bfloat16\[64, 24\] in the .*nearest_8_bits.* in this",
     ),
     "moments that the run does not have": (
         optax.adamw(0.01),
         optax.sgd(0.01),
-        r"state\[0\]\.mu\['kernel'\] is bfloat16\[64, 24\] there and nothing here",
+        r"state\[0\]\.mu\['kernel'\] is bfloat16\[64, 24\] in the .* nothing in this",
     ),
 }
 

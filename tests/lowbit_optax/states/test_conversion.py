@@ -439,39 +439,38 @@ def test_biases_and_normalisations_stay_float32_as_with_from_master():
 REFUSED = {
     "another optimizer": (
         _sgd(), _sgd(), _adamw(kahan()), {},
-        r"to_tx keeps state\[0\]\.mu\['bias'\], which from_tx does not.*Accepted are",
+        r"to_tx keeps state\[0\]\.mu\['bias'\], which from_tx does not.*from_master",
     ),
     "no momentum": (
         _sgd(), _sgd(), optax.sgd(0.1), {},
-        r"from_tx keeps state.*\.trace\['bias'\], which to_tx does not.*Accepted are",
+        r"from_tx keeps state.*\.trace\['bias'\], which to_tx does not.*from_master",
     ),
     "one accumulator more": (
         _sgd(), _sgd(), optax.MultiSteps(_sgd(), 2), {},
         r"to_tx keeps state.*acc_grads\['bias'\], which from_tx does not",
     ),
     "a state of another transformation": (
-        FLOAT32, _adamw(kahan()), FLOAT32, {}, "state.* but from_tx keeps a LowbitState"
+        FLOAT32, _adamw(kahan()), FLOAT32, {}, "state.* LowbitState.*from_tx"
     ),
     "a state of other weights": (
         _adamw(kahan()), _adamw(extra_bits(8)), FLOAT32, {},
-        "residuals are 'compensation', but .* keeps 'nearest_8_bits_v2'",
+        "residuals 'nearest_8_bits_v2'.*, got 'compensation'",
     ),
     "a state of other moments": (
         _adamw(kahan(), BFLOAT16_MOMENTS), _adamw(kahan()), FLOAT32, {},
-        r"\['bias'\].* is bfloat16\[40\], but without moment formats it is float32",
+        r"\['bias'\].* float32\[40\].*, got bfloat16\[40\]",
     ),
     "a state of other parameters": (
         FLOAT32, FLOAT32, FLOAT32, dict(params=_OTHER),
-        r"state\[0\]\.mu\['kernel'\] is float32\[8, 8\], but for these params from_tx "
-        r"keeps bfloat16\[64, 24\]",
+        r"state\[0\]\.mu\['kernel'\] must be bfloat16\[64, 24\].*got float32\[8, 8\]",
     ),
     "too many bits for the dtype": (
         _adamw(kahan()), _adamw(kahan()), _adamw(extra_bits(16)), dict(dtype=F16),
-        r"params\['bias'\]: float16 takes 0 to 13 extra bits, not 16",
+        r"params\['bias'\]: .*13.*float16.*16",
     ),
     "an integer dtype": (
         FLOAT32, FLOAT32, FLOAT32, dict(dtype=jnp.int8),
-        r"convert: dtype .*int8.*accepted are floating",
+        r"convert: dtype .*floating.*int8",
     ),
     "dtypes of other leaves": (
         FLOAT32, FLOAT32, FLOAT32, dict(dtype={"kernel": BF16}),
@@ -479,11 +478,11 @@ REFUSED = {
     ),
     "shapes of other parameters": (
         FLOAT32, FLOAT32, FLOAT32, dict(dtype=_OTHER),
-        r"params\['kernel'\] has shape \[64, 24\], but dtype has \[8, 8\] there",
+        r"dtype for params\['kernel'\] .*\[64, 24\], got \[8, 8\]",
     ),
     "parameters that a wrapper makes": (
         optax.flatten(_adamw(kahan())), optax.flatten(_adamw(kahan())), FLOAT32, {},
-        "from_tx hands params to lowbit, which params do not have; accepted are",
+        "wrappers in from_tx must keep the structure of params",
     ),
 }  # fmt: skip
 

@@ -33,7 +33,7 @@ def test_init_makes_the_state_of_from_master(optimizer, wrap):
     shapes = jax.eval_shape(start.init, params)
     assert jax.tree.structure(shapes) == jax.tree.structure(want)
     assert_same_bits(start.init(params), want)
-    with pytest.raises(ValueError, match="has started already"):
+    with pytest.raises(ValueError, match="with_master: init"):
         start.init(params)
     # What else asks for a state is answered as before.
     assert jax.eval_shape(start.init, params) == shapes
@@ -44,7 +44,7 @@ def test_init_makes_the_state_of_from_master(optimizer, wrap):
 def test_parameters_of_another_model_are_refused():
     tx = with_master(lowbit_adamw(1e-2), _master())
     other = {"kernel": jnp.ones((64, 64), jnp.bfloat16), "bias": jnp.ones(9)}
-    with pytest.raises(ValueError, match=r"params\['bias'\] is float32\[9\], but"):
+    with pytest.raises(ValueError, match=r"params\['bias'\] is float32\[9\] and"):
         tx.init(other)
     with pytest.raises(ValueError, match="same leaves"):
         tx.init({"bias": jnp.ones(8)})
