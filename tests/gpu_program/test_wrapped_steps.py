@@ -118,7 +118,7 @@ CLIPPING = {
 
 @pytest.mark.parametrize("where", CLIPPING)
 def test_what_clipping_costs_is_what_the_recipe_says(where):
-    # The figures of docs/recipes.md: kernels, moved and temporary bytes per parameter.
+    # The figures of docs/recipes.md: moved and temporary bytes per parameter.
     model = gpt2()
     step = lower_step(CLIPPING[where], model | {"blocks": model["blocks"][:2]})
     assert len(step.launches) == pytest.approx(46, abs=4.6)
