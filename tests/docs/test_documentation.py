@@ -1,4 +1,4 @@
-"""The documentation names everything public, and its links lead somewhere."""
+"""The documentation lists every public name, and all of its links work."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""README's figures are those of the pages that say how they were measured."""
+"""The figures in the README match the pages that document the measurements."""
 
 import re
 
@@ -12,7 +12,7 @@ def _page(name: str) -> str:
 
 
 def _table(head: str) -> list[list[str]]:
-    """The rows below a head that begins with a word."""
+    """Returns the cells of the table whose header begins with ``head``."""
     (block,) = re.findall(
         rf"^\| {head} .*\n\|[-|]+\n((?:\|.*\n)+)", README, re.MULTILINE
     )

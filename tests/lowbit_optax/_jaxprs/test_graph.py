@@ -1,4 +1,4 @@
-"""Nodes of small graphs: scalars that are the same, zeros, repeated scalars."""
+"""Graphs merge equal scalars and recognize zeros and repeated scalars."""
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +105,7 @@ ZEROS = {
     "negative": (lambda x: jnp.full(4, -0.0), True),
     "one": (lambda x: jnp.ones(4), False),
     "an input": (lambda x: x, False),
-    "a product with it": (lambda x: x * 0, False),  # NaN for infinities
+    "a product with it": (lambda x: x * 0, False),  # NaN where x is infinite
     "a sum": (lambda x: jnp.zeros(4) + 1, False),
 }
 

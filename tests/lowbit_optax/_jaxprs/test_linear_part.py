@@ -1,4 +1,4 @@
-"""``linear_factor`` returns the derivative by element, or raises an error."""
+"""``linear_factor`` returns the elementwise derivative or raises an error."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ YES, NO = jnp.bool_(True), jnp.bool_(False)
 
 
 def factor_of(function, *others, strict=True):
-    """The factor of ``function(m, g, rate, *others)`` for m, evaluated."""
+    """Evaluates the factor that ``function(m, g, rate, *others)`` applies to m."""
     arguments = M, G, RATE, *others
     graph = Graph(jax.make_jaxpr(function)(*arguments))
     node = linear_factor(graph.outputs[0], graph.inputs[0], graph, strict=strict)

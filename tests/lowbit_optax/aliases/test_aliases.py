@@ -1,4 +1,4 @@
-"""The aliases train like their float32 optax counterparts and take their arguments."""
+"""Aliases train like optax's float32 counterparts and accept the same arguments."""
 
 import functools
 import inspect
@@ -30,11 +30,11 @@ pytestmark = pytest.mark.standard_promotion
 STEPS = 400
 
 each_alias = pytest.mark.parametrize("alias", EVERY_ALIAS.values(), ids=EVERY_ALIAS)
-BFLOAT16_SPACING = 2.0**-7  # of weights between 1 and 2, where the parabola's are
+BFLOAT16_SPACING = 2.0**-7  # for weights between 1 and 2, as in the parabola
 
 
 def _parabola():
-    """Start and minimum of ``sum((w - target)**2) / 2``."""
+    """Returns the start and the minimum of ``sum((w - target)**2) / 2``."""
     target = 1.5 + 0.3 * jax.random.uniform(jax.random.key(1), (64, 8), minval=-1.0)
     return jnp.full((64, 8), 1.5), target
 
@@ -74,8 +74,9 @@ def test_reaches_the_minimum_of_a_parabola_as_float32_training_does(optimizer):
     tx = optimizer(_decaying(optimizer.peak))
     params, state = _minimise(tx, start.astype(jnp.bfloat16), target)
     assert params.dtype == jnp.bfloat16
-    # The gradient is taken at the parameter, at most one spacing from its master. A
-    # master that is the parameter itself keeps stepping from neighbour to neighbour.
+    # The gradient is evaluated at the parameter, which is at most one spacing away from
+    # its master. Without a residual, the parameter itself keeps jumping between
+    # neighbours.
     spacings = 1 if state.residual.by_name else 2
     reference = _float32_error(optimizer.reference, optimizer.peak)
     allowed = spacings * BFLOAT16_SPACING + reference
@@ -213,7 +214,7 @@ def test_two_storages_of_one_moment_are_refused(alias, argument, field, stored):
         make(
             0.1, **{argument: "float16"}, moments={field: lowbit_optax.cast("bfloat16")}
         )
-    # Where only one of them says how it is stored, all is well.
+    # An argument is fine as long as only one of the two options sets the dtype.
     for moments in ("float32", {}, {field: "float32"}):
         tx = make(0.1, **{argument: jnp.bfloat16}, moments=moments)
         state = tx.init(jnp.ones((64, 64), jnp.bfloat16)).inner_state[0]

@@ -1,4 +1,4 @@
-"""Runs on block-scaled weights: other formats, checkpoints, meshes, scans, reports."""
+"""Block-scaled weights work with conversion, checkpoints, meshes, scans and reports."""
 
 import functools
 
@@ -30,7 +30,7 @@ def begun():
 
 
 def converted(run, from_tx, to_tx, dtypes=None):
-    """``convert``, jitted: else each of its operations is compiled by itself."""
+    """``convert`` under jit, which avoids compiling every operation separately."""
     by = dict(from_tx=from_tx, to_tx=to_tx, dtype=dtypes)
     return jax.jit(functools.partial(convert, **by))(*run)
 

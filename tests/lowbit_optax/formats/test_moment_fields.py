@@ -1,4 +1,4 @@
-"""How the fields of states are stored: optax's own, and those that a user declares."""
+"""State fields get the right format, in optax's states and in user-defined ones."""
 
 import re
 import typing
@@ -78,7 +78,7 @@ SHAPE = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
 
 
 def stored(inner, moments):
-    """By field of the state, how arrays of the parameter's shape are stored."""
+    """Describes how each state field stores arrays of the parameter's shape."""
     tx = lowbit_optax.lowbit(inner, moments=moments, weights=lowbit_optax.extra_bits())
     pattern = re.compile(
         r"float32\[64, 128\](?: in (\d-bit \w+ '\w+').*?(?:,( over) the root.*)?)?"
@@ -113,7 +113,7 @@ def test_second_moments_that_are_asked_for_have_no_sign(field):
 
 
 def custom_momentum():
-    """A user's transformation, whose state has a field of a known name."""
+    """A user-defined transformation whose state has a field with a known name."""
 
     def init(params):
         return {"mu": jax.tree.map(jnp.zeros_like, params)}
@@ -150,7 +150,7 @@ PARAMS = {"w": jnp.ones((64, 64), jnp.bfloat16)}
 
 
 def transformation(state_class):
-    """Adam under other names, which the state's class has."""
+    """Adam with the field names of ``state_class``."""
     adam = optax.scale_by_adam()
 
     def update(updates, state, params=None):
