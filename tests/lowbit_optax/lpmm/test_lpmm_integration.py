@@ -1,4 +1,4 @@
-"""Quantised weights among optax's wrappers, jit, devices, flax and checkpoints."""
+"""Quantised weights work with optax's wrappers, jit, devices, flax and checkpoints."""
 
 import functools
 import subprocess
@@ -39,7 +39,7 @@ def series(count):
 
 
 def trained(tx, params, grads, advance=apply):
-    """The parameters after steps from the initial state."""
+    """Returns the parameters after training from the initial state."""
     return train(tx, params, initial(tx, params), grads, advance)[0]
 
 
