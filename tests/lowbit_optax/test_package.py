@@ -1,4 +1,4 @@
-"""``import lowbit_optax`` gives all modules, and only one of them needs flax."""
+"""``import lowbit_optax`` provides all modules, and only one of them needs flax."""
 
 import textwrap
 

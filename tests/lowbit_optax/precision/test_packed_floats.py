@@ -1,4 +1,4 @@
-"""Weights of 10, 12 and 14 bits take that many at rest, and come back bit for bit."""
+"""Packed weights of 10, 12 or 14 bits are stored compactly and restored exactly."""
 
 import functools
 
@@ -25,7 +25,7 @@ OTHERS = [
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
 @pytest.mark.parametrize("fmt", WEIGHTS + OTHERS, ids=str)
 def test_all_patterns_of_16_bits_come_back_rounded(fmt, dtype):
-    """So numbers of the format come back as they are."""
+    """Numbers of the format are therefore restored unchanged."""
     x = jax.lax.bitcast_convert_type(ALL, dtype)
     packed = precision.pack(x, fmt)
     assert packed.nbytes == x.size * fmt.bits / 8
@@ -76,7 +76,7 @@ def test_training_goes_on_from_packed_weights_bit_for_bit():
         params, state = lowbit_optax.step(tx, precision.unpack(params), state, grads)
         return *precision.pack((params, state.residual), fmt), state
 
-    # The first master was not rounded by a step.
+    # No step has rounded the initial master, so run one step first.
     params, state = step(params, state, series[0])
     stored = precision.pack((params, state.residual), fmt)
     assert jax.tree.leaves(stored)[0].nbytes == 1.5 * params.size

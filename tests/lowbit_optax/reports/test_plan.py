@@ -1,4 +1,4 @@
-"""``plan``: the least lossy formats that fit, by the transformations' own bytes."""
+"""``plan`` finds the least lossy formats that fit in memory."""
 
 import functools
 import math
@@ -71,7 +71,7 @@ def test_gradients_are_two_leaves_with_release_and_one_layer_of_a_stack():
     assert row.report.released_gradients == sizes["layers"] + sizes["out"]
     stacked = _planned(stacked=lambda path: path == "['layers']")["lowbit"]
     assert stacked.report.released_gradients == sizes["layers"] / 4 + sizes["out"]
-    # The dequantised weights are counted as well.
+    # The dequantised weights count as well.
     lpmm = _planned()["lpmm, 12 bits"]
     assert lpmm.report.gradients == 2 * (sizes["layers"] + sizes["out"]) + sizes["bias"]
 

@@ -1,4 +1,4 @@
-"""``state_shardings`` puts every array of the state beside its parameter."""
+"""``state_shardings`` places every array of the state with its parameter."""
 
 import functools
 
@@ -62,7 +62,7 @@ def _params():
 
 
 def _assert_beside_their_parameters(state):
-    """Arrays at a parameter's path are split by rows, all others replicated."""
+    """Arrays at a parameter's path are split by rows; others are replicated."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         name = jax.tree_util.keystr(path)
         if name.endswith(("['kernel']", "['norm']")):

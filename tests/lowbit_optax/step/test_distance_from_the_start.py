@@ -1,4 +1,4 @@
-"""Optimizers that learn their step size from the distance to the start see no noise."""
+"""Optimizers that measure their distance from the start reject rounded weights."""
 
 import functools
 
@@ -36,12 +36,12 @@ def _weights():
 
 
 def _loss(params):
-    # Far from its minimum, so that the first steps of all of these are tiny.
+    # The minimum is far away, so that the first steps of these optimizers are tiny.
     return jnp.mean(jnp.abs(params["w"].astype(jnp.float32) - 1e3 * TARGET))
 
 
 def _states(tx, params, state, steps=12):
-    """The states after each step, stacked."""
+    """Returns the states after each step, stacked."""
 
     def body(carry, _):
         carry = lowbit_optax.step(tx, *carry, jax.grad(_loss)(carry[0]))
@@ -51,7 +51,7 @@ def _states(tx, params, state, steps=12):
 
 
 def _estimates(state) -> jax.Array:
-    """What a state has learned of step sizes or distances, step by step."""
+    """Returns the optimizer's estimates of step sizes or distances at each step."""
     names = ("max_dist", "estim_sq_dist", "estim_lr", "s")
     return next(
         leaf

@@ -1,4 +1,4 @@
-"""JAX's switches that find mistakes in programs find none in this package."""
+"""JAX's debugging switches find no mistakes in this package."""
 
 import functools
 

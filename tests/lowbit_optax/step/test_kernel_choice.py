@@ -1,4 +1,4 @@
-"""Which devices get kernels, and what is said where XLA updates large leaves."""
+"""The device determines the kernels, and warnings report large leaves without one."""
 
 import functools
 import types
@@ -33,14 +33,14 @@ KERNEL = "name=fused_update"
 
 
 def mesh_of(name):
-    """A mesh of one described GPU, in force."""
+    """Returns a context with a mesh of one abstract GPU."""
     gpu = AbstractDevice(name, 80, "gpu")
     mesh = AbstractMesh((1,), ("d",), (AxisType.Auto,), abstract_device=gpu)
     return jax.sharding.use_abstract_mesh(mesh)
 
 
 def traced(**options):
-    """A step's jaxpr."""
+    """Returns the jaxpr of a step."""
     tx = lowbit_optax.kahan_adamw(1e-3, **options)
     params = {"kernel": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}
     step = functools.partial(lowbit_optax.step, tx)
@@ -77,7 +77,7 @@ def test_kernels_that_are_named_are_an_error_on_older_gpus(implementation):
 
 
 def at_hand(monkeypatch, *gpus):
-    """As if these were JAX's devices: names and compute capabilities."""
+    """Replaces JAX's devices with GPUs of these names and compute capabilities."""
     devices = [
         types.SimpleNamespace(device_kind=name, compute_capability=capability)
         for name, capability in gpus
@@ -113,7 +113,7 @@ def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch):
 def test_amds_gpus_have_no_capability(monkeypatch):
     at_hand(monkeypatch, ("AMD Instinct MI300X", "gfx942"))
     assert platforms.target_gpu() is None
-    assert KERNEL in traced()  # in the branch that is for CUDA
+    assert KERNEL in traced()  # in the branch for CUDA
 
 
 LARGE = {

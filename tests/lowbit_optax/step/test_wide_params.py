@@ -1,6 +1,6 @@
-"""A warning for parameters that are float32 where a weight format was asked for.
+"""Float32 parameters cause a warning when a weight format was requested.
 
-The warning is an error here, so a test that expects none only has to run.
+Warnings raise errors here, so a test that expects no warning only has to run.
 """
 
 import warnings
@@ -116,7 +116,7 @@ def test_who_wants_only_moments_in_fewer_bits_can_say_so():
 
 
 def test_nothing_is_said_of_what_stays_float32_beside_narrow_matrices():
-    # Layers of biases and norms, which a partition hands over without the matrices.
+    # A partition passes layers of biases and norms without their matrices.
     params = {
         "norm": {"scale": jnp.ones((96, 64)), "bias": jnp.ones((96, 64))},
         "dense": {"bias": jnp.ones((96, 64)), "kernel": optax.MaskedNode()},
