@@ -293,7 +293,7 @@ def _is_in(text, figures):
 
 
 @pytest.mark.parametrize(("record", "page", "figures"), FIGURES)
-def test_the_figures_of_the_page_are_those_of_the_record(record, page, figures):
+def test_the_figures_of_the_page_match_the_record(record, page, figures):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     found = json.loads((ROOT / "benchmarks" / f"{record}.json").read_text())
     for each in figures(found):

@@ -144,7 +144,7 @@ def test_every_format_computes_and_keeps_its_kind(format_):
     np.testing.assert_allclose(joined, np.sqrt(2), atol=2.0**-7)
 
 
-def test_stochastic_results_are_drawn_anew_at_every_operation():
+def test_every_operation_draws_its_own_stochastic_results():
     format_ = lowbit_optax.stochastic_rounding()
     # A quarter of the spacing above 1 rounds up independently in each draw.
     one = split_array(jnp.ones(4096), jnp.bfloat16, format_)

@@ -167,7 +167,7 @@ PICKLED_BY_OPTAX = {
     ],
     ids=["lowbit", "with_loss_scale"],
 )
-def test_what_optax_pickles_is_pickled_inside_lowbit_too(inner, around):
+def test_pickled_transformations_are_pickled_inside_lowbit_too(inner, around):
     pickle.loads(pickle.dumps(inner))
     tx = around(inner)
     other = pickle.loads(pickle.dumps(tx))

@@ -111,7 +111,7 @@ ZEROS = {
 
 
 @pytest.mark.parametrize(("function", "is_it"), ZEROS.values(), ids=ZEROS)
-def test_what_is_zero_for_every_input(function, is_it):
+def test_results_that_are_always_zero_are_recognised(function, is_it):
     assert is_zero(graph_of(function, X).outputs[0]) == is_it
 
 

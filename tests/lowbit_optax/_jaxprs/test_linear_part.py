@@ -60,7 +60,7 @@ def test_a_condition_selects_among_factors(which):
     assert float(factor_of(function, which)) == (-0.25 if which else 0.0)
 
 
-def test_a_norm_of_it_counts_as_a_constant():
+def test_a_norm_of_the_input_counts_as_a_constant():
     def function(m, g, rate):
         del g, rate
         return m / jnp.sum(m)
@@ -68,7 +68,7 @@ def test_a_norm_of_it_counts_as_a_constant():
     np.testing.assert_array_equal(factor_of(function), 1 / jnp.sum(M))
 
 
-def test_what_does_not_depend_on_it_has_no_factor():
+def test_a_result_that_does_not_depend_on_the_input_has_no_factor():
     assert factor_of(lambda m, g, rate: g * rate) is None
 
 

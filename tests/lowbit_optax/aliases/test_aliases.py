@@ -138,7 +138,7 @@ def test_sgd_weight_decay_is_added_to_the_gradient(alias):
 
 
 @pytest.mark.parametrize("moments", [{"nu": lowbit_optax.cast("float16")}, {}])
-def test_moments_that_are_not_named_are_float32(moments):
+def test_moments_without_a_format_are_float32(moments):
     tx = lowbit_optax.kahan_adamw(1e-3, moments=moments)
     adam = tx.init(jnp.ones(64, jnp.bfloat16)).inner_state[0]
     assert adam.mu.dtype == "float32"
@@ -165,7 +165,7 @@ NOT_FINITE = [float("nan"), float("inf"), -float("inf"), np.float32("nan")]
 
 
 @each_alias
-def test_a_learning_rate_that_is_no_rate_is_refused_in_a_sentence(alias):
+def test_an_invalid_learning_rate_raises_a_clear_error(alias):
     name = f"{alias.__name__}: learning_rate"
     for rate in NOT_A_RATE:
         with pytest.raises(TypeError, match=f"{name} .*number.*schedule"):
@@ -179,7 +179,7 @@ def test_a_learning_rate_that_is_no_rate_is_refused_in_a_sentence(alias):
         assert alias(rate)
 
 
-def test_other_hyperparameters_that_are_no_numbers_are_refused_too():
+def test_other_hyperparameters_that_are_not_numbers_are_refused():
     for alias, name, value in (
         (lowbit_optax.kahan_sgd, "momentum", "0.9"),
         (lowbit_optax.sr_sgd, "weight_decay", "0.1"),

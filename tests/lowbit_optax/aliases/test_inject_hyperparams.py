@@ -212,7 +212,7 @@ def test_lowbit_refuses_a_b2_that_is_1_in_the_parameters_dtype(make, around, rou
         assert np.all(np.isfinite(leaf.astype(jnp.float32)))
 
 
-def test_quantized_weights_do_not_make_a_rate_0():
+def test_quantized_weights_do_not_round_the_rate_to_0():
     params, grads = params_for("lpmm", 4096), grads_for(4096)
     make = lambda learning_rate: lowbit(optax.sgd(learning_rate))
     narrow = optax.inject_hyperparams(make)(0.1)
@@ -223,7 +223,7 @@ def test_quantized_weights_do_not_make_a_rate_0():
     assert _differ(moved, params)
 
 
-def test_what_clips_outside_of_lowbit_may_be_narrow():
+def test_clipping_outside_of_lowbit_may_be_narrow():
     make = lambda largest: optax.chain(
         optax.clip_by_global_norm(largest), lowbit(optax.adamw(0.01))
     )
@@ -257,7 +257,7 @@ def test_integers_must_be_static_and_the_error_says_so(name, argument):
     ("make", "arguments"),
     [(emulation.sixteen_bit_sgd, {"momentum": 0.9}), (emulation.sixteen_bit_adamw, {})],
 )
-def test_of_the_16_bit_unit_only_the_rate_may_be_injected(make, arguments):
+def test_only_the_rate_of_the_16_bit_unit_may_be_injected(make, arguments):
     make = functools.partial(make, **arguments)
     params = params_for("lowbit")
     match = r"float32 array.*learning_rate.*static_args"

@@ -160,12 +160,12 @@ def test_the_scale_covers_the_block_and_does_not_creep(code):
     if isinstance(code, Float) and code.scale == "bfloat16":
         spare = {8: 9 / 8, 4: 3 / 2}[code.bits]  # one step of the scale
     assert np.all(reach <= largest * spare * (1 + 2.0**-18))
-    # The scale that decoded a value covers that value, ...
+    # The scale that decoded the values covers them,
     again = code.scale_of_keys(code.keys(jnp.asarray(reach)))
     if not isinstance(code, Float):
         np.testing.assert_array_equal(again, scale)
         return
-    # ... or the next scale does, and stores the value unchanged.
+    # or the next scale covers them and stores them unchanged.
     ready = code.prepare(again.astype(jnp.float32))
     for draw in (0, 2**32 - 1):
         fields = code.encode_fields(jnp.asarray(reach), ready, jnp.uint32(draw))
@@ -247,7 +247,7 @@ def test_no_positive_second_moment_becomes_zero(code):
 
 @each_code
 @pytest.mark.parametrize("draw", [0, 2**32 - 1])
-def test_what_is_not_finite_keeps_to_its_own_field(code, draw):
+def test_non_finite_values_have_their_own_field(code, draw):
     bad = np.array([np.inf, -np.inf, np.nan, -np.nan, 3.4e38], np.float32)
     _, ready = prepared(code, 3.3)
     words = jnp.full(bad.shape, draw, jnp.uint32)
@@ -298,7 +298,7 @@ def test_the_dynamic_map_is_the_published_one(bits, signed):
 
 def test_segments_double_their_steps():
     # Eight segments of sixteen steps form the mu-law of ITU-T G.711. Its segments start
-    # at 31, 95, 223, ..., 4063, with a bias of 33 and a first step of 2.
+    # at 31, 95, 223, ..., 4063, on a scale with a bias of 33 and steps of 2.
     telephony = CodeByPrograms(Segments(8, True, "power_of_two", 3))
     _, values = finite_values(telephony, largest=247.0)
     positive = values[values >= 0][1:]
@@ -336,7 +336,7 @@ SHAPES = [(64,), (270,), (5,), (64, 8), (3, 3, 40), (100, 7), (2, 33, 65), (9, 3
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("bits", "block_size"), [(8, 32), (4, 32), (8, 64)])
-def test_shapes_and_errors_are_those_of_whole_blocks_everywhere(
+def test_partial_blocks_have_the_shapes_and_errors_of_whole_blocks(
     shape, bits, block_size
 ):
     format_ = block_quantized(

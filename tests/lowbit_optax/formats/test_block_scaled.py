@@ -210,7 +210,7 @@ def test_a_nan_stays_where_it_is():
 # Products.
 
 
-def test_codes_and_scales_are_what_scaled_products_take():
+def test_scaled_products_accept_codes_and_scales():
     x, w = block_scale(normal(0, (8, 64)), axis=-1, min_size=0), block_scale(normal(1))
     got = jax.lax.scaled_dot(
         x.codes,

@@ -67,7 +67,7 @@ def test_rounding_is_that_of_the_float_format():
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_weights_and_compensations_are_of_the_format_from_the_start(bits):
+def test_initial_weights_and_compensations_have_the_format(bits):
     fmt = BITS[bits]
     txs = {
         name: lowbit(optax.sgd(2.0**-6), weights=weights)
@@ -104,7 +104,7 @@ def _compensations(state):
     return [x for x in found if not is_blank(x, NO_RESIDUAL)]
 
 
-def test_states_are_of_one_kind_whatever_overflow_gives_and_when_they_are_copied():
+def test_overflow_modes_and_pickled_copies_share_one_state_structure():
     formats = [BITS[12], FloatFormat(8, 3, overflow="infinity")]
     first, other = (
         lowbit(optax.sgd(0.1), weights=kahan(float_format=x)).init(jnp.ones(8, BF16))

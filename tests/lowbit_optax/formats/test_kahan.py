@@ -109,7 +109,7 @@ def test_a_compensation_rounded_to_nearest_stalls_where_the_default_does_not():
         ),
     ],
 )
-def test_what_is_stored_tracks_the_float32_run(tx, dtype, largest):
+def test_stored_masters_track_the_float32_run(tx, dtype, largest):
     params, grads = ones(dtype)
     run = train(tx, params, grads, STEPS)
     assert_tracks_float32(run, spacing=largest * 2.0**-8)

@@ -68,7 +68,7 @@ def test_low_moments_follow_float32(case, b2):
     assert cosine >= (0.93 if case == "rows 1e6 times as large" else 0.94)
 
 
-def test_a_weight_that_has_died_rests():
+def test_a_weight_without_gradients_stops_moving():
     grads = jnp.asarray(CASES["a dead weight in each block"](), jnp.float32)
     got, want = (
         np.abs(np.asarray(updates(x, grads, 0.95)))[200:, ONE_OF_EACH_BLOCK]

@@ -112,7 +112,7 @@ def beside_a_spike(moments, b1):
 
 @pytest.mark.parametrize("b1", [0.9, 0.99])
 @pytest.mark.parametrize("size", [1e6, 1e18, 1.85e19, 2e19, 9e19, 9e20, 3.4e38])
-def test_beside_a_gradient_of_any_size_no_update_is_too_long(size, b1):
+def test_no_update_next_to_a_gradient_of_any_size_is_too_long(size, b1):
     got, want = (beside_a_spike(moments, b1)(size) for moments in (EIGHT, "float32"))
     assert np.abs(got).max() <= 1.3 * np.abs(want).max()
     if size > 2.0**64:  # the square overflows
@@ -137,7 +137,9 @@ IN_ITS_BLOCK = np.broadcast_to((np.arange(SHAPE[0]) % 32 < 8)[:, None], SHAPE)
         ((("mu", block_quantized(4)), ("nu", EIGHT)), 1e30, 0.9, 1.1),
     ],
 )
-def test_beside_a_large_gradient_the_updates_of_its_block(moments, size, least, most):
+def test_updates_next_to_a_large_gradient_keep_most_of_their_size(
+    moments, size, least, most
+):
     got, want = (
         np.asarray(beside_a_spike(x, 0.9)(size))[1:, IN_ITS_BLOCK & ~OUTLIER]
         for x in (moments, "float32")

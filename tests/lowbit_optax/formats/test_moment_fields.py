@@ -92,7 +92,7 @@ def stored(inner, moments):
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_fields_are_stored_as_what_is_known_of_them_allows(name):
+def test_known_state_fields_are_stored_in_suitable_formats(name):
     inner, fields = FIELDS[name]
     for moments, formats in FORMATS.items():
         wanted = {field: formats.get(kind, kind) for field, kind in fields.items()}
@@ -107,7 +107,7 @@ ASKED_FOR = {
 
 
 @pytest.mark.parametrize("field", ASKED_FOR)
-def test_second_moments_that_are_asked_for_have_no_sign(field):
+def test_requested_second_moments_are_stored_without_a_sign(field):
     found = stored(ASKED_FOR[field], {field: lowbit_optax.block_quantized(8)})
     assert found[field] == "8-bit unsigned 'float'"
 
@@ -137,7 +137,7 @@ def test_other_states_stay_float32_unless_fields_are_named():
     assert by_name.float32_moments == ("mu",)
 
 
-def test_a_moment_dtype_beside_a_format_is_an_error():
+def test_a_moment_dtype_together_with_a_format_raises_an_error():
     narrow = optax.adamw(1e-3, mu_dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match=r"'mu'.*bfloat16.*mu_dtype"):
         lowbit_optax.lowbit(narrow).init({"w": jnp.ones((64, 64))})
@@ -211,7 +211,7 @@ def test_a_declared_bound_lets_four_bits_be_relative():
     assert isinstance(state.fast, RelativeMoment)
 
 
-def test_a_second_moment_stored_with_a_sign_unasked_is_warned_of():
+def test_storing_an_undeclared_second_moment_with_a_sign_warns():
     moments = {"squares": lowbit_optax.block_quantized(8)}
     with pytest.warns(UserWarning, match="'squares' of State is stored with a sign"):
         stepped(new_class(), moments)

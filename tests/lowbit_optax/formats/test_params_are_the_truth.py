@@ -114,7 +114,7 @@ def test_a_stored_master_stays_only_if_it_rounds_to_the_parameter(dtype):
 
 @each_dtype
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_a_compensation_is_the_parameters_own_or_nothing(dtype, rounding):
+def test_compensations_of_other_parameters_are_dropped(dtype, rounding):
     format_ = lowbit_optax.kahan(rounding=rounding)
     param = every(dtype)
     size = np.abs(param.astype(np.float32))
@@ -137,7 +137,7 @@ def test_a_compensation_is_the_parameters_own_or_nothing(dtype, rounding):
 
 @each_dtype
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_what_rounding_really_left_is_kept(dtype, rounding):
+def test_rounding_errors_of_the_parameter_are_kept(dtype, rounding):
     format_ = lowbit_optax.kahan(rounding=rounding)
     info = ml_dtypes.finfo(dtype)
     rng = np.random.default_rng(2)

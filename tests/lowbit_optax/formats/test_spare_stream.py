@@ -53,7 +53,7 @@ def differ(one, other):
 
 
 @pytest.mark.parametrize("name", SPARING)
-def test_what_is_spared_is_not_read(name):
+def test_spared_bits_are_not_read(name):
     format_, dtype, spared = SPARING[name]
     assert format_.spare_stream(jnp.dtype(dtype or jnp.float32)) is not None
     words = np.random.default_rng(1).integers(0, 2**32, MASTERS.shape, np.uint32)

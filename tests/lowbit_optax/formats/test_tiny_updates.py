@@ -96,7 +96,7 @@ def movement(format_, dtype, rate, sign, start=1.0, steps=16):
 @pytest.mark.parametrize("sign", [1.0, -1.0], ids=["up", "down"])
 @pytest.mark.parametrize("rate", [1e-6, 1e-8])
 @pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
-def test_weights_of_one_move_as_asked(format_, rate, sign):
+def test_weights_of_one_move_by_the_requested_amount(format_, rate, sign):
     ratio, deviation = movement(format_, "bfloat16", rate, sign)
     # Allow five standard errors of 2^18 weights, plus the rounding of the
     # probabilities.

@@ -107,7 +107,7 @@ def run_of(scaling, largest, finite):
 
 @pytest.mark.parametrize("exponent", [-4, 12])
 def test_the_first_gradients_of_log_normal_are_never_far_from_the_mean(exponent):
-    """Otherwise an initial scale that is too large would be kept."""
+    """If they were outliers, an initial scale that is too large would be kept."""
     size = np.exp2(np.array([exponent], np.float32))
     scaling = log_normal_scale(2.0**24)
     got = run_of(scaling, size, np.array([True]))
@@ -155,7 +155,7 @@ def test_log_normal_overflows_less_than_once_in_a_thousand_steps(deviation):
 
 
 @pytest.mark.parametrize("name", ["backoff", "log_normal"])
-def test_a_run_of_overflows_is_no_permanent_stall(name):
+def test_a_run_of_overflows_does_not_stall_training(name):
     sizes = np.array([np.inf] * 100 + [2.0**-9] * 600, np.float32)
     scales = run_of(SCALINGS[name], sizes, np.isfinite(sizes))
     assert scales[99] <= 1.0
@@ -254,7 +254,7 @@ BY_KERNELS = [
     "inner",
     [*(pytest.param(make, id=name) for name, make in INNERS.items()), *BY_KERNELS],
 )
-def test_an_overflow_moves_nothing_but_the_scale(inner, advance):
+def test_an_overflow_changes_only_the_scale(inner, advance):
     tx = with_loss_scale(inner(), SCALINGS["backoff"])
     advance = jitted(tx, advance)
     params = parameters() | {"norm": jnp.ones(7)}

@@ -86,7 +86,7 @@ def test_every_third_step_is_one_with_the_sum(name, implementation):
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("how", ["branches", "xla", "pallas"])
 @pytest.mark.parametrize("microbatch", [0, 1])
-def test_a_microbatch_that_overflows_is_left_out(microbatch, how):
+def test_a_microbatch_that_overflows_is_skipped(microbatch, how):
     devices = 1 if how == "branches" else 8  # one CPU uses branches
     low = lowbit_optax.lowbit(
         optax.sgd(0.5, 0.9), implementation=None if how == "branches" else how
@@ -148,7 +148,7 @@ GUARDED = optax.apply_if_finite(optax.sgd(0.1), 3)
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_what_is_not_finite_reaches_the_inner_transformation(format_):
+def test_non_finite_values_reach_the_inner_transformation(format_):
     grads = np.array(grads_of(3))
     grads[:, :, 9] = 0.0
     for when, bad in itertools.product(range(3), (np.nan, np.inf, -np.inf)):

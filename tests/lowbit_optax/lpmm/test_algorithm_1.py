@@ -74,7 +74,7 @@ def trained(tx, params, noise):
 @pytest.mark.parametrize(
     ("n", "implementation"), [(1, "xla"), (3, "xla"), (1, "pallas"), (3, "pallas")]
 )
-def test_rounded_to_nearest_every_step_is_the_algorithms(n, implementation):
+def test_steps_rounded_to_nearest_match_the_algorithm(n, implementation):
     noise = noise_of(4, n)
     sgd = lpmm_sgd(ALPHA, BETA, rounding="nearest", implementation=implementation)
     tx = accumulate_gradients(sgd, n, LINEAR)
@@ -87,7 +87,7 @@ def test_rounded_to_nearest_every_step_is_the_algorithms(n, implementation):
         np.testing.assert_array_equal(DYNAMIC.decode(trace, SHAPE), m)
 
 
-def test_rounded_stochastically_it_is_sgd_of_the_sums_in_expectation():
+def test_steps_rounded_stochastically_match_sgd_in_expectation():
     noise = noise_of(3, 2)
     values, m = start().dequantize(), jnp.zeros(SHAPE)
     for first, second in noise:

@@ -73,7 +73,7 @@ def test_an_error_is_below_a_step_and_to_nearest_half_of_one(bits, rounding):
 
 @ROUNDINGS
 @pytest.mark.parametrize("bits", BITS)
-def test_what_is_on_the_grid_stays_where_it_is(bits, rounding):
+def test_values_on_the_grid_stay_unchanged(bits, rounding):
     x = normal(96, 40, scale=np.float32(1e-3))
     x[:, 4] = 0
     # The largest value of every block has the largest code, so the step stays the same.
@@ -222,7 +222,7 @@ def test_a_step_without_gradients_changes_nothing(bits):
         assert_same_bits(still, params)
 
 
-def test_what_lands_is_the_quantised_sum():
+def test_new_parameters_are_the_quantised_sum():
     params, tx = params_of(), lpmm_sgd(0.05, rounding="nearest")
     (grads,) = gradients(1)
     updates, _ = jax.jit(tx.update)(grads, initial(tx, params), params)
@@ -295,7 +295,7 @@ def test_layers_dequantised_in_a_scan_give_the_same_gradients():
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_adam_looks_ahead_as_optaxs_does_if_it_should(nesterov):
+def test_adam_has_the_nesterov_momentum_of_optax(nesterov):
     weights, grads = {"w": jnp.ones((64, 64))}, {"w": jnp.full((64, 64), 0.5)}
     params = lowbit_optax.lpmm.quantize_params(weights, bits=16)
     tx = lpmm_adam(0.1, nesterov=nesterov)

@@ -48,7 +48,7 @@ def trained(tx, params, grads, advance=apply):
 
 @pytest.mark.slow_to_compile
 @pytest.mark.parametrize("advance", [apply, lowbit_optax.step])
-def test_partition_and_masked_train_each_weight_by_its_own(advance):
+def test_partition_and_masked_train_each_weight_with_its_own_optimizer(advance):
     labels = {"kernel": "low", "other": "low", "bias": "plain"}
     low, plain = lpmm_sgd(0.1, 0.9), optax.adam(0.01)
     parted = optax.partition({"low": low, "plain": plain}, labels)

@@ -104,7 +104,7 @@ def test_steps_of_adam_have_the_same_bits_while_roots_are_exact(
             assert np.mean(np.asarray(own) != np.asarray(other)) < 0.003
 
 
-def test_a_tensor_of_folded_layers_is_left_to_xla_and_says_why():
+def test_a_tensor_of_folded_layers_is_left_to_xla_with_a_reason():
     weights, grads = {"w": jnp.ones((64, 4096))}, {"w": jnp.ones((64, 4096))}
     params = lowbit_optax.lpmm.quantize_params(weights, stacked=lambda path: True)
     tx = lpmm_sgd(0.25, implementation="pallas")

@@ -175,7 +175,7 @@ as_float64 = functools.partial(cast, dtype=np.float64)
 
 
 @pytest.mark.parametrize(("format_", "dtype"), CASES)
-def test_optax_lands_where_the_format_takes_the_master(format_, dtype):
+def test_the_sum_of_optax_is_the_parameter_of_the_format(format_, dtype):
     out = result(format_, dtype)
     assert_same(out["applied"], out["landed"])
     outside = optax_apply(jnp.asarray(out["old"]), jnp.asarray(out["difference"]))
@@ -256,9 +256,7 @@ FEW_BITS = [case for case in WITH_BITS if case.values[0].width <= 12] + [
 
 
 @pytest.mark.parametrize(("format_", "dtype"), FEW_BITS)
-def test_no_other_bits_of_the_applied_parameter_come_nearer_to_the_master(
-    format_, dtype
-):
+def test_no_other_residual_of_the_parameter_is_nearer_to_the_master(format_, dtype):
     out = result(format_, dtype)
     joined, meant = as_float64(out["joined"]), as_float64(out["meant"])
     numbers = np.isfinite(joined) & np.isfinite(meant)

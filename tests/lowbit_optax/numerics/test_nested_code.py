@@ -111,7 +111,7 @@ def test_rounding_keeps_the_mean_of_the_logarithm():
     assert np.all(error <= 0.01 + STEPS[:, None] * 2.0**-12)
 
 
-def test_zero_and_what_is_not_finite_have_their_own_fields():
+def test_zero_and_non_finite_values_have_their_own_fields():
     block = np.float32([1e-30, 2e-30, 0.0, np.inf, np.nan, -np.nan, -1.0, 1e-45])
     rows = np.stack([block, np.zeros(8, np.float32)])
     ready = prepared(SIX, rows)
@@ -138,7 +138,7 @@ def test_numbers_near_overflow_stay_finite():
 # Choice of the step.
 
 
-def test_one_number_too_many_takes_the_next_step():
+def test_one_value_more_than_fits_needs_the_next_step():
     """Use 62 and 63 numbers from end to end with a step of 1/16."""
     rows = np.ones_like(BLOCKS)
     for row, number in zip(rows, (62, 63), strict=False):

@@ -147,7 +147,7 @@ def indexed(index):
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (6, 20), (2, 3, 4, 5)])
-def test_an_explicit_row_major_index_gives_the_words_of_none(shape):
+def test_an_explicit_row_major_index_gives_the_default_words(shape):
     size = math.prod(shape)
     index = jnp.arange(size, dtype=jnp.uint32).reshape(shape)
     own = indexed(None)

@@ -78,7 +78,7 @@ def test_every_float32_joins_back_to_itself():
     assert count_differences(starts, 2**24) == [0, 0, BFLOAT16_NANS_WITHOUT_A_PAIR]
 
 
-def test_every_nan_stays_one_and_all_but_those_without_a_pair_stay_themselves():
+def test_nans_stay_nans_and_keep_their_bits_if_they_have_a_pair():
     # These chunks contain all 2 * (2^23 - 1) NaN patterns and two infinities.
     starts = np.arange(8, dtype=np.uint32) * np.uint32(2**20) + np.uint32(INFINITY)
     starts = jnp.asarray(np.concatenate([starts, starts | np.uint32(0x80000000)]))

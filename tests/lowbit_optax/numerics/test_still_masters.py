@@ -1,4 +1,4 @@
-"""At a rate of 0, masters keep every bit; otherwise, masters can cross zero.
+"""A rate of 0 changes no bit of a master, and updates move masters across zero.
 
 optax's sum loses the sign of a zero: both -0 plus +0 and a number minus itself are +0.
 With an unsigned residual (``rounding="toward_zero"``), the master has that sign.
@@ -80,7 +80,7 @@ def test_no_bit_of_any_master_moves_at_rate_0(dtype, rounding, landing):
 
 
 @each_of(DTYPES)
-def test_the_sign_of_a_zero_lands(dtype):
+def test_the_sign_of_a_zero_is_applied(dtype):
     # Use old values for which a float32 sum can resolve the smallest number.
     values = every(dtype)
     with np.errstate(invalid="ignore"):

@@ -112,7 +112,7 @@ def test_products_are_in_float8_up_to_a_bias_of_63(bias):
 
 
 @pytest.mark.parametrize("options", [{"stored": True}, {"seed": 7}], ids=str)
-def test_native_products_go_with_the_other_options(options):
+def test_native_products_work_with_the_other_options(options):
     assignment = uniform(mlp, WEIGHTS, X, formats=FLOAT8)
     want = jax.jit(gradient(mlp, assignment, **options))(WEIGHTS, X)
     native = gradient(mlp, assignment, products="native", **options)
@@ -129,7 +129,7 @@ def test_native_products_go_with_the_other_options(options):
     ],
     ids=["uniform", "demote", "operator_based"],
 )
-def test_products_says_what_is_multiplied_and_what_is_native(case, choose):
+def test_products_lists_the_operands_and_the_native_products(case, choose):
     loss_fn, w = CASES[case]
     plan = precision.trace(loss_fn, w, X)
     for formats in (FLOAT8, dataclasses.replace(FLOAT8, high=FP32, high_backward=FP32)):
@@ -161,7 +161,7 @@ def test_products_says_what_is_multiplied_and_what_is_native(case, choose):
     ],
     ids=str,
 )
-def test_products_take_the_dtypes_of_both_formats(formats, forward, backward):
+def test_products_use_the_dtypes_of_both_formats(formats, forward, backward):
     assignment = uniform(mlp, WEIGHTS, X, formats=formats)
     native = gradient(mlp, assignment, products="native")
     program = multiplied(native, WEIGHTS, X)
@@ -186,7 +186,7 @@ def test_the_backward_pass_keeps_operands_in_8_bits():
 
 
 @pytest.mark.slow_to_compile
-def test_what_overflows_to_infinity_does_not_become_finite():
+def test_values_that_overflow_to_infinity_stay_infinite():
     for low in (
         FloatFormat(4, 3, specials="nan", overflow="infinity"),
         FloatFormat(4, 3, 3, specials="nan", overflow="infinity"),

@@ -46,7 +46,7 @@ def test_any_shape_comes_back(shape):
     assert_same_bits(precision.unpack(packed), {"w": x})
 
 
-def test_what_it_cannot_shorten_stays_as_it_is():
+def test_arrays_that_cannot_be_packed_stay_unchanged():
     tree = {
         "wide": jnp.ones((64, 64)),
         "short": jnp.ones((64, 64), jnp.float8_e5m2),
@@ -61,7 +61,7 @@ def test_what_it_cannot_shorten_stays_as_it_is():
     assert_same_bits(precision.unpack(precision.pack(packed, FloatFormat(8, 1))), tree)
 
 
-def test_training_goes_on_from_packed_weights_bit_for_bit():
+def test_training_continues_from_packed_weights_bit_for_bit():
     fmt = FloatFormat(8, 3)
     weights = lowbit_optax.kahan(float_format=fmt)
     tx = lowbit_optax.lowbit(optax.sgd(2.0**-6), weights=weights)

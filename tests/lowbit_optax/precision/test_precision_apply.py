@@ -176,12 +176,12 @@ NETWORKS = {
 @pytest.mark.parametrize("size", [1.0, 16.0], ids=["small", "overflowing"])
 @pytest.mark.parametrize("name", ASSIGNMENTS)
 @pytest.mark.parametrize("network", NETWORKS)
-def test_equation_1_written_out(network, name, size):
+def test_losses_match_equation_1(network, name, size):
     loss_fn, evaluate, x, more = NETWORKS[network]
     w, batch = weights(), (size * x, *map(jnp.asarray, more))
     assignment = ASSIGNMENTS[name](precision.trace(loss_fn, w, *batch))
-    # Run operation by operation, as `by_hand` does. On some processors, XLA contracts 1
-    # - tanh(x)^2, which cancels where tanh saturates, into a multiply-add.
+    # Run operation by operation, as `by_hand` does. On some processors, XLA contracts
+    # 1 - tanh(x)^2, which cancels where tanh saturates, into a multiply-add.
     with jax.disable_jit(network != "recurrent"):  # relu is exact in a compiled scan
         (loss, overflow), grads = gradient(loss_fn, assignment)(w, *batch)
     want = evaluate(assignment, w, *batch)
@@ -357,7 +357,7 @@ def test_a_cotangent_is_rounded_by_other_draws_than_its_tensor():
     np.testing.assert_allclose(np.mean(is_up[0] & is_up[1]), 1 / 16, atol=0.02)
 
 
-def test_stochastic_rounding_draws_anew_at_each_iteration_of_nested_scans():
+def test_stochastic_rounding_differs_between_iterations_of_nested_scans():
     def loss_fn(w, xs):
         inner = lambda c, x: (c, x @ w)
         outer = lambda c, rows: (c, lax.scan(inner, c, rows)[1])

@@ -202,7 +202,7 @@ def sharded(w, x):
     [(by_platform, "cond.0"), (sharded, "shard_map.0")],
     ids=["platform", "shard_map"],
 )
-def test_what_cannot_be_looked_into_is_named(loss_fn, place, tmp_path):
+def test_opaque_operations_are_named(loss_fn, place, tmp_path):
     arguments = FLOAT((4, 4)), FLOAT((2, 4))
     with pytest.warns(UserWarning, match=rf"trace: .* {place} are "):
         plan = precision.trace(loss_fn, *arguments)
@@ -281,7 +281,7 @@ def test_other_orders(plan):
     assert again[0] == again[1]
 
 
-def test_operators_read_low_but_for_the_first_and_the_last(plan):
+def test_operators_read_low_except_the_first_and_the_last(plan):
     inputs = precision.operator_based(plan)
     assert names(plan, inputs.low) == {"params[1]", "tanh.0"}
     assert names(plan, inputs.low_backward) == {"dot_general.1"}

@@ -142,7 +142,7 @@ WAITING = {
 
 
 @pytest.mark.parametrize("name", WAITING)
-def test_what_is_done_to_a_whole_leaf_waits_for_its_whole_gradient(name):
+def test_updates_of_a_whole_leaf_wait_for_its_whole_gradient(name):
     (tx, reason), params, batches = WAITING[name], simple_params(), released.batches(3)
     report = released.explained(simple_loss, tx, params, *batches[0])["['layers']"]
     assert not report.startswith("in the loop")
@@ -172,7 +172,7 @@ OF_SHAPE = {
 
 
 @pytest.mark.parametrize("name", OF_SHAPE)
-def test_what_differs_between_layers_by_their_place_is_equal(name):
+def test_updates_that_depend_on_the_index_of_a_layer_are_equal(name):
     released.assert_equal_steps(
         simple_loss, OF_SHAPE[name], simple_params(), released.batches(2)
     )

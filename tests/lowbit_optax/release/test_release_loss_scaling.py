@@ -113,7 +113,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_exact_steps_are_those_of_with_loss_scale_overflows_included(name):
+def test_exact_steps_match_with_loss_scale_including_overflows(name):
     loss_fn, tx = CASES[name]
     # The scale falls and rises, because some of the steps overflow.
     scaling = backoff_scale(2.0**12, period=2)
@@ -127,7 +127,7 @@ def test_the_scales_own_statistics_are_those_of_the_ordinary_step():
     assert float(state.scaling_state.weight) > 0
 
 
-def test_without_need_clipping_changes_nothing():
+def test_clipping_below_the_limit_changes_nothing():
     scaling, max_norm = backoff_scale(2.0**12, period=2), 2.0**20
     clipped = optax.chain(optax.clip_by_global_norm(max_norm), SGD)
     txs = [with_loss_scale(tx, scaling) for tx in (clipped, SGD)]
@@ -158,7 +158,7 @@ def count_products(jaxpr):
     return here + sum(map(count_products, inner))
 
 
-def test_the_norm_and_the_overflows_take_one_more_pass_and_each_alone_too():
+def test_norms_and_overflow_checks_need_one_more_pass_together_or_alone():
     tx = with_loss_scale(SGD, backoff_scale())
 
     def products(tx=tx, **options):
@@ -246,7 +246,7 @@ def test_a_step_that_overflows_moves_only_the_scale(overflow, where, scale):
     assert all(np.all(x) for x in jax.tree.leaves(skipped))
 
 
-def test_reports_tell_what_the_scale_does():
+def test_reports_describe_the_effect_of_the_scale():
     tx = with_loss_scale(LOWBIT, backoff_scale())
     batch = released.batches(1)[0]
     exact = released.explained(mixed, tx, params(), *batch)

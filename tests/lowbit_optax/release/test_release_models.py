@@ -361,7 +361,7 @@ def test_flax_scan_is_released_as_well():
     )
 
 
-def test_the_loss_sees_python_values_as_such():
+def test_the_loss_receives_python_values_unchanged():
     def loss_fn(params, x, scale, name, *, train, rows=None):
         assert name == "mean"
         assert rows is None

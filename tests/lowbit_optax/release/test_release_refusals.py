@@ -51,7 +51,7 @@ NEEDS_ALL = {
 
 
 @pytest.mark.parametrize("name", NEEDS_ALL)
-def test_an_update_that_needs_all_gradients_names_leaves_and_the_way_out(name):
+def test_the_error_of_an_update_that_needs_all_gradients_names_a_remedy(name):
     refused = pytest.raises(
         ValueError, match=r"^release: .*params\['layers'\].*max_grad_norm"
     )
@@ -181,7 +181,7 @@ def test_the_state_of_more_layers_is_refused():
         step(simple_params(), state, *released.batches(1)[0])
 
 
-def test_explain_is_of_one_leaf_where_one_waits():
+def test_explain_reports_only_leaves_that_are_updated_in_the_loop():
     tx = optax.partition(
         {"whole": optax.lamb(RATE), "layers": SGD},
         {"a": "whole", "b": "layers", "head": "layers"},

@@ -98,7 +98,7 @@ def test_frozen_leaves_stay_and_others_are_updated(loss_fn):
     assert_same_bits(after["layers"][1], before["layers"][1])
 
 
-def test_where_all_gradients_are_needed_leaves_wait_and_say_so():
+def test_leaves_that_need_all_gradients_wait_and_are_reported():
     tx = optax.chain(optax.clip_by_global_norm(1.0), SGD)
     start, batches = layers(3), released.batches(2)
     reports = released.explained(one_after_another, tx, start, *batches[0])

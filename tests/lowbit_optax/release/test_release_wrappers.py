@@ -178,7 +178,7 @@ def sharp(params, x):
 
 
 @pytest.mark.parametrize("loss_fn", [no_gradient, sharp])
-def test_what_no_gradient_reaches_takes_the_step_of_a_zero_gradient(loss_fn):
+def test_leaves_without_a_gradient_step_as_with_a_zero_gradient(loss_fn):
     params = simple_params(dtype=jnp.bfloat16)
     if loss_fn is no_gradient:
         params["flat"] = weights(seed=1, dtype=jnp.bfloat16)
@@ -208,7 +208,7 @@ def test_float8_leaves_are_stepped_as_usual():
     assert_same_bits(got, want)
 
 
-def test_reports_of_a_state_that_is_not_kept_by_parameter_say_so():
+def test_reports_name_a_state_that_is_not_kept_by_parameter():
     params = simple_params() | {"wide": weights(seed=3)}
     loss_fn = lambda params, x: simple_loss(params, dense(x, params["wide"]))
     tx = optax.lbfgs(linesearch=None)
@@ -217,7 +217,7 @@ def test_reports_of_a_state_that_is_not_kept_by_parameter_say_so():
     assert reports["['layers']"].endswith("is not a stack of layers")
 
 
-def test_an_update_that_changes_a_dtype_is_told_where():
+def test_the_error_of_an_update_that_changes_a_dtype_names_the_place():
     def in_float16(params, state, gradients):
         del gradients
         return jax.tree.map(lambda x: x.astype(jnp.float16), params), state

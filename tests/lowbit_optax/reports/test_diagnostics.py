@@ -27,7 +27,7 @@ def sgd(weights=None, rate=RATE, **options):
     return lowbit(optax.sgd(rate), weights=weights, min_size=0, **options)
 
 
-def test_it_says_what_the_next_step_does_in_every_weight_format():
+def test_a_report_describes_the_next_step_in_every_weight_format():
     master, grads = normal(0), normal(1).at[::3].set(0)
     quantized = lowbit_optax.lpmm.quantize_params({"w": master}, bits=8)
     txs = {name: sgd(weights) for name, weights in ALL_FORMATS.items()}
@@ -71,7 +71,7 @@ def test_it_says_what_the_next_step_does_in_every_weight_format():
     assert abs(reports["extra_bits_8"].moved - 1) < 0.01
 
 
-def test_it_tells_moments_of_few_bits_from_those_of_many():
+def test_a_report_distinguishes_moments_of_few_and_of_many_bits():
     grads = {"w": normal(1)}
     params = {"w": normal(0, dtype=BF16)}
     moments = {

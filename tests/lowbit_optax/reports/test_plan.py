@@ -46,7 +46,7 @@ def test_bytes_are_those_of_the_optimizers_by_name(name):
     assert _planned()[name].report.total == want.total
 
 
-def test_what_a_row_starts_and_steps_has_the_bytes_of_its_report():
+def test_runs_made_from_a_row_have_the_bytes_of_its_report():
     masters = _shapes()
     for row in _planned().rows:
         tx = row.make(1e-3)
@@ -76,7 +76,7 @@ def test_gradients_are_two_leaves_with_release_and_one_layer_of_a_stack():
     assert lpmm.report.gradients == 2 * (sizes["layers"] + sizes["out"]) + sizes["bias"]
 
 
-def test_the_less_room_the_more_is_given_up():
+def test_less_memory_requires_lossier_formats():
     rows = _planned().rows
     found = []
     for release in (False, True):

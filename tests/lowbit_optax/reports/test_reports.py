@@ -165,7 +165,7 @@ def test_moments_that_stayed_float32_are_listed_with_the_reason():
     assert "float32: trace of all leaves (" in every
 
 
-def test_float32_parameters_that_make_the_saving_small_are_told_of():
+def test_float32_parameters_that_reduce_the_saving_are_reported():
     tx = lowbit_optax.lowbit_adamw(0.1)
     params = {
         "narrow": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16),

@@ -49,7 +49,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("make", "released"), CASES.values(), ids=CASES)
-def test_what_is_stored_is_predicted_exactly_and_the_peak_from_below(make, released):
+def test_stored_bytes_are_predicted_exactly_and_the_peak_from_below(make, released):
     tx = make()
     found = step_memory(tx, _params(), _loss, BATCH, release=released)
     report = memory_report(tx, _params())
@@ -121,7 +121,7 @@ def test_the_bars_are_the_reports_bytes():
     np.testing.assert_allclose(heights["optax, float32 master"], usual / size)
 
 
-def test_without_matplotlib_it_says_what_is_missing(monkeypatch):
+def test_the_error_without_matplotlib_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     report = memory_report(lowbit_optax.kahan_adamw(1e-3), _params())
     with pytest.raises(ImportError, match=r"matplotlib.*print\(report\)"):

@@ -67,7 +67,7 @@ OTHERS = {
 
 @STORES
 @pytest.mark.parametrize("name", OTHERS)
-def test_runs_of_other_weights_and_states_go_on_too(tmp_path, store, name):
+def test_runs_of_other_weights_and_states_continue_too(tmp_path, store, name):
     tx, prepared = OTHERS[name]
     params = {"w": random_grads({"w": jnp.ones((64, 96))}, 0)["w"], "b": jnp.ones(8)}
     series = gradient_series(params, 10)
@@ -93,7 +93,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize(("shape", "axes", "spec"), MESHES.values(), ids=MESHES)
-def test_another_mesh_goes_on_with_the_same_bits(tmp_path, shape, axes, spec):
+def test_another_mesh_continues_with_the_same_bits(tmp_path, shape, axes, spec):
     """Saves on eight devices, resumes on a mesh, and compares with one device's run."""
     tx = lowbit_optax.lowbit_adamw(0.01, min_size=0)
     params = {"w": model_params()["kernel"]}
@@ -200,7 +200,7 @@ def test_the_formats_that_a_checkpoint_stores_are_checked_by_name(
         check_storage_formats(stored, resumed, params)
 
 
-def test_how_later_steps_round_is_no_other_format():
+def test_the_rounding_of_later_steps_does_not_change_the_format():
     params = {"kernel": model_params()["kernel"]}
     rounding = dict(residual_rounding="nearest", sum_rounding="stochastic")
     moments = block_quantized(8, rounding="nearest")

@@ -137,7 +137,7 @@ def test_every_pair_of_formats_loses_what_the_two_cannot_hold_and_no_more():
 
 
 @pytest.mark.slow_to_compile
-def test_a_run_goes_on_in_the_new_format_near_the_float32_run():
+def test_a_converted_run_stays_near_the_float32_run():
     series = gradient_series(MASTER_MODEL, 10)[5:]
     series = jax.tree.map(lambda *x: jnp.stack(x), *series)
 
@@ -251,7 +251,7 @@ def test_wrappers_keep_their_state(wrap):
     assert_same_bits(numbers(wide[1]), numbers(state))
 
 
-def test_lowbit_may_stand_elsewhere_in_the_chain():
+def test_lowbit_may_move_to_another_place_in_the_chain():
     clip = optax.clip_by_global_norm(1.0)
     outer = optax.chain(clip, lowbit(optax.sgd(0.1, 0.9), min_size=0))
     inner = lowbit(optax.chain(clip, optax.sgd(0.1, 0.9)), min_size=0)
@@ -338,7 +338,7 @@ def test_a_mask_drops_the_moments_of_the_parameters_that_it_leaves_out():
         convert(new, state, to_tx, from_tx)
 
 
-def test_other_leaves_pass_and_small_ones_change_with_min_size():
+def test_small_leaves_change_with_min_size_and_other_leaves_stay():
     params = model_params() | {"norm": jnp.ones(24), "steps": jnp.int32(3), "no": None}
     small = lowbit(optax.sgd(0.1, 0.9), min_size=0)
     large = lowbit(optax.sgd(0.1, 0.9), min_size=9999)
@@ -365,7 +365,7 @@ def _of_no_floats(run):
     [optax.adamw, optax.lion, functools.partial(optax.sgd, momentum=0.9)],
     ids=["adamw", "lion", "sgd"],
 )
-def test_a_run_with_integers_and_booleans_goes_on_after_a_step(optimizer):
+def test_a_run_with_integers_and_booleans_continues_after_a_step(optimizer):
     # optax starts with zeros in the leaves' dtypes, and most become floats at the first
     # step.
     plain, low = optimizer(0.1), lowbit(optimizer(0.1), min_size=0)
@@ -491,9 +491,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     ("made_by", "from_tx", "to_tx", "given", "message"), REFUSED.values(), ids=REFUSED
 )
-def test_what_does_not_belong_together_is_refused(
-    made_by, from_tx, to_tx, given, message
-):
+def test_mismatched_arguments_are_refused(made_by, from_tx, to_tx, given, message):
     params = model_params()
     state = initial(made_by, given.get("params", params))
     with pytest.raises((ValueError, TypeError), match=message):

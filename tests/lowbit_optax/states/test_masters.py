@@ -93,7 +93,7 @@ def test_from_master_gives_a_state_like_inits(name):
 
 
 @pytest.mark.parametrize("weights", EXACT.values(), ids=EXACT)
-def test_where_every_bit_is_kept_training_is_that_of_the_float32_master(weights):
+def test_formats_that_keep_every_bit_train_like_the_float32_master(weights):
     master = _master()
     inner = optax.adamw(0.01)
     tx = weights_only(inner, weights, min_size=0)
@@ -105,7 +105,7 @@ def test_where_every_bit_is_kept_training_is_that_of_the_float32_master(weights)
     assert_same_bits(master_weights(got, state), want)
 
 
-# Accumulation rounds sums of gradients.
+# Accumulation is left out, because it rounds sums of gradients.
 EXACT_WRAPPERS = [name for name in WRAPPERS if name != "accumulation"]
 
 
@@ -240,7 +240,7 @@ def test_biases_of_several_axes_stay_float32(start):
     assert found == {True: {"bfloat16"}, False: {"float32"}}
 
 
-def test_the_rule_gets_paths_and_leaves_and_shapes_are_enough():
+def test_the_rule_receives_paths_and_leaves_or_only_shapes():
     shapes = jax.eval_shape(
         lambda: {"block": {"norm": jnp.ones((3, 8))}, "w": _master()}
     )
@@ -272,7 +272,7 @@ BOTH = {
 
 @pytest.mark.parametrize("both", BOTH.values(), ids=BOTH)
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_two_states_of_one_parameter_are_an_error_that_names_both(tx, both):
+def test_two_states_of_one_parameter_raise_an_error_that_names_both(tx, both):
     params = {"w": jnp.ones((8, 8), jnp.bfloat16), "b": jnp.ones(8)}
     ema = lowbit_optax.ema_of_params(0.9)
     given = both(optax.chain(optax.identity(), tx).init(params), ema.init(params))

@@ -50,6 +50,6 @@ def test_a_restored_run_is_not_held_twice(saved, spec):
 
 
 @pytest.mark.parametrize("spec", program.SPECS)
-def test_a_limit_of_concurrent_bytes_bounds_what_comes_on_top(saved, spec):
+def test_a_limit_of_concurrent_bytes_bounds_the_extra_memory(saved, spec):
     held, grown = _measure(saved, spec, 0.01)
     assert grown < held + 10e6 + _OVERHEAD

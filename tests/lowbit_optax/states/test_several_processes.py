@@ -75,7 +75,7 @@ def _uninterrupted(name):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_a_run_goes_on_in_another_number_of_processes(tmp_path, before, after):
+def test_a_run_continues_in_another_number_of_processes(tmp_path, before, after):
     _run(before, tmp_path, "save")
     _run(after, tmp_path, "resume")
     for name in program.MADE:

@@ -192,7 +192,7 @@ WITH_RESIDUALS = [KAHAN, BITS, _with(master_copy()), SCALED, optax.chain(KAHAN)]
 
 @ADVANCES
 @pytest.mark.parametrize("tx", WITH_RESIDUALS)
-def test_parameters_that_became_float32_are_an_error_with_the_remedy(tx, advance):
+def test_parameters_that_became_float32_raise_an_error_with_a_remedy(tx, advance):
     """``equinox.apply_updates`` returns such parameters."""
     message = rf"params{BIAS}.*float32.*lowbit_optax\.apply_updates"
     with pytest.raises((ValueError, TypeError), match=message):

@@ -127,7 +127,7 @@ def _without_blanks(state):
 
 
 @each(ADAMW)
-def test_a_state_with_holes_goes_on_and_is_converted(optimizer):
+def test_a_state_with_holes_continues_and_is_converted(optimizer):
     tx, params = optimizer(1e-2), _params()
     state = tx.init(params)
     old = _without_blanks(state)

@@ -61,7 +61,7 @@ def _estimates(state) -> jax.Array:
 
 
 @measuring
-def test_weights_that_are_rounded_are_an_error_that_says_what_to_do(inner, field):
+def test_rounded_weights_raise_an_error_with_a_remedy(inner, field):
     params = {"w": _weights().astype(jnp.bfloat16)}
     for weights in (None, extra_bits(15)):
         tx = lowbit(inner(), weights=weights)
@@ -75,7 +75,7 @@ def test_weights_that_are_rounded_are_an_error_that_says_what_to_do(inner, field
 
 
 @measuring
-def test_exact_weights_are_taken(inner, field):
+def test_exact_weights_are_accepted(inner, field):
     del field
     params = {"w": _weights().astype(jnp.bfloat16)}
     for weights in (extra_bits(), extra_bits(16), master_copy()):
@@ -91,7 +91,7 @@ def test_exact_weights_give_float32s_estimates(name):
     np.testing.assert_allclose(got, want, rtol=1e-3)
 
 
-def test_leaves_that_are_float32_or_small_or_of_another_optimizer_are_no_error():
+def test_leaves_that_are_float32_or_small_or_of_another_optimizer_are_accepted():
     bfloat16 = lambda *shape: jnp.ones(shape, jnp.bfloat16)
     init = lambda inner, params: jax.eval_shape(lowbit(inner).init, params)
     init(contrib.dog(1.0), {"w": _weights(), "small": bfloat16(8)})

@@ -80,7 +80,7 @@ def test_weight_and_moment_add_up_to_what_they_are_without_rounding(inner, field
 
 
 @pytest.mark.parametrize("rate", [1e-4, 1e-6, 1e-7, 1e-8, 1e-9])
-def test_tiny_learning_rates_move_as_far_as_they_ask(rate):
+def test_tiny_learning_rates_move_weights_by_the_right_amount(rate):
     params, steps = jnp.ones((256, 256), jnp.bfloat16), 30
     tx = feeding(optax.sgd(rate, momentum=0.5), "trace")
 
@@ -114,7 +114,7 @@ def distances(weights, moments, dtype, rate=1e-3, steps=400):
 
 
 @pytest.mark.parametrize("moments", ["float32", block_quantized(8)], ids=str)
-def test_most_of_the_noise_of_stochastic_rounding_is_gone(moments):
+def test_error_feedback_removes_most_of_the_noise_of_stochastic_rounding(moments):
     exact = distances(lowbit_optax.master_copy(), moments, jnp.float32)
     plain = distances(stochastic_rounding(), moments, jnp.bfloat16)
     fed = distances(stochastic_rounding(error_feedback="mu"), moments, jnp.bfloat16)
@@ -127,7 +127,7 @@ def jumping(rates):
 
 
 @pytest.mark.parametrize("low", [0.0, 1e-5])
-def test_a_learning_rate_that_jumps_does_not_throw_weights_about(low):
+def test_a_jump_of_the_learning_rate_does_not_disturb_weights(low):
     inner = optax.adam(jumping([1e-5] * 20 + [low] * 2 + [1e-3] * 30))
     between = np.random.default_rng(0).uniform(1, 2, SHAPE)
     params = {"w": jnp.asarray(between, jnp.bfloat16)}

@@ -151,7 +151,7 @@ def test_programs_of_small_functions_compute_them():
             np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=name)
 
 
-def test_what_is_not_elementwise_is_refused_by_its_shapes():
+def test_operations_that_are_not_elementwise_are_refused_with_their_shapes():
     with pytest.raises(
         NotElementwise, match=r"cumsum of \[8\] to \[8\] is not among the"
     ):

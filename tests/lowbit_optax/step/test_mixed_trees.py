@@ -101,7 +101,7 @@ def test_integer_leaves_are_left_to_the_inner_transformation():
         assert_same_bits(master_weights(moved, state)["steps"], params["steps"])
 
 
-def test_float0_gradients_of_integer_leaves_are_handed_on():
+def test_float0_gradients_of_integer_leaves_are_passed_through():
     # This is the result of jax.grad(..., allow_int=True).
     params = {"w": jnp.ones(32, jnp.bfloat16), "steps": jnp.arange(4)}
     grads = jax.grad(lambda p: p["w"].astype(jnp.float32).sum(), allow_int=True)(params)

@@ -91,7 +91,7 @@ OPTIONS = {"learning_rate": 2.0**-6, "implementation": "tpu"}
 @pytest.mark.usefixtures("by_xla")
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=["rows", "columns"])
 @pytest.mark.parametrize("name", ALIASES)
-def test_told_shards_are_updated_as_on_one_device(name, spec):
+def test_given_shards_are_updated_as_on_one_device(name, spec):
     alias, place = ALIASES[name], _everywhere(NamedSharding(_mesh(), spec))
     got = _trained(alias(**OPTIONS, param_shardings=place), place)
     assert_same_bits(got, _trained(alias(**OPTIONS)))
@@ -144,7 +144,7 @@ WRAPPERS = {
 @pytest.mark.slow_to_compile
 @pytest.mark.usefixtures("by_xla")
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_wrappers_keep_what_is_told(name):
+def test_wrappers_keep_the_given_shardings(name):
     place, wrap = NamedSharding(_mesh(), P("x")), WRAPPERS[name]
     tx = lowbit_optax.lowbit_adamw(**OPTIONS, param_shardings=place)
     got = _trained(wrap(tx), _everywhere(place), FOR_LPMM)
@@ -179,7 +179,7 @@ def test_release_takes_one_layers_sharding():
     assert_same_bits(stepped(param_shardings=by_shape), want)
 
 
-def test_trees_prefixes_and_functions_say_the_same():
+def test_trees_prefixes_and_functions_are_equivalent():
     place, params = NamedSharding(_mesh(), P("x")), _random(0)
     given = [
         place,

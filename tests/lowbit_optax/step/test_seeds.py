@@ -199,5 +199,5 @@ def split(number):
 @pytest.mark.parametrize(
     "drawn", [other_masters, converted, accumulated, quantised, split]
 )
-def test_what_differs_in_one_element_is_rounded_with_other_noise(drawn):
+def test_arrays_that_differ_in_one_element_get_different_noise(drawn):
     assert np.mean(drawn(0) != drawn(1)) > 0.1

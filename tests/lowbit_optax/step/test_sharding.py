@@ -200,7 +200,9 @@ UNEVEN = {
 
 @AXES
 @pytest.mark.parametrize(("shape", "spec", "other"), UNEVEN.values(), ids=UNEVEN)
-def test_state_of_uneven_shards_lies_along_another_axis(shape, spec, other, axis_type):
+def test_state_of_uneven_shards_is_sharded_along_another_axis(
+    shape, spec, other, axis_type
+):
     tx = lowbit_optax.lowbit_adamw(0.01, min_size=0)
     mesh = _mesh(axis_type)
     sharding, moved = (jax.NamedSharding(mesh, x) for x in (spec, other))
@@ -227,7 +229,7 @@ def test_state_of_uneven_shards_lies_along_another_axis(shape, spec, other, axis
 
 
 @pytest.mark.parametrize(("shape", "spec", "message"), CUT.values(), ids=CUT)
-def test_cut_words_and_blocks_on_explicit_axes_are_an_error_that_names_the_leaf(
+def test_cut_words_and_blocks_on_explicit_axes_raise_an_error_with_the_leaf(
     shape, spec, message
 ):
     tx = lowbit_optax.lowbit_adamw(0.01, min_size=0)
@@ -282,7 +284,7 @@ def test_master_weights_and_reports_of_sharded_training(axis_type):
 
 
 @pytest.mark.parametrize("name", ["extra_bits_adamw_8", "sr_adamw"])
-def test_shards_that_are_no_whole_words_give_the_same_numbers(name):
+def test_shards_that_cut_words_give_the_same_numbers(name):
     # With 400 rows on 8 devices, 2 of each device's 50 rows are in a cut word. The step
     # communicates but computes the same numbers.
     tx = _MADE[name]

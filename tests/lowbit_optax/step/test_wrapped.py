@@ -53,7 +53,7 @@ def scheduled():
     return optax.scale_by_schedule(lambda count: 1.0 / (1.0 + count))
 
 
-def test_the_states_of_wrappers_go_on():
+def test_the_states_of_wrappers_continue():
     tx = optax.chain(scheduled(), lowbit_optax.lowbit_sgd(0.5))
     inside = lowbit_optax.lowbit(
         optax.chain(scheduled(), optax.sgd(0.5)), moments="float32"

@@ -54,7 +54,7 @@ WITH_DIFFERENCES = {
 
 
 @pytest.mark.parametrize("name", DIRECT | WITH_DIFFERENCES)
-def test_which_wrappers_keep_the_direct_step_and_the_report_says_it(name):
+def test_the_report_says_which_wrappers_keep_the_direct_step(name):
     wrap = (DIRECT | WITH_DIFFERENCES)[name]
     params = parameters()
     tx = wrap(lowbit_optax.kahan_adamw(1e-3))
@@ -70,7 +70,7 @@ def test_which_wrappers_keep_the_direct_step_and_the_report_says_it(name):
 
 
 @pytest.mark.parametrize("name", DIRECT)
-def test_a_direct_step_arrives_where_no_float32_difference_lands(name):
+def test_a_direct_step_reaches_values_that_no_float32_difference_reaches(name):
     # A float32 difference has too few bits to lead from 1 to minus an odd multiple of
     # 2^-24. Only a master in the binade below its parameter can move there.
     below = 1 - jnp.arange(1, 65, dtype=jnp.float32) * 2.0**-16
@@ -133,7 +133,7 @@ def test_extra_arguments_reach_the_inner_transformation():
         np.testing.assert_array_equal(run(tx, start, advance), want)
 
 
-def test_apply_updates_is_optaxs_for_arrays_that_optax_takes():
+def test_apply_updates_matches_optax_for_arrays_that_optax_accepts():
     params = {
         "narrow": jnp.linspace(-2, 2, 64, dtype=jnp.bfloat16),
         "half": jnp.linspace(-2, 2, 64, dtype=jnp.float16),

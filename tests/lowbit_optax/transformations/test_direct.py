@@ -128,7 +128,7 @@ def test_a_loss_scale_skips_a_step(is_inside):
     assert_same_bits(_run(apply, tx, params, series), want)
 
 
-def test_the_sum_with_a_copy_is_new_where_no_difference_says_it():
+def test_the_sum_with_a_copy_is_exactly_the_new_weight():
     """Covers full cancellation, a zero of the other sign, and infinity."""
     old = jnp.array([1.0, 1e30, 0.0, 1.0, jnp.inf], jnp.bfloat16)
     new = jnp.array([1e-9, -3e-5, -0.0, jnp.inf, 2.0], jnp.bfloat16)
@@ -156,7 +156,7 @@ def test_apply_if_finite_goes_inside():
         _run(apply, make(direct_updates(alias)), params, series)
 
 
-def test_what_computes_with_such_updates_is_an_error():
+def test_computing_with_direct_updates_raises_an_error():
     tx, params = direct_updates(kahan_sgd(0.5)), {"w": jnp.ones(4, jnp.bfloat16)}
     grads = {"w": jnp.ones(4, jnp.bfloat16)}
     updates, _ = tx.update(grads, tx.init(params), params)
