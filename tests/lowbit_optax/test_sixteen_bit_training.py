@@ -142,7 +142,7 @@ def test_stochastic_rounding_in_16_bit_arithmetic_is_float32_with_noise():
 
 @pytest.mark.slow_to_compile
 def test_shorter_weights_come_near_with_14_bits_only():
-    """Activations, weights and gradients have 1 + 8 + m bits; sums use Kahan."""
+    """Uses Kahan summation; weights, gradients and activations have 1 + 8 + m bits."""
     found = {}
     for mantissa in (3, 5, 7):
         fmt = FloatFormat(8, mantissa)

@@ -175,8 +175,7 @@ def test_shapes_broadcast_as_arrays_do(op):
         return [join_array(op(split16(a), b)) for a, b in pairs]
 
     for (a, b), result in zip(pairs, results(pairs), strict=True):
-        # Compute in jax.numpy, because XLA divides by broadcast scalars with
-        # reciprocals.
+        # Compute in jax.numpy, because XLA divides by a broadcast array as by a scalar.
         expected = op(jnp.asarray(a), jnp.asarray(b))
         assert result.shape == expected.shape
         np.testing.assert_array_equal(result, expected)

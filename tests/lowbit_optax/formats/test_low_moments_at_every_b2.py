@@ -1,8 +1,8 @@
-"""Updates with low-bit moments follow float32's at every b2.
+"""Updates with low-bit moments follow float32's updates at every b2.
 
 When gradients stop, second moments decay to values many octaves below their neighbours.
-A block must not use such a coarse grid for them that its other weights lose their
-second moments.
+The block must not use a grid so coarse that its other weights lose their second
+moments.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """A weight format that spares a stream reads at most 24 bits of each random word.
 
-The leaf's moments are rounded with products of these words.
+The moments of the leaf are rounded with products of these words.
 """
 
 import jax

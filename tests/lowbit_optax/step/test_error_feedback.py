@@ -89,7 +89,7 @@ def test_tiny_learning_rates_move_weights_by_the_right_amount(rate):
 
     run = jax.jit(lambda carry: jax.lax.scan(body, carry, length=steps)[0])
     params, state = run((params, initial(tx, params)))
-    # The trace contains the lost part, and would return it without further gradients.
+    # The trace contains the lost part and returns it if gradients become zero.
     held = rate * np.asarray(moment_of(state, "trace"), np.float64)
     moved = 1 - (np.asarray(params, np.float64) - held).mean()
     np.testing.assert_allclose(moved, 2 * rate * steps, rtol=1e-3)

@@ -57,7 +57,7 @@ ELEMENTWISE = {
     # The update before the fourth step is zero, and XLA drops the sign of this zero.
     "multi_steps_waiting": optax.MultiSteps(optax.sgd(0.25, momentum=0.5), 4),
 }
-# Sums of products may be rounded twice, and quotients by scalars differently.
+# These have no quotients by scalars or sums of products, which may round differently.
 EXACT = {
     "sgd": optax.sgd(optax.linear_schedule(0.1, 0.0, 9)),
     "sgd_nesterov": optax.sgd(0.25, momentum=0.5, nesterov=True),

@@ -119,7 +119,7 @@ def test_every_narrow_dtype_trains_as_float32_through_step(dtype):
     inner = optax.sgd(2.0**-6, momentum=0.9)
     series = [0.1 * random_grads(params, seed) for seed in range(20)]
     want, _ = train(inner, masters, inner.init(masters), series)
-    # By default, a leaf keeps as many bits as its dtype can.
+    # By default, a leaf keeps all the bits that its dtype allows.
     for weights in (extra_bits(), lowbit_optax.master_copy(), kahan()):
         tx = lowbit(inner, weights=weights, min_size=0, moments="float32")
         got, state = train(tx, params, tx.init(params), series, lowbit_optax.step)

@@ -16,7 +16,7 @@ import lowbit_optax
 from lowbit_optax import extra_bits, split_array
 from lowbit_optax.lpmm import quantize_params
 
-SHAPE = 256, 256  # the correlation of independent bits deviates by 1/256
+SHAPE = 256, 256  # independent bits correlate with a deviation of 1/256
 HALF_A_SPACING = 2.0**-9
 SGD = lowbit_optax.sr_sgd(1.0)
 

@@ -28,7 +28,7 @@ FORMATS = {name: x for name, x in ALL_FORMATS.items() if name != "extra_bits_16"
     "extra_bits_most": lowbit_optax.extra_bits(),
 }
 DTYPES = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
-MIN_SIZE = 64  # "small" is smaller
+MIN_SIZE = 64  # the leaf "small" is below it
 SHAPES = {"w": (8, 128), "small": (3,)}
 RATE = 0.25
 
@@ -97,7 +97,7 @@ def derivatives_of(loss, params):
 
 
 def derivatives(route, dtype, name, implementation="xla"):
-    """Returns first derivatives of a linear loss, and the rate's second of a square."""
+    """Returns derivatives of a linear loss, and the second derivative of a square."""
     params = jax.tree.map(lambda x: x.astype(dtype), MASTERS)
     make = lowbit_of(name, implementation=implementation)
     linear, square = (after_a_step(make, ROUTES[route], power) for power in (1, 2))

@@ -1,4 +1,4 @@
-"""Steps in a user's ``jax.shard_map`` use different random bits for each shard."""
+"""Steps in a user's ``jax.shard_map`` draw separate random bits for each shard."""
 
 import functools
 from math import prod
