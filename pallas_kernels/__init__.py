@@ -1,4 +1,4 @@
-"""Bit manipulation of packed low-precision state, as pure functions and GPU kernels."""
+"""Packed k-bit fields and fused elementwise updates, as XLA operations and kernels."""
 
 from pallas_kernels.bitfields import get_field, put_fields
 from pallas_kernels.fused_update import (

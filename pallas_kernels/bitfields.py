@@ -1,13 +1,13 @@
-"""Fields of k bits in uint32 words: rows of them, and whole arrays by XLA.
+"""Reading and writing k-bit fields in uint32 words, in kernels and in XLA programs.
 
-Fields of ``32 / gcd(k, 32)`` consecutive rows fill ``k / gcd(k, 32)`` whole words, and
-then the pattern repeats; see :func:`period`. Field ``r`` of a period is bits
+Fields of ``32 / gcd(k, 32)`` consecutive rows fill ``k / gcd(k, 32)`` whole words. Then
+the pattern repeats (:func:`period`). Field ``r`` of a period is stored in bits
 ``[r*k, (r+1)*k)`` of its words, counted from the least significant bit of the first
-word. Because the row number is static, so are word, shift and mask: a kernel unrolls
-these into shifts and masks on whole rows, without shuffles or shared memory. The rows
-themselves may have any shape (a register vector in a kernel, an array on the XLA path).
+word. The row number is static, and therefore the word, the shift and the mask are too.
+A kernel unrolls them into shifts and masks of whole rows, and needs no shuffles or
+shared memory. A row may have any shape: a register vector in a kernel, or an array.
 
-:mod:`pallas_kernels.layout` says where the rows of an array's words lie.
+:mod:`pallas_kernels.layout` defines which axis of an array is the rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,19 +27,19 @@ from pallas_kernels.layout import (
 )
 
 _MAX_CHOICES = 4
-"""Words of a period among which each row chooses; 4 are at most 6 selections."""
+"""Largest number of words among which a row selects; 4 need at most 6 selections."""
 
 
 def get_field(words: Sequence[jax.Array], row: int, bits: int) -> jax.Array:
-    """Read field ``row`` (a static int) from the words of one or more periods.
+    """Return field ``row`` of the words of one or more periods.
 
     Args:
-      words: uint32 arrays of one shape, at least ``ceil((row+1)*bits/32)`` of them.
-      row: which field.
+      words: uint32 arrays of the same shape, at least ``ceil((row+1)*bits/32)`` arrays.
+      row: static number of the field.
       bits: width k of a field, 1 to 32.
 
     Returns:
-      A uint32 array of the rows' shape, values below ``2**bits``.
+      A uint32 array with the shape of a word array and values below ``2**bits``.
     """
     word, shift = divmod(row * bits, 32)
     value = words[word] >> np.uint32(shift) if shift else words[word]
@@ -49,34 +49,37 @@ def get_field(words: Sequence[jax.Array], row: int, bits: int) -> jax.Array:
 
 
 def put_fields(fields: Sequence[jax.Array], bits: int) -> list[jax.Array]:
-    """Assemble whole words from consecutive fields, the inverse of :func:`get_field`.
+    """Pack consecutive fields into whole words, the inverse of :func:`get_field`.
 
     Args:
-      fields: uint32 arrays of one shape, each below ``2**bits``; their number is a
-        multiple of ``period(bits)[0]``.
+      fields: uint32 arrays of the same shape with values below ``2**bits``. Their
+        number must be a multiple of ``period(bits)[0]``.
       bits: width k of a field, 1 to 32.
 
     Returns:
       ``len(fields) * bits / 32`` uint32 arrays.
+
+    Raises:
+      ValueError: if the number of fields is not a multiple of ``period(bits)[0]``.
     """
     rows, _ = period(bits)
     if len(fields) % rows:
         raise ValueError(
-            f"{len(fields)} fields of {bits} bits do not fill whole words; "
-            f"give a multiple of {rows}"
+            f"put_fields: the number of {bits}-bit fields must be a multiple of "
+            f"{rows}, got {len(fields)}"
         )
     return join_fields(fields, bits)
 
 
 def join_fields(fields: Sequence[jax.Array], bits: int) -> list[jax.Array]:
-    """Like :func:`put_fields`, of any number of fields: the last word may have room.
+    """Pack any number of consecutive fields; the last word may not be full.
 
     Args:
-      fields: uint32 arrays of one shape, each below ``2**bits``.
+      fields: uint32 arrays of the same shape with values below ``2**bits``.
       bits: width k of a field, 1 to 32.
 
     Returns:
-      ``ceil(len(fields) * bits / 32)`` uint32 arrays, zero where no field is.
+      ``ceil(len(fields) * bits / 32)`` uint32 arrays; unused bits are 0.
     """
     words: dict[int, jax.Array] = {}
 
@@ -92,18 +95,18 @@ def join_fields(fields: Sequence[jax.Array], bits: int) -> list[jax.Array]:
 
 
 def pack(fields: jax.Array, bits: int, layout: Layout | None = None) -> jax.Array:
-    """Pack an array of k-bit fields into uint32 words.
+    """Pack an array of k-bit fields into uint32 words with XLA.
 
     Args:
-      fields: uint32, rank 1 or more, any size, each value below ``2**bits``.
+      fields: uint32 array of rank 1 or more with values below ``2**bits``.
       bits: width k of a field, 1 to 32.
-      layout: of the array; None for ``layout_of(fields.shape)``.
+      layout: layout of the array; ``layout_of(fields.shape)`` if None.
 
     Returns:
-      uint32 words of shape ``layout.words_shape(bits)``; fields of the padding are 0.
+      uint32 words of shape ``layout.words_shape(bits)``; padding fields are 0.
 
     Raises:
-      ValueError: if ``bits`` is out of range, ``fields`` is a scalar, or not uint32.
+      ValueError: if ``bits`` is out of range, or ``fields`` is a scalar or not uint32.
 
     >>> import jax.numpy as jnp
     >>> words = pack(jnp.arange(64, dtype=jnp.uint32).reshape(32, 2), bits=8)
@@ -125,15 +128,15 @@ def unpack(words: jax.Array, bits: int, layout: Layout) -> jax.Array:
     """Unpack uint32 words into an array of k-bit fields, the inverse of :func:`pack`.
 
     Args:
-      words: uint32 of shape ``layout.words_shape(bits)``.
+      words: uint32 array of shape ``layout.words_shape(bits)``.
       bits: width k of a field, 1 to 32.
-      layout: of the array that was packed.
+      layout: layout of the packed array.
 
     Returns:
-      uint32 fields of the layout's shape.
+      A uint32 array of the layout's shape.
 
     Raises:
-      ValueError: if ``words`` has another dtype or shape than these arguments imply.
+      ValueError: if ``words`` does not match ``bits`` and ``layout``.
 
     >>> import jax.numpy as jnp
     >>> words = pack(jnp.arange(50, dtype=jnp.uint32), bits=7)
@@ -154,16 +157,15 @@ def unpack_with(
     layout: Layout,
     *operands: jax.Array,
 ) -> jax.Array:
-    """``decode(unpack(words, bits, layout), *operands)``, for an elementwise function.
+    """Return ``decode(unpack(words, bits, layout), *operands)``.
 
-    It is computed for each row of a period by itself. So XLA reads each word once, and
-    fuses that even with slicing the words out of a stack, which it does not with
-    :func:`unpack`.
+    Computes each row of a period separately. XLA then reads each word once, and fuses
+    this function with slicing the words out of a stack, unlike :func:`unpack`.
 
     Args:
-      decode: elementwise, of fields and operands.
-      words, bits, layout: as for :func:`unpack`.
-      *operands: of the layout's shape.
+      decode: elementwise function of fields and operands.
+      words, bits, layout: see :func:`unpack`.
+      *operands: arrays of the layout's shape.
 
     >>> import jax.numpy as jnp
     >>> words = pack(jnp.arange(50, dtype=jnp.uint32), bits=7)
@@ -183,7 +185,7 @@ def unpack_with(
 
 
 def _words_of_periods(words: jax.Array, bits: int, layout: Layout) -> list[jax.Array]:
-    """The first words of all periods, the second ones, and so on, with an axis of 1."""
+    """Returns the first words of all periods, their second words, and so on."""
     check_words(words, bits, layout)
     axis, matrix = layout.row_axis, layout.matrix_shape
     if layout.is_folded:
@@ -194,22 +196,16 @@ def _words_of_periods(words: jax.Array, bits: int, layout: Layout) -> list[jax.A
 
 
 def _from_periods(x: jax.Array, layout: Layout) -> jax.Array:
-    """The array whose rows lie in periods, along the axis after that of the periods."""
+    """Returns the layout's array; axis ``layout.row_axis + 1`` has a period's rows."""
     axis, matrix = layout.row_axis, layout.matrix_shape
     rows = lax.slice_in_dim(merge_axes(x, axis), 0, matrix[axis], axis=axis)
     return layout.from_matrix(rows.reshape(matrix))
 
 
 def _chosen_fields(words: list[jax.Array], axis: int, height: int, bits: int):
-    """The fields of periods, computed alike for all rows.
+    """Returns the fields of periods along ``axis``, with one expression for all rows.
 
-    XLA fuses this with what reads the fields, which it does not with a concatenation.
-
-    Args:
-      words: of the periods, each of size 1 along ``axis``.
-      axis: along which the fields come to lie.
-      height: fields of a period.
-      bits: width of a field.
+    XLA fuses these operations with the consumers of the fields, unlike a concatenation.
     """
     shape = [1] * words[0].ndim
     shape[axis] = height
@@ -222,25 +218,25 @@ def _chosen_fields(words: list[jax.Array], axis: int, height: int, bits: int):
         high = jnp.where(number == jnp.uint32(i - 1), word, high)
     value = low >> shift
     if len(words) > 1:
-        # Shifted by 32 bits it is 0; what does not belong to the field is cut off.
+        # A shift by 32 bits gives 0. The mask below drops bits of other fields.
         value = value | high << (jnp.uint32(32) - shift)
     return value & jnp.uint32((1 << bits) - 1)
 
 
 def check_words(words: jax.Array, bits: int, layout: Layout) -> None:
-    """Raise unless these words can hold an array of this layout."""
+    """Raise a ValueError unless words have the shape and dtype of a layout."""
     check(bits, words.dtype)
     expected = layout.words_shape(bits)
     if words.shape != expected:
         raise ValueError(
-            f"words of shape {words.shape} do not hold {bits}-bit fields of an array "
-            f"of shape {layout.shape}: they would have shape {expected}"
+            f"unpack: words must have shape {expected} to contain {bits}-bit fields of "
+            f"an array of shape {layout.shape}, got shape {words.shape}"
         )
 
 
 def check(bits: int, dtype: jnp.dtype) -> None:
-    """Raise unless fields of so many bits can be packed into words of this dtype."""
+    """Raise a ValueError unless k-bit fields can be packed into words of this dtype."""
     if not 1 <= bits <= 32:
-        raise ValueError(f"bits is {bits}; a field in a uint32 word has 1 to 32")
+        raise ValueError(f"bits must be an integer from 1 to 32, got {bits}")
     if dtype != jnp.uint32:
-        raise ValueError(f"packed words and their fields are uint32, not {dtype}")
+        raise ValueError(f"packed words and their fields must be uint32, got {dtype}")

@@ -1,28 +1,28 @@
-"""Where packed fields and the scales of blocks lie: version 2 of the storage layout.
+"""Storage layout of packed fields and of scales per block, version 2.
 
-An array of rank 1 or more is seen as rows of columns. The columns are its last axis.
-The rows are the last axis before it that divides well (:func:`layout_of`):
+An array of rank 1 or more has rows and columns. The columns are the last axis. The rows
+are one of the other axes, which :func:`layout_of` chooses:
 
     array  [..., rows, between..., columns]
     words  [..., ceil(rows / p) w, between..., columns]         k-bit fields
     scales [..., ceil(rows / R), between..., ceil(columns / C)] blocks of R x C values
 
-- *Words*: fields of one column in p consecutive rows share w uint32 words, where
-  ``p k == 32 w`` is the smallest such period: 2 rows at 16 bits, 4 at 8, 8 at 4 and 12,
-  16 at other even widths that 4 does not divide, 32 at odd ones. Field r of a period is
-  bits ``[r k, (r+1) k)`` of its words.
-- *Scales*: a block of 32 values is a tile of 8 rows by 4 columns. Larger blocks are
-  twice as wide, then also twice as high, and so on: 2048 values are 64 x 32.
+- *Words*: p consecutive fields of a column share w uint32 words, where ``p k == 32 w``
+  is the smallest such period: 2 rows for 16 bits, 4 for 8, 8 for 4 and 12, 16 for other
+  even widths that are not multiples of 4, and 32 for odd widths. Field r of a period is
+  stored in bits ``[r k, (r+1) k)`` of its words.
+- *Scales*: a block of 32 values has 8 rows and 4 columns. For each further doubling of
+  the size, first the columns and then the rows double, up to 64 x 32 for 2048 values.
 
-Where no axis divides well, as in a vector, the last axis may be *folded* into rows of
-32 columns. Its words and its blocks are in the order of these rows.
+If padding would make every candidate for the rows much longer, as in a vector, the last
+axis may be *folded* into rows of 32 columns. Words and scales follow these rows.
 
-So all arrays keep the rank. A PartitionSpec of the parameter is one of its words and
-scales if shards are whole periods and whole blocks (:meth:`Layout.unit`): with 4, 8, 12
-or 16 bits and blocks of 32, multiples of 8 rows and of 4 columns, or of 256 elements of
-a folded axis. A thread of a kernel that holds a tile moves 4 neighbouring columns at
-once, and neighbouring threads are adjacent. On TPUs the words of 8-bit fields are those
-of an array of bytes.
+All arrays keep the rank of the parameter. Therefore its PartitionSpec also shards words
+and scales if shards consist of whole periods and whole blocks (:meth:`Layout.unit`).
+With 4, 8, 12 or 16 bits and blocks of 32, shards must be multiples of 8 rows and of 4
+columns, or of 256 elements along a folded axis. A GPU thread that updates a block of 32
+loads 4 neighbouring columns at once, and neighbouring threads load adjacent columns. On
+TPUs, words of 8-bit fields have the same layout as an array of bytes.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 
 VERSION = 2
-"""The number of this layout; names of state fields end with it."""
+"""Version of this layout. The names of state fields end with it."""
 
 TILE_ROWS = 8
 TILE_COLUMNS = 4
@@ -41,26 +41,26 @@ TILE_SIZE = TILE_ROWS * TILE_COLUMNS
 MAX_BLOCK_SIZE = 2048
 
 MAX_ELEMENTS = 2**31 - 1
-"""Of an array whose offsets are int32, as they are in kernels for GPUs."""
+"""Largest size of an array in GPU kernels, whose offsets are int32."""
 
 WORD = 32
 """Bits of a word."""
 
 FOLD = 32
-"""Columns of a row of a folded axis: those of the largest block."""
+"""Columns of a folded axis, as wide as the largest block."""
 
-# An axis may be the rows if padding to whole tiles makes it at most this much longer.
+# An axis can be the rows if padding to whole tiles lengthens it by at most this factor.
 _TOLERATED_PADDING = 1.25
 _MANY_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How an array of a shape is stored.
+    """Storage layout of arrays of one shape.
 
     Args:
-      shape: of the array, rank 1 or more.
-      axis: the rows' axis, counted from the end; -1 if the last axis is folded.
+      shape: shape of the array, rank 1 or more.
+      axis: axis of the rows, counted from the end; -1 if the last axis is folded.
     """
 
     shape: tuple[int, ...]
@@ -73,28 +73,28 @@ class Layout:
 
     @property
     def row_axis(self) -> int:
-        """The rows' axis, counted from the start; of :attr:`matrix_shape` as well."""
+        """Axis of the rows in ``shape`` and :attr:`matrix_shape`, from the start."""
         return len(self.shape) + self.axis
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        """The shape with a folded axis as two, ``(rows, 32)``."""
+        """The shape, in which a folded axis is two axes ``(rows, 32)``."""
         if not self.is_folded:
             return self.shape
         return (*self.shape[:-1], math.ceil(self.shape[-1] / FOLD), FOLD)
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return self.matrix_shape[self.row_axis]
 
     def words_shape(self, bits: int) -> tuple[int, ...]:
-        """The shape of the words of k-bit fields."""
+        """Return the shape of the uint32 words of k-bit fields."""
         words = self._with_rows(self.shape, word_rows(self.rows, bits))
         return (*words[:-1], words[-1] * FOLD) if self.is_folded else words
 
     def blocks_shape(self, block_size: int) -> tuple[int, ...]:
-        """The shape of an array with one element per block of so many values."""
+        """Return the shape of an array with one element per block."""
         height, width = block_shape(block_size)
         blocks = self._with_rows(self.shape, math.ceil(self.rows / height))
         if self.is_folded:
@@ -102,12 +102,12 @@ class Layout:
         return (*blocks[:-1], math.ceil(blocks[-1] / width))
 
     def unit(self, axis: int, bits: tuple[int, ...], block_size: int | None) -> int:
-        """The number of which a shard's length along an axis must be a multiple.
+        """Return a number that must divide a shard's length along an axis.
 
         Args:
-          axis: counted from the start.
+          axis: axis, counted from the start.
           bits: widths of all packed fields.
-          block_size: of the blocks; None if nothing is per block.
+          block_size: number of values in a block; None if no array is per block.
 
         >>> layout_of((4096, 512)).unit(0, (8, 16), None)
         4
@@ -126,7 +126,7 @@ class Layout:
         return columns if axis == len(self.shape) - 1 else 1
 
     def to_matrix(self, x: jax.Array) -> jax.Array:
-        """The array in its :attr:`matrix_shape`, padded with zeros."""
+        """Pad an array with zeros and reshape it to :attr:`matrix_shape`."""
         if not self.is_folded:
             return x
         matrix = self.matrix_shape
@@ -134,7 +134,7 @@ class Layout:
         return _padded(x, x.ndim - 1, padding).reshape(matrix)
 
     def from_matrix(self, x: jax.Array) -> jax.Array:
-        """The inverse of :meth:`to_matrix`."""
+        """Invert :meth:`to_matrix`."""
         if not self.is_folded:
             return x
         x = x.reshape(*x.shape[:-2], -1)
@@ -145,18 +145,19 @@ class Layout:
 
 
 def layout_of(shape: tuple[int, ...]) -> Layout:
-    """The layout of arrays of a shape.
+    """Return the layout of arrays of a shape.
 
-    The rows are the last axis before the columns whose padding to a multiple of 8 costs
-    at most a quarter. An axis of fewer than 64 elements, such as the heads of an
-    attention kernel, which may be sharded, is taken only if none is longer. If padding
-    costs more everywhere, it is the axis that is padded least, or the folded last one.
+    The rows are the last axis before the columns that padding to a multiple of 8
+    lengthens by at most a quarter. An axis with fewer than 64 elements, such as the
+    heads of an attention kernel, is used only if no longer axis qualifies, because it
+    may be sharded. If no axis qualifies, the rows are the axis that needs the least
+    padding, or the folded last axis.
 
     Args:
-      shape: of the array, rank 1 or more.
+      shape: shape of the array, rank 1 or more.
 
     Raises:
-      ValueError: for rank 0, which has no axis to pack along.
+      ValueError: if ``shape`` is ``()``, because a scalar has no axis to pack along.
 
     >>> layout_of((4096, 512)).axis, layout_of((4096, 32, 128)).axis
     (-2, -3)
@@ -164,7 +165,7 @@ def layout_of(shape: tuple[int, ...]) -> Layout:
     (-3, -1)
     """
     if not shape:
-        raise ValueError("a scalar cannot be packed; keep it as float32")
+        raise ValueError("a scalar cannot be packed; store it in float32")
 
     def padding(n: int, unit: int) -> float:
         return math.ceil(n / unit) * unit / n if n else 1.0
@@ -181,10 +182,10 @@ def layout_of(shape: tuple[int, ...]) -> Layout:
 
 
 def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
-    """The shape of the uint32 words that hold an array of k-bit fields.
+    """Return the shape of the uint32 words of an array of k-bit fields.
 
     Args:
-      shape: of the array, rank 1 or more.
+      shape: shape of the array, rank 1 or more.
       bits: width k of a field, 1 to 32.
 
     >>> packed_shape((4096, 512), 8), packed_shape((3, 3, 64, 64), 12)
@@ -194,7 +195,7 @@ def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
 
 
 def period(bits: int) -> tuple[int, int]:
-    """Rows and words after which the bit offsets of k-bit fields repeat.
+    """Return the rows and words after which the bit offsets of k-bit fields repeat.
 
     Args:
       bits: width k of a field, 1 to 32.
@@ -210,7 +211,7 @@ def period(bits: int) -> tuple[int, int]:
 
 
 def is_unrolled(bits: int) -> bool:
-    """Whether the bit offsets of fields repeat within the rows of a tile.
+    """Return whether the bit offsets of k-bit fields repeat within the rows of a tile.
 
     >>> [bits for bits in range(1, 33) if is_unrolled(bits)]
     [4, 8, 12, 16, 20, 24, 28, 32]
@@ -219,13 +220,13 @@ def is_unrolled(bits: int) -> bool:
 
 
 def word_rows(rows: int, bits: int) -> int:
-    """How many rows of words hold a number of rows of k-bit fields."""
+    """Return how many rows of words store a number of rows of k-bit fields."""
     height, words = period(bits)
     return math.ceil(rows / height) * words
 
 
 def block_shape(block_size: int) -> tuple[int, int]:
-    """Rows and columns of a block.
+    """Return the number of rows and columns of a block.
 
     >>> [block_shape(size) for size in (32, 64, 128, 2048)]
     [(8, 4), (8, 8), (16, 8), (64, 32)]
@@ -236,24 +237,25 @@ def block_shape(block_size: int) -> tuple[int, int]:
 
 
 def check_block_size(name: str, block_size: int) -> None:
-    """Raise unless a block may have so many values."""
+    """Raise a ValueError unless a block may have this number of values."""
     is_power = not block_size & (block_size - 1)
     if not (is_power and TILE_SIZE <= block_size <= MAX_BLOCK_SIZE):
         raise ValueError(
-            f"{name}: block_size is {block_size}; accepted are the powers of two from "
-            f"{TILE_SIZE} to {MAX_BLOCK_SIZE}"
+            f"{name}: block_size must be a power of two from {TILE_SIZE} to "
+            f"{MAX_BLOCK_SIZE}, got {block_size}"
         )
 
 
 def block_maxima(x: jax.Array, layout: Layout, block_size: int) -> jax.Array:
-    """The maximum of each block; values below 0 count as 0, as padding does.
+    """Return the maximum of each block, or 0 if all its values are negative.
 
     Args:
-      x: of the layout's shape.
-      layout, block_size: of the blocks.
+      x: array of the layout's shape.
+      layout: layout of the array.
+      block_size: number of values in a block.
 
     Returns:
-      An array of ``layout.blocks_shape(block_size)``.
+      An array of shape ``layout.blocks_shape(block_size)``.
 
     >>> x = jnp.full((8, 8), -3).at[5, 6].set(7)
     >>> block_maxima(x, layout_of(x.shape), 32)
@@ -267,7 +269,7 @@ def block_maxima(x: jax.Array, layout: Layout, block_size: int) -> jax.Array:
 
 
 def repeat_blocks(x: jax.Array, layout: Layout, block_size: int) -> jax.Array:
-    """An array with one element per block, repeated for each value of the layout."""
+    """Repeat an array with one element per block for each value of the block."""
     height, width = block_shape(block_size)
     matrix, row = layout.matrix_shape, layout.row_axis
     if layout.is_folded:
@@ -277,20 +279,20 @@ def repeat_blocks(x: jax.Array, layout: Layout, block_size: int) -> jax.Array:
 
 
 def split_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """An axis n as (ceil(n / size), size), padded with zeros."""
+    """Pad an axis n with zeros and reshape it to ``(ceil(n / size), size)``."""
     x = _padded(x, axis, -x.shape[axis] % size)
     shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
     return x.reshape(shape)
 
 
 def merge_axes(x: jax.Array, axis: int) -> jax.Array:
-    """The inverse of :func:`split_axis`, padding included."""
+    """Invert :func:`split_axis`, but keep the padding."""
     shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
     return x.reshape(shape)
 
 
 def _repeat(x: jax.Array, axis: int, count: int, size: int) -> jax.Array:
-    """Each element along an axis repeated, and the axis cut off after ``size``."""
+    """Repeats each element along an axis, and cuts the axis off after ``size``."""
     wide = (*x.shape[: axis + 1], count, *x.shape[axis + 1 :])
     x = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), wide)
     return lax.slice_in_dim(merge_axes(x, axis), 0, size, axis=axis)

@@ -1,9 +1,9 @@
-"""Choices made when a program is lowered: whether it is for one device or platform.
+"""Choices that depend on a program's devices or platforms, made when it is lowered.
 
-XLA:TPU cannot partition kernels. Under plain ``jax.jit`` nothing says while a function
-is traced whether the program will be for one of a host's devices or for all of them.
-The lowering knows. JAX lets nothing ask it but the lowering
-rule of a primitive, for which ``jax.interpreters.mlir`` is the documented module.
+XLA:TPU cannot partition kernels. While plain ``jax.jit`` traces a function, JAX does
+not know yet whether the program will run on one device of the host or on all. It knows
+when it lowers the program, and only the lowering rule of a primitive can ask. JAX
+documents ``jax.interpreters.mlir`` for such rules.
 """
 
 import typing
@@ -23,14 +23,15 @@ _chosen_p.multiple_results = True
 def for_one_device(
     alone: Callable, partitioned: Callable, message: str | None = None
 ) -> Callable:
-    """A function that is ``alone`` in a program for one device, else ``partitioned``.
+    """Return a function that is ``alone`` in programs for one device.
 
-    It can neither be differentiated nor batched.
+    In other programs, it is ``partitioned``. It cannot be differentiated or batched.
 
     Args:
-      alone, partitioned: from trees of arrays to lists of arrays, of the same shapes.
-        ``partitioned`` is traced only where it is needed, and closes over no arrays.
-      message: what to warn of where ``partitioned`` is taken; None for no warning.
+      alone, partitioned: functions from trees of arrays to lists of arrays with the
+        same shapes. ``partitioned`` is traced only if it is used, and must not close
+        over arrays.
+      message: a warning to give if ``partitioned`` is used, or None.
 
     >>> import jax.numpy as jnp
     >>> chosen = for_one_device(lambda x: [x + 1], lambda x: [x - 1])
@@ -41,10 +42,10 @@ def for_one_device(
 
 
 def for_one_platform(kernel: Callable, portable: Callable) -> Callable:
-    """``kernel`` in a program for one platform, and ``portable`` in any other program.
+    """Return a function that is ``kernel`` in programs for one platform.
 
-    ``jax.export`` makes programs for several platforms, and each platform must be able
-    to lower the whole program. See :func:`for_one_device`.
+    In other programs, it is ``portable``. ``jax.export`` makes programs for several
+    platforms, and every platform must be able to lower the whole program.
     """
     return _chosen(kernel, portable, one_device=False, message=None)
 
@@ -54,7 +55,7 @@ def _chosen(first: Callable, other: Callable, **static) -> Callable:
         leaves, structure = jax.tree.flatten(args)
         flat = lambda fn: lambda *flat: fn(*structure.unflatten(flat))
         closed = jax.make_jaxpr(flat(first))(*leaves)
-        # JAX's coming autodiff asks more of a primitive with a jaxpr of its own kind.
+        # With a jaxpr of JAX's future autodiff, a primitive would need more rules.
         is_high = getattr(closed.jaxpr, "is_high", False)
         run = jax.jit(jaxpr_as_fun(closed)) if is_high else closed
         avals = tuple(closed.out_avals)
@@ -86,7 +87,7 @@ def _lower(
     message,
 ):
     del avals
-    # A context without a number is a jax.shard_map's, where XLA partitions nothing.
+    # The context of a jax.shard_map has no number. XLA partitions nothing there.
     devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
     is_alone = not one_device or devices == 1
     if not is_alone and message is not None:

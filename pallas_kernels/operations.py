@@ -1,8 +1,8 @@
 """Elementwise operations for which kernels have shorter instructions.
 
-Here they are integer arithmetic, for XLA. Each is an entry of :data:`OPERATIONS`, for
-which a backend can have a rule, as it can for a primitive: instructions of its own,
-which give the same numbers, bit for bit but for the payloads of NaNs.
+The functions in this module are integer arithmetic for XLA. Each is an entry of
+:data:`OPERATIONS`. A backend can have a rule for it, as for a primitive, with its own
+instructions. The results must be equal bit for bit, except for the payloads of NaNs.
 """
 
 import functools
@@ -14,20 +14,19 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives as p
 
-# From JAX 0.12 on every jaxpr holds its constants, and the type has no name of its own
-# any more. The old name is still there, but type checkers are told that it is not
-# exported.
+# From JAX 0.12 on, every jaxpr contains its constants, and the type has no separate
+# name. The old name still exists, but is not exported for type checkers.
 ClosedJaxpr = core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
-"""The type of a jaxpr that holds its constants, in every version of JAX."""
+"""The type of a jaxpr with its constants, in every version of JAX."""
 
 PREFIX = "pallas_kernels_"
-"""How the names of these operations begin."""
+"""Prefix of the names of these operations in jaxprs."""
 
 NAN = 0x7FC0
-"""The pattern of every NaN that is rounded to bfloat16."""
+"""The bfloat16 pattern to which every NaN is rounded."""
 
 LAST_NAN = 0x7FFF7FFF
-"""The largest float32 pattern that bfloat16's rounding to nearest leaves a NaN."""
+"""The largest float32 pattern that is still a NaN after rounding to bfloat16."""
 
 _FIRST_NAN = 0x7F808000
 _INFINITY = 0x7F800000
@@ -35,10 +34,10 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 class Operation:
-    """A jitted function that backends may have rules for.
+    """A jitted function for which backends may have rules.
 
     Args:
-      function: of arrays, elementwise.
+      function: elementwise function of arrays.
     """
 
     def __init__(self, function: Callable):
@@ -53,11 +52,11 @@ class Operation:
 
 
 OPERATIONS: dict[str, Operation] = {}
-"""All operations, by the names that their calls have in jaxprs."""
+"""All operations, by their names in jaxprs."""
 
 
 def operation_of(eqn) -> Operation | core.Primitive:
-    """What an equation of a jaxpr applies: an operation, or else its primitive."""
+    """Return the operation that an equation calls, or the equation's primitive."""
     if eqn.primitive is p.jit_p:
         return OPERATIONS.get(eqn.params["name"], p.jit_p)
     return eqn.primitive
@@ -65,13 +64,13 @@ def operation_of(eqn) -> Operation | core.Primitive:
 
 @Operation
 def round_to_bfloat16(x: jax.Array) -> jax.Array:
-    """float32 rounded to bfloat16, to nearest even; every NaN becomes one.
+    """Round float32 to the nearest bfloat16, ties to even, with one pattern for NaNs.
 
     >>> round_to_bfloat16(jnp.float32(1 + 2**-8))
     Array(1, dtype=bfloat16)
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    # Before the sum: after it, a kernel of long blocks would need more registers.
+    # Done before the sum. Later, kernels with long blocks would need more registers.
     bits = jnp.where(jnp.isnan(x), jnp.uint32(NAN << 16), bits)
     odd = bits >> jnp.uint32(16) & jnp.uint32(1)
     bits = bits + jnp.uint32(0x7FFF) + odd >> jnp.uint32(16)
@@ -80,7 +79,7 @@ def round_to_bfloat16(x: jax.Array) -> jax.Array:
 
 @Operation
 def unless_rounded(x: jax.Array, rounded: jax.Array) -> jax.Array:
-    """float32 ``x`` where it rounds to this bfloat16, elsewhere the latter.
+    """Return float32 ``x`` if it rounds to ``rounded``, and ``rounded`` otherwise.
 
     >>> unless_rounded(jnp.float32(1 + 2**-8), jnp.bfloat16(1))
     Array(1.0039062, dtype=float32)
@@ -92,10 +91,10 @@ def unless_rounded(x: jax.Array, rounded: jax.Array) -> jax.Array:
 
 @Operation
 def keep_nan(x: jax.Array) -> jax.Array:
-    """The float32's pattern; a NaN's is moved to where adding 0x8000 leaves it a NaN.
+    """Return the float32's pattern; NaNs are moved so that adding 0x8000 keeps them.
 
-    Its leading 16 bits are then a NaN's of bfloat16, and with the 16 others as a signed
-    difference it is a NaN again.
+    The upper 16 bits of such a pattern are a NaN in bfloat16. Together with the lower
+    16 bits as a signed difference, they are a NaN again.
 
     >>> hex(keep_nan(jnp.float32(jnp.nan)))
     '0x7fc00000'
@@ -109,7 +108,7 @@ def keep_nan(x: jax.Array) -> jax.Array:
 
 @Operation
 def pattern_with_one_nan(x: jax.Array) -> jax.Array:
-    """The float32's pattern, as uint32; that of every NaN is 0x7FC00000.
+    """Return the float32's pattern as uint32; every NaN has the pattern 0x7FC00000.
 
     >>> hex(pattern_with_one_nan(-jnp.float32(jnp.nan)))
     '0x7fc00000'
@@ -120,7 +119,7 @@ def pattern_with_one_nan(x: jax.Array) -> jax.Array:
 
 @Operation
 def ordered_pattern(x: jax.Array) -> jax.Array:
-    """The float32's pattern as int32; every NaN's is above infinity's.
+    """Return the float32's pattern as int32; NaNs are above infinity.
 
     >>> hex(ordered_pattern(-jnp.float32(jnp.nan)))
     '0x7fc00000'
@@ -131,14 +130,14 @@ def ordered_pattern(x: jax.Array) -> jax.Array:
 
 @Operation
 def pattern_above(x: jax.Array, base: jax.Array, most: jax.Array) -> jax.Array:
-    """How far the float32's pattern is above another, from 0 to ``most``, as int32.
+    """Return how far the float32's pattern is above ``base``, as int32.
 
-    NaN's is ``most``.
+    The result is clipped to the range from 0 to ``most``. A NaN gives ``most``.
 
     Args:
-      x: float32.
-      base: int32, the pattern of 0 or of a normal number.
-      most: int32; no more above the base than infinity's pattern is.
+      x: float32 array.
+      base: int32 pattern of 0 or of a normal number.
+      most: int32, at most the distance from ``base`` to the pattern of infinity.
 
     >>> one = jnp.int32(0x3F800000)
     >>> pattern_above(jnp.float32([0.5, 1, jnp.nan]), one, jnp.int32(9))
@@ -150,7 +149,7 @@ def pattern_above(x: jax.Array, base: jax.Array, most: jax.Array) -> jax.Array:
 
 @Operation
 def smaller(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The smaller of two float32 numbers that are not negative; neither is a NaN.
+    """Return the smaller of two nonnegative float32 numbers that are not NaN.
 
     >>> smaller(jnp.float32(2), jnp.float32(1))
     Array(1., dtype=float32)
@@ -160,10 +159,10 @@ def smaller(x: jax.Array, y: jax.Array) -> jax.Array:
 
 @Operation
 def power_of_five(n: jax.Array) -> jax.Array:
-    """``5^(n - 1)`` as float32, and 0 for n = 0; of n, uint32, the last 3 bits count.
+    """Return ``5^((n & 7) - 1)`` as float32, and 0 if ``n & 7`` is 0.
 
     Args:
-      n: 0 to 7 more than a multiple of 128, and less than 256.
+      n: uint32 below 256, a multiple of 128 plus 0 to 7.
 
     >>> power_of_five(jnp.uint32([128, 129, 130, 135])).tolist()
     [0.0, 1.0, 5.0, 15625.0]

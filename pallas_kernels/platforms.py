@@ -1,4 +1,4 @@
-"""Where a computation will run, as far as that is known, and by what."""
+"""Which platform a program is for, and whether kernels or XLA run a computation."""
 
 import re
 import typing
@@ -11,30 +11,30 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | None
-"""What runs a function that has kernels.
+"""How a function that has kernels runs.
 
-- ``"xla"``: XLA's own operations, the reference.
-- ``"pallas"``: kernels of the backend that suits the GPU or TPU; on other platforms
-  their operations, one by one.
+- ``"xla"``: XLA operations, the reference.
+- ``"pallas"``: kernels of the default Pallas backend for GPUs or TPUs. On other
+  platforms, XLA runs the kernels' operations one by one.
 - ``"triton"``, ``"mosaic"``: kernels of this Pallas backend, in programs for CUDA only.
-- ``"tpu"``: kernels of the Pallas TPU backend where they take the leaf, and XLA where
-  they do not. On other platforms Pallas' model of a TPU runs them (slowly).
-- None: kernels on CUDA, unless :func:`refused_gpu` says why not; kernels for TPUs where
-  XLA need not partition them; and XLA elsewhere. ``lowbit`` updates large leaves block
-  by block on a CPU.
+- ``"tpu"``: kernels of the Pallas TPU backend, and XLA for leaves that they do not
+  support. On other platforms, Pallas simulates a TPU, which is slow.
+- None: kernels on CUDA, unless :func:`refused_gpu` returns a reason; kernels on TPUs if
+  XLA does not need to partition them; and XLA otherwise. On a CPU, ``lowbit`` updates
+  large leaves block by block.
 """
 
 LauncherName = typing.Literal["triton", "mosaic"]
 
 DEFAULT_LAUNCHER: LauncherName = "triton"
-"""The launcher of kernels for GPUs where none is named.
+"""The launcher of GPU kernels if ``implementation`` names none.
 
 On an H200 its steps take 2 to 36% less time than those of Mosaic GPU
-(``docs/hardware.md``), and it also has kernels for Ampere. From 0.11 on, JAX
-deprecates it.
+(``docs/hardware.md``), and it also has kernels for Ampere. JAX deprecates it from
+version 0.11 on.
 """
 
-# GPUs that are not at hand are known by name only.
+# JAX reports only the names of GPUs that are not attached.
 _CAPABILITIES = {
     **dict.fromkeys(["P100"], "6.0"),
     **dict.fromkeys(["V100"], "7.0"),
@@ -51,37 +51,37 @@ _NAMES = ("xla", "pallas", "triton", "mosaic", "tpu")
 
 
 def check_implementation(where: str, implementation) -> None:
-    """Raise an error if there is no such implementation.
+    """Raise an error unless ``implementation`` is available.
 
     Args:
-      where: the function that was called.
-      implementation: what it was given.
+      where: name of the calling function, for the message.
+      implementation: the argument to check.
 
     Raises:
-      ValueError: if no implementation has this name.
-      NotImplementedError: if this JAX lacks what it needs.
+      ValueError: if it is not a value of :data:`Implementation`.
+      NotImplementedError: if this version of JAX does not support it.
 
     >>> check_implementation("lowbit", "cuda")
     Traceback (most recent call last):
-    ValueError: lowbit: implementation is 'cuda', not None, 'xla', 'pallas', 'triton',
-    'mosaic' or 'tpu'
+    ValueError: lowbit: implementation must be None, 'xla', 'pallas', 'triton', 'mosaic'
+    or 'tpu', got 'cuda'
     """
     if implementation not in (None, *_NAMES):
         *names, last = map(repr, _NAMES)
         raise ValueError(
-            f"{where}: implementation is {implementation!r}, not None, "
-            f"{', '.join(names)} or {last}"
+            f"{where}: implementation must be None, {', '.join(names)} or {last}, "
+            f"got {implementation!r}"
         )
     if implementation == "mosaic" and not has_mosaic():
         least = ".".join(map(str, _MIN_JAX_OF_MOSAIC))
         raise NotImplementedError(
-            f"{where}: implementation 'mosaic' needs JAX {least} or newer, not "
-            f"{jax.__version__}"
+            f"{where}: implementation 'mosaic' needs JAX {least} or newer, "
+            f"got {jax.__version__}"
         )
 
 
 def has_mosaic() -> bool:
-    """Whether this JAX has what kernels of the Mosaic GPU backend need."""
+    """Return whether this version of JAX supports the Mosaic GPU kernels."""
     return jax.__version_info__[:2] >= _MIN_JAX_OF_MOSAIC
 
 
@@ -89,8 +89,8 @@ class Gpu(typing.NamedTuple):
     """An NVIDIA GPU.
 
     Args:
-      name: as JAX calls it.
-      capability: its compute capability, such as ``"8.9"``.
+      name: the device kind in JAX.
+      capability: the compute capability, such as ``"8.9"``.
     """
 
     name: str
@@ -98,16 +98,16 @@ class Gpu(typing.NamedTuple):
 
     @property
     def major(self) -> int:
-        """The major number of its compute capability."""
+        """Major number of the compute capability."""
         return int(self.capability.partition(".")[0])
 
 
 def target_gpu() -> Gpu | None:
-    """The GPU that the traced program is for; None if there is none, or none is known.
+    """Return the GPU of the program that is traced, or None if no GPU is known.
 
-    It is the GPU of the mesh in force, which may be described and not at hand. Without
-    a mesh it is JAX's default device. Without that it is the one of JAX's GPUs with the
-    lowest compute capability, since any of them may get the program.
+    With an active mesh, it is the GPU of the mesh, which may be absent.
+    Without a mesh, it is JAX's default device. If that is not set, it is the GPU with
+    the lowest compute capability, because the program may run on any GPU.
 
     >>> target_gpu() is None or jax.default_backend() == "gpu"
     True
@@ -126,13 +126,13 @@ def target_gpu() -> Gpu | None:
         words = re.split(r"[\s-]", wanted.device_kind)
         known = (_CAPABILITIES[word] for word in words if word in _CAPABILITIES)
         found = {Gpu(wanted.device_kind, capability) for capability in known}
-    # AMD's have names, such as "gfx942", in place of numbers.
+    # AMD GPUs have names such as "gfx942" instead of numbers.
     numbered = [gpu for gpu in found if gpu.capability[:1].isdigit()]
     return min(sorted(numbered), key=lambda gpu: gpu.major, default=None)
 
 
 def refused_gpu() -> str | None:
-    """Why the program's GPU has no kernels; None if it has, or if there is no GPU.
+    """Return why the program's GPU cannot run kernels; None if no reason is known.
 
     >>> refused_gpu() is None or jax.default_backend() == "gpu"
     True
@@ -141,14 +141,14 @@ def refused_gpu() -> str | None:
     if gpu is None or gpu.major >= _MIN_CAPABILITY_OF_KERNELS:
         return None
     return (
-        "Pallas compiles kernels for GPUs of compute capability "
-        f"{_MIN_CAPABILITY_OF_KERNELS}.0 (Ampere) and newer, not for {gpu.name}, which "
-        f"has {gpu.capability}"
+        "kernels need a GPU of compute capability "
+        f"{_MIN_CAPABILITY_OF_KERNELS}.0 (Ampere) or newer, but {gpu.name} has "
+        f"{gpu.capability}"
     )
 
 
 def is_elsewhere(arrays: Iterable[jax.Array]) -> bool:
-    """Whether all arrays are concrete, and none of them is on a GPU or a TPU.
+    """Return whether all arrays are concrete, and none is on a GPU or a TPU.
 
     >>> import jax.numpy as jnp
     >>> is_elsewhere([jnp.ones(3)]) or jax.default_backend() != "cpu"
@@ -162,15 +162,15 @@ def is_elsewhere(arrays: Iterable[jax.Array]) -> bool:
 
 
 def is_for_tpus(mesh: Mesh | AbstractMesh | None = None) -> bool:
-    """Whether the program that is traced is for TPUs.
+    """Return whether the program that is traced is for TPUs.
 
-    It is if the mesh has TPUs or, without one, if TPUs are JAX's default backend. So
-    kernels for TPUs are not traced where there are none. A program that is compiled for
-    TPUs on a machine without one needs the mesh.
+    It is if the mesh has TPUs or, without a mesh, if TPUs are JAX's default backend.
+    Other programs do not trace TPU kernels. A program that is compiled for TPUs on a
+    machine without TPUs therefore needs the mesh.
 
     Args:
-      mesh: on which arrays of the program are known to lie; if None, or empty, the mesh
-        in force (``jax.set_mesh``).
+      mesh: the mesh of the program's arrays, if it is known. If None or empty, the
+        active mesh (``jax.set_mesh``).
 
     >>> is_for_tpus() == (jax.default_backend() == "tpu")
     True
@@ -179,7 +179,7 @@ def is_for_tpus(mesh: Mesh | AbstractMesh | None = None) -> bool:
 
 
 def _platform(mesh: Mesh | AbstractMesh | None = None) -> str:
-    """The platform of a mesh, of the one in force, or of JAX's default backend."""
+    """Returns the platform of a mesh, the active mesh, or JAX's default backend."""
     if mesh is None or mesh.empty:
         mesh = jax.sharding.get_abstract_mesh()
     device = (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh).abstract_device
@@ -187,11 +187,11 @@ def _platform(mesh: Mesh | AbstractMesh | None = None) -> str:
 
 
 def is_partitioned() -> bool | None:
-    """Whether XLA may have to partition the program that is traced.
+    """Return whether XLA may have to partition the program; None if unknown yet.
 
-    It need not on a mesh in force whose axes are explicit or those of a
-    ``jax.shard_map``, nor without a mesh where JAX has one device. None if only the
-    lowering will know.
+    XLA partitions nothing if all axes of the active mesh are explicit or belong to a
+    ``jax.shard_map``, or if JAX has one device and no mesh is active. Without a mesh
+    and with several devices, the lowering decides.
 
     >>> is_partitioned() is None or jax.device_count() == 1
     True
@@ -204,9 +204,9 @@ def is_partitioned() -> bool | None:
 
 
 def is_for_one_cpu() -> bool:
-    """Whether the program that is traced is known to run on one device, a CPU.
+    """Return whether the program is known to run on one device, a CPU.
 
-    It does if the mesh in force has one device or, without a mesh, if JAX has no other.
+    It does if the active mesh has one device or, without a mesh, if JAX has one device.
 
     >>> is_for_one_cpu() <= (jax.default_backend() == "cpu")
     True
@@ -217,7 +217,7 @@ def is_for_one_cpu() -> bool:
 
 
 def launcher_name(implementation: str | None) -> LauncherName:
-    """The name of an implementation's launcher for GPUs.
+    """Return the name of the GPU launcher of an implementation.
 
     Args:
       implementation: see :data:`Implementation`.
@@ -236,14 +236,14 @@ def by_platform(
     cuda: Callable | None = None,
     tpu: Callable | None = None,
 ):
-    """The results of the kernel for the platform, or of the reference.
+    """Return the results of the kernel for the platform, or of the reference.
 
     Args:
       implementation: see :data:`Implementation`.
       reference: a function of array operations.
-      arguments: arrays, and perhaps trees of more of them.
-      interpreted: the kernel's operations run by XLA.
-      cuda, tpu: kernels that compute the same, or None.
+      arguments: arrays, or trees of arrays.
+      interpreted: a function that runs the kernel's operations with XLA.
+      cuda, tpu: kernels with the results of the reference, or None.
     """
     if implementation in ("triton", "mosaic") and cuda is not None:
         return cuda(*arguments)
@@ -258,11 +258,11 @@ def by_platform(
 
 
 def transformable(kernel: Callable, reference: Callable) -> Callable:
-    """The kernel, with the reference's derivatives and batches.
+    """Return the kernel with the derivatives and the batching rule of the reference.
 
     Args:
-      kernel: from trees of arrays to a tree of arrays.
-      reference: a function of array operations that computes the same.
+      kernel: a function from trees of arrays to a tree of arrays.
+      reference: a function of array operations with the same results.
     """
 
     @custom_vmap

@@ -1,9 +1,9 @@
-"""Functions of the local shards of arrays that are spread over a mesh.
+"""Run functions on the local shards of arrays that are distributed over a mesh.
 
-On explicit axes placements are known while tracing, and ``jax.shard_map`` runs them; so
-it does where the user says how arrays lie on automatic axes. Elsewhere
-``custom_partitioning`` has XLA's partitioner run them, which XLA:TPU does not have
-(https://github.com/jax-ml/jax/issues/38196).
+On explicit axes, shardings are known while tracing, and ``jax.shard_map`` runs the
+function. It also runs the function on automatic axes if the user passes the shardings.
+Otherwise XLA's partitioner runs it through ``custom_partitioning``, which XLA:TPU does
+not support (https://github.com/jax-ml/jax/issues/38196).
 """
 
 import math
@@ -16,24 +16,24 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Local = tuple[Callable, Sequence[P], typing.Any]
-"""A function of local arrays, within the mesh's axes, and where its arguments and its
-results are."""
+"""A function of local arrays, and the PartitionSpecs of its arguments and results on
+the mesh."""
 
 
 def has_explicit_axes(mesh) -> bool:
-    """Whether placements of arrays on some axes of the mesh are known while tracing."""
+    """Return whether shardings on some axes of the mesh are known while tracing."""
     return any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
 def over_known_axes(local: Local, args: Sequence[jax.Array], mesh):
-    """The results of a local function of arrays whose placements are known."""
+    """Run a local function on arrays whose shardings are known."""
     run, inside, outside = local
     return jax.shard_map(
         run,
         mesh=mesh,
         in_specs=tuple(inside),
         out_specs=outside,
-        # Pallas's interpreter loses how new results vary over the mesh.
+        # Pallas's interpreter does not track how new results vary over the mesh.
         check_vma=False,
     )(*moved(args, inside, mesh))
 
@@ -45,17 +45,18 @@ def over_automatic_axes(
     rule: str,
     **sizes: typing.Any,
 ):
-    """The results of a local function: without it XLA gathers what a kernel reads.
+    """Run a local function on automatic axes, so that XLA does not gather its arrays.
 
-    While tracing, placements on these axes are not known, and the mesh only if it is
-    set. XLA's partitioner asks for the local function later.
+    While tracing, shardings on these axes are unknown, and the mesh is known only if it
+    is set. XLA's partitioner asks for the local function later.
 
     Args:
-      whole: the same function, of whole arrays.
-      local_of: of arrays' shapes and shardings, and the mesh.
+      whole: the function of whole arrays.
+      local_of: returns the local function for the arrays' shapes and shardings and the
+        mesh.
       args: the arrays.
-      rule, **sizes: how XLA spreads placements, and the sizes of the rule's factors;
-        see ``custom_partitioning``.
+      rule, **sizes: the sharding rule, and the sizes of its factors; see
+        ``custom_partitioning``.
     """
 
     def partition(mesh, arguments, results):
@@ -77,9 +78,9 @@ def over_automatic_axes(
 
 
 def moved(arrays: Sequence, specs: Sequence[P], mesh) -> list[jax.Array]:
-    """The arrays at these places of a mesh, by a spec for each.
+    """Move each array to its PartitionSpec on a mesh.
 
-    With explicit axes their types change too; elsewhere it is a constraint.
+    With explicit axes, the types change too. Otherwise, it is a sharding constraint.
     """
     to = jax.lax.with_sharding_constraint
     if has_explicit_axes(mesh):
@@ -90,7 +91,7 @@ def moved(arrays: Sequence, specs: Sequence[P], mesh) -> list[jax.Array]:
 
 
 def placed_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """The array where another one of its rank is known to be."""
+    """Move an array to the known sharding of another array with the same rank."""
     here, there = (jax.typeof(array).sharding for array in (x, other))
     is_known = has_explicit_axes(here.mesh) and has_explicit_axes(there.mesh)
     if not is_known or axes_of(here.spec, x.ndim) == axes_of(there.spec, x.ndim):
@@ -99,7 +100,7 @@ def placed_like(x: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def axes_of(spec: P, rank: int) -> list[tuple[str, ...]]:
-    """The names of the mesh axes that each axis of an array is spread over."""
+    """Return, for each axis of an array, the names of the mesh axes that shard it."""
     entries = [*spec, *[None] * (rank - len(spec))]
     return [
         () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries
@@ -107,23 +108,23 @@ def axes_of(spec: P, rank: int) -> list[tuple[str, ...]]:
 
 
 def count_of(mesh: Mesh, names: Sequence[str]) -> int:
-    """How many shards mesh axes of these names make together."""
+    """Return the number of shards along mesh axes with these names."""
     return math.prod(mesh.shape[name] for name in names)
 
 
 def on_whole_units(
     spec: P, shape: Sequence[int], mesh, unit: Callable[[int], int]
 ) -> P:
-    """The spec, changed so that every shard is whole units.
+    """Change a PartitionSpec so that every shard consists of whole units.
 
-    If a word or a block were cut, two devices would hold parts of it. A mesh axis that
-    would cut one shards another axis of the array instead, or none.
+    Two devices would otherwise store parts of the same word or block. A mesh axis that
+    would cut a unit shards another axis of the array, or none.
 
     Args:
-      spec: of an array of this shape.
-      shape: of the array.
-      mesh: whose axes the spec names.
-      unit: of an axis, the number of which a shard's length must be a multiple.
+      spec: PartitionSpec of the array.
+      shape: shape of the array.
+      mesh: mesh of the PartitionSpec.
+      unit: returns the number that must divide a shard's length along an axis.
     """
 
     def fits(axis: int, names) -> bool:

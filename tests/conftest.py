@@ -1,4 +1,4 @@
-"""Eight CPU devices, quick compilation, markers by folder, strict dtype promotion."""
+"""Eight CPU devices, quick compilation, markers for folders, strict dtype promotion."""
 
 import gc
 import os
@@ -18,8 +18,8 @@ KEEP_ALL_PROGRAMS = {
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-# From 0.11 JAX says so whenever a kernel is lowered for Triton, and has no option to
-# lower without it. A test of what is free of the warning must make it an error again.
+# From 0.11, JAX warns whenever a kernel is lowered for Triton, and has no option to
+# avoid it. A test that expects no such warning must turn it into an error again.
 TRITON_IS_DEPRECATED = (
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 )
@@ -49,16 +49,16 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_finish():
-    """What JAX and the tests made so far stays, and need not be looked at again."""
+    """Exclude all objects that exist now from later garbage collections."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
 
 
 class DropsPrograms:
-    """Drop what a file compiled, so that two workers fit in a laptop's memory.
+    """Drop a file's compiled programs, so that two workers fit in a laptop's memory.
 
-    It is a plugin, because the hooks of this file do not see the doctests elsewhere.
+    It is a plugin, because the hooks of this file do not run for doctests elsewhere.
     """
 
     @pytest.hookimpl(trylast=True)
@@ -69,27 +69,27 @@ class DropsPrograms:
 
 
 def pytest_configure(config):
-    """XLA reads its flags when the first array is made, which is after this."""
+    """Set XLA's flags, which XLA reads later, when the first array is made."""
     config.pluginmanager.register(DropsPrograms())
     options = config.option
-    if options.cases is None:  # xdist's workers have the options of their parent
+    if options.cases is None:  # xdist's workers inherit the options
         given = config.args_source is config.ArgsSource.ARGS
         options.cases = "all" if given or options.keyword or options.markexpr else "few"
     _set_xla_flag("xla_force_host_platform_device_count", 8)
-    # Compiling is most of the time. Level 1 takes a third of it, and contracts products
-    # and sums like level 3, so that tests of bits test the same. Programs for GPUs are
-    # measured, and need the level that users have.
+    # Most of the time is compilation. Level 1 needs a third of it, and contracts
+    # products and sums like level 3, so that results have the same bits. Programs for
+    # GPUs are measured, and need the level that users have.
     if options.cases != "all" or not _may_be_measured(config.args):
         _set_xla_flag("xla_backend_optimization_level", 1)
         _keep_programs(config)
-    # XLA's older way to fuse loops on CPUs, which JAX 0.11 drops, takes three quarters
-    # of what is left. It contracts differently, and two cases among the rest see that.
+    # XLA's older way to fuse loops on CPUs, which JAX 0.11 drops, needs three quarters
+    # of the remaining time. It contracts differently, so two of the other cases fail.
     if options.cases == "few" and jax.__version_info__ < (0, 11):
         _set_xla_flag("xla_cpu_use_fusion_emitters", "false")
 
 
 def _may_be_measured(args) -> bool:
-    """Whether tests of compiled programs are in these paths."""
+    """Whether these paths contain tests of compiled programs."""
     paths = [Path(arg.split("::")[0]).resolve() for arg in args]
     return any(
         path.is_relative_to(folder) or folder.is_relative_to(path)
@@ -99,9 +99,9 @@ def _may_be_measured(args) -> bool:
 
 
 def _keep_programs(config):
-    """Keep what is compiled in pytest's cache, for the other worker and the next run.
+    """Keep compiled programs in pytest's cache, for the other worker and the next run.
 
-    Not where programs are measured: from the cache they come without what XLA dumps.
+    Measurements cannot use it, because XLA dumps nothing for programs from a cache.
     """
     if not hasattr(config, "cache") or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
@@ -131,17 +131,17 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _chosen(config, items, is_chosen) -> list:
-    """These items; pytest counts the others as deselected."""
+    """The chosen items; pytest counts the others as deselected."""
     config.hook.pytest_deselected(items=[x for x in items if not is_chosen(x)])
     return [x for x in items if is_chosen(x)]
 
 
 def _few_cases(items) -> set[str]:
-    """In README's quick run two cases of a test with many, else one; CI runs them all.
+    """The cases in README's quick run: two of a test with many cases, otherwise one.
 
-    Where the first case lies depends on the test, so that all optimizers, formats and
-    shapes have their turn. Tests marked as slow to compile have none: what they hold,
-    another test holds by a smaller program.
+    The first case depends on the test's name, so that all optimizers, formats and
+    shapes are covered. Tests marked as slow to compile have no case here, because other
+    tests check the same behaviour with smaller programs. CI runs all cases.
     """
     cases = {}
     for item in items:
@@ -161,9 +161,9 @@ def _few_cases(items) -> set[str]:
 
 @pytest.fixture(autouse=True)
 def dtype_promotion(request):
-    """Strict dtype promotion, so that no dtype is promoted by accident.
+    """Use strict dtype promotion, so that no dtype is promoted by accident.
 
-    It is a fixture, so that doctests run with the promotion that users have.
+    It is a fixture of tests only, so doctests run with the promotion that users have.
     """
     standard = request.node.get_closest_marker("standard_promotion")
     with jax.numpy_dtype_promotion("standard" if standard else "strict"):

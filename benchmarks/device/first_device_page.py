@@ -288,10 +288,8 @@ def compilation(record: dict) -> str:
     }
     if not spent:
         return "No program was compiled."
-    job, program = max(spent, key=spent.__getitem__)
     return (
         f"jax {record['versions']['jax']} compiled {len(spent)} programs of "
         f"{len(record['jobs'])} jobs and ran none of them. Compilation used "
-        f"{math.fsum(spent.values()) / 60:.1f} minutes of processor time. The slowest "
-        f"program, `{program}` of `{job}`, used {spent[job, program]:.0f} seconds."
+        f"{math.fsum(spent.values()) / 60:.1f} minutes of processor time."
     )

@@ -1,1 +1,14 @@
-"""One step of a wrapped transformation."""
+"""The engine: how one step of :func:`lowbit_optax.lowbit` runs.
+
+``lowbit_optax.step`` and ``tx.update`` run these modules, in this order:
+
+    stepper         finds the object behind a transformation, such as a Lowbit
+    wrapped         traces optax's wrappers around it, if there are any
+    engine          Lowbit.run: checks the arguments, runs the step, builds the state
+    inner_update    traces the inner transformation on shapes
+    backends        chooses kernels or XLA for each leaf, and runs them
+    kernels/        plans, groups and launches the fused kernels
+
+A :class:`.step.Step` contains the checked arguments: a :class:`.leaf.StoredLeaf` for
+each parameter, and a :class:`.moments.MomentPlan` for the inner state.
+"""

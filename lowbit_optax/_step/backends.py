@@ -1,14 +1,15 @@
-"""Which backend updates the leaves of a step, and the reference that defines results.
+"""``run``: chooses how each leaf of a step is updated, and runs the step.
 
-A leaf's backend is known before the leaf is joined or decoded:
+:meth:`.engine.Lowbit.run` calls :func:`run` with a :class:`.step.Step` and the inner
+transformation. There are three backends, chosen before any leaf is joined or decoded:
 
-    kernels    leaves that have a program of elementwise operations, on GPUs and TPUs;
-               on GPUs what a packed leaf's program reads may be computed by XLA
-    blocks     the large ones among them, on one CPU: the reference, block by block
+    kernels    leaves with a program of elementwise operations, on GPUs and TPUs; on
+               GPUs, XLA may compute arrays that the program of a packed leaf reads
+    blocks     large leaves with such a program, on one CPU: the reference in blocks
     reference  all other leaves: array operations of XLA, which define the results
 
-While a step is traced, the platform that it will run on may be unknown. Then several
-backends become branches of one program.
+If the platform is unknown while a step is traced, the backends become branches of one
+program.
 """
 
 import dataclasses
@@ -49,7 +50,7 @@ NEEDS_VALUES = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-"""What JAX raises where code that is traced computes with values."""
+"""The errors that JAX raises if traced code needs concrete values."""
 
 
 def run(
@@ -60,12 +61,9 @@ def run(
     *,
     warn: bool = True,
 ) -> Stepped:
-    """Run a step with the implementation that is asked for, or the platform's best.
+    """Run a step with the given implementation, or with the best one for the platform.
 
-    It warns of large leaves that XLA updates on an accelerator if ``warn`` is true.
-
-    Raises:
-      ValueError: if kernels are asked for and cannot update a leaf, naming it.
+    If ``warn`` is True, it warns about large leaves that XLA updates on an accelerator.
     """
     update = optax.with_extra_args_support(inner).update
     update = functools.partial(update, **extra_args)
@@ -75,12 +73,14 @@ def run(
     try:
         traced = trace_update(update, step)
     except NEEDS_VALUES:
-        # XLA can run a transformation that looks at values; no kernel can.
+        # Outside of jit, XLA can run a transformation that needs values. Kernels
+        # cannot.
         if not only_xla or step.plan.takes_errors or step.plan.stored_first:
             raise
         return reference(step, update, None)
     if not (step.plan.takes_errors or (only_xla and is_eager)):
-        # Else the next updates are not computed, and Python code within sees values.
+        # Otherwise, the next updates are not needed, and Python code inside can read
+        # values.
         update = traced.update
     by_xla = functools.partial(reference, update=update, traced=traced)
     if only_xla:
@@ -97,15 +97,15 @@ def run(
 def _by_platform(
     step: Step, traced: InnerUpdate, by_xla: Callable, warn: bool
 ) -> Stepped:
-    """Run a step with kernels on CUDA and TPUs, and with XLA elsewhere.
+    """Run a step with kernels on CUDA and TPUs, and with XLA on other platforms.
 
-    The program chooses when it is lowered for its platform. XLA also runs on GPUs that
-    have no kernels (:func:`.refused_gpu`).
+    The program selects its branch when it is lowered for a platform. XLA also runs on
+    GPUs without kernels (:func:`.refused_gpu`).
     """
     refusal, on_tpus = refused_gpu(), is_for_tpus(_mesh(step))
     if refusal is not None:
         if warn:
-            cost = "which takes more time and memory"
+            cost = "which needs more time and memory"
             warn_once(f"lowbit: XLA runs the steps, {cost}: {refusal}")
         return by_xla(step)
     plan = plan_kernels(traced, for_tpus=on_tpus)
@@ -116,16 +116,16 @@ def _by_platform(
     if not set(plan.kernels) - set(reasons):
         return by_xla(step)
     kernels = Kernels(plan)
-    # Any other choice would trace kernels for other platforms as well.
+    # Any other choice would also trace kernels for other platforms.
     name = "tpu" if on_tpus else launcher_name(None)
     run = lambda: kernels.run(step.for_another_branch(), name)
     if on_tpus and warn:
         partitioned = left_to_xla(plan, perhaps_partitioned(plan))
         run = lambda: kernels.run(_warning(step, partitioned), name)
     branches = {"tpu" if on_tpus else "cuda": run}
-    # In a program for many devices XLA may have to partition blocks, and would
-    # communicate for every one. On explicit axes each array that a block makes would
-    # need a place. A layer goes into its stack as a whole.
+    # In a program for several devices, XLA may partition blocks and communicate for
+    # each one. On explicit axes, each array in a block would need a sharding. A layer
+    # is written to its stack as a whole.
     if step.layer is None and is_for_one_cpu() and _explicit_mesh(step) is None:
         large = plan_kernels(traced, is_exact=True).only_blocks()
         if large.kernels:
@@ -139,7 +139,7 @@ def _by_platform(
 def explained(
     step: Step, update: Callable, implementation: Implementation
 ) -> dict[str, str]:
-    """By path, what updates the leaves of a step, and why; see ``explain``."""
+    """Return which backend updates each leaf, and why, by path; see ``explain``."""
     on_tpus = is_for_tpus(_mesh(step))
     texts = dict.fromkeys(step.names, "XLA")
     refusal = refused_gpu()
@@ -161,7 +161,7 @@ def explained(
 
 
 def _mesh(step: Step):
-    """A mesh on which a leaf of the step is known to lie; None if none is known."""
+    """Return a mesh that is known for a leaf of the step, or None."""
     mesh = _explicit_mesh(step)
     if mesh is not None:
         return mesh
@@ -169,7 +169,7 @@ def _mesh(step: Step):
 
 
 def _warning(step: Step, left: Mapping[str, Left]) -> Step:
-    """The step, which warns of these leaves if its program is for several devices."""
+    """Return a step that warns about leaves in programs for several devices."""
     message = warning_of(left.values())
     if message is None:
         return step.for_another_branch()
@@ -178,15 +178,15 @@ def _warning(step: Step, left: Mapping[str, Left]) -> Step:
 
 
 def _explicit_mesh(step: Step):
-    """The mesh of the first leaf that lies on explicit axes; None if there is none."""
+    """Return the mesh of the first leaf on explicit axes, or None."""
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(step.params))
     return next(filter(has_explicit_axes, meshes), None)
 
 
 def reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepped:
-    """Run a step by array operations of XLA on whole leaves.
+    """Run a step with array operations of XLA on whole leaves.
 
-    ``traced`` is None for an inner update that looks at values.
+    ``traced`` is None for an inner update that needs concrete values.
     """
     updates, inner_state = step.inner_update(update)
     structure = step.plan.structure(inner_state)

@@ -1,26 +1,27 @@
-"""What a state has in the places of leaves that keep nothing there.
+"""Blanks: the arrays of zeros in a state at leaves for which nothing is stored.
 
-Trainers read the shape and dtype of each leaf of a state, place it by its parameter's
-spec, save it, and map over it beside its parameter. None has no shape and cannot be
-mapped beside a parameter, and Orbax refuses arrays of size zero. So zeros of two bytes
-are in these places:
+Trainers read the shape and dtype of each leaf of a state, place it with the partition
+spec of its parameter, save it, and map over it together with its parameter. None has no
+shape and cannot be mapped with a parameter, and Orbax refuses arrays of size zero.
+Therefore, the state contains zeros of two bytes each:
 
     params            residual.tree            mu.scales
     w   bfloat16      uint32 words             bfloat16
     b   float32       int16 zeros              int16 zeros
 
-Their shape is the leaf's up to 256 elements. Of a larger leaf it is one that divides
-where meshes divide the parameter, with at most an element for 512 of its own (but 256
-at least), and 65,536 in all.
+For a leaf of at most 256 elements, the blank has the shape of the leaf. For a larger
+leaf, it has at most one element for 512 of the leaf's (but up to 256 in any case) and
+at most 65,536 elements, in a shape that meshes can divide like the parameter.
 
-The dtype says whether the leaf is held by a weight format. So a parameter that was cast
-since is noticed, also by formats that keep no residuals.
+The dtype shows whether a weight format stores the leaf. A step can therefore detect
+that a parameter was cast, even if its format stores no residuals.
 
-Two bytes, because XLA:TPU stores bfloat16 in taller tiles in programs for a TPU7x that
-have an array of bytes in full tiles, and copies all that does not lie like that.
+Blanks have two bytes per element because XLA:TPU, in programs for a TPU7x that contain
+an array of bytes in full tiles, stores bfloat16 in taller tiles and copies all arrays
+that are laid out differently.
 
-Inside a step there is None in these places, and the blanks of the old state become
-those of the new one.
+Inside a step, these leaves are None. The blanks of the old state become the blanks of
+the new state.
 """
 
 import math
@@ -32,22 +33,22 @@ from jax.core import Tracer
 from lowbit_optax.formats.base import Residuals
 
 NOT_HELD = jnp.dtype(jnp.int16)
-"""Of the blank of a leaf that the format does not hold: it is float32, or too small."""
+"""The dtype of blanks at leaves without a format, which are float32 or too small."""
 
 NO_RESIDUAL = jnp.dtype(jnp.uint16)
-"""Of the blank of a leaf whose weight format keeps no residual of it."""
+"""The dtype of blanks at leaves whose weight format stores no residual."""
 
 _FEWEST, _MOST, _SHARE = 256, 2**16, 512
 
 
 def blank(leaf, dtype: jnp.dtype = NOT_HELD) -> jax.Array:
-    """What a state has in the place of a leaf that keeps nothing there."""
+    """Return the blank of a leaf."""
     shape = shape_of_blank(leaf.shape)
     return jnp.zeros(shape, dtype, device=_place(leaf, shape))
 
 
 def _place(leaf, shape: tuple[int, ...]):
-    """Where the leaf lies, as far as that is known, if such an array divides there."""
+    """Return the sharding of a leaf, if known and if it divides this shape."""
     if not isinstance(leaf, jax.Array):
         return None
     is_traced = isinstance(leaf, Tracer)
@@ -56,7 +57,7 @@ def _place(leaf, shape: tuple[int, ...]):
         return None
     place = known if is_traced else leaf.sharding
     if not is_traced and len(place.device_set) == 1:
-        return None  # else it is committed there, and the first step is compiled twice
+        return None  # a committed array would make JAX compile the first step twice
     try:
         place.shard_shape(shape)
     except ValueError:
@@ -65,7 +66,7 @@ def _place(leaf, shape: tuple[int, ...]):
 
 
 def shape_of_blank(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the blank of a leaf.
+    """Return the shape of the blank of a leaf.
 
     >>> shape_of_blank((63, 65)), shape_of_blank((4096, 1024))
     ((3, 1), (128, 64))
@@ -76,7 +77,7 @@ def shape_of_blank(shape: tuple[int, ...]) -> tuple[int, ...]:
     most = min(max(size // _SHARE, _FEWEST), _MOST)
     if size <= most:
         return shape
-    # Meshes divide axes by powers of two as a rule, else by three times these.
+    # Meshes usually divide axes by powers of two, or by three times a power of two.
     cut = [math.gcd(length, 3 << 30) for length in shape]
     while math.prod(cut) > most:
         longest = max(range(len(cut)), key=lambda axis: (cut[axis], axis))
@@ -85,12 +86,12 @@ def shape_of_blank(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_blank(part, dtype: jnp.dtype = NOT_HELD) -> bool:
-    """Whether a part of a state is a blank; None is one, in a state without blanks."""
+    """Return whether a part of a state is a blank, or None."""
     return part is None or getattr(part, "dtype", None) == dtype
 
 
 def residuals_of(name: str | None, treedef, parts, blanks) -> Residuals:
-    """The residuals of a state, with these blanks in the places of None."""
+    """Return the residuals of a state, with the given blanks instead of None."""
     pairs = zip(parts, blanks, strict=True)
     filled = [old if new is None else new for new, old in pairs]
     return Residuals.of(name, treedef.unflatten(filled))

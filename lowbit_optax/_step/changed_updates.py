@@ -1,9 +1,10 @@
-"""Find wrappers that change an update after it was rounded to land exactly.
+"""Errors for wrappers that change an update of ``lowbit``.
 
 An update of ``lowbit`` is the difference of two stored parameters, and the residual in
 the new state belongs to the new parameter. A wrapper may return the update unchanged,
-or skip the step by zeros and the old state. Any other update leads to a parameter to
-which the residual does not belong, and small updates are lost.
+or skip the step by returning zeros and the old state. Any other update leads to a
+parameter that does not match the residual, and small updates are lost.
+:mod:`.wrapper_trace` calls :func:`check_updates` with the graph of a wrapper's update.
 """
 
 import itertools
@@ -34,14 +35,14 @@ _MOVES = frozenset(
         "sharding_constraint", "slice", "split", "squeeze", "transpose",
     }
 )  # fmt: skip
-"""Operations that move the elements of arrays and change none of them."""
+"""Operations that move the elements of arrays without changing them."""
 
 
 class ChangedUpdateError(ValueError):
-    """A wrapper changes updates after they were rounded to land exactly.
+    """A wrapper changes updates that ``lowbit`` has already rounded.
 
     Args:
-      params: the parameters, by path, whose updates are changed.
+      params: the parameters with changed updates, by path.
     """
 
     def __init__(self, params: dict):
@@ -49,49 +50,44 @@ class ChangedUpdateError(ValueError):
         name, leaf = next(iter(params.items()))
         others = f" ({len(params) - 1} more)" if len(params) > 1 else ""
         super().__init__(
-            f"lowbit: a transformation after or around lowbit changes the update of "
-            f"params{name}, {trees.describe(leaf)}{others}, which was rounded to land "
-            "exactly, so the weights would lose what the residual keeps. Put it "
-            "inside, such as lowbit(optax.chain(optax.adamw(1e-3), optax.scale(0.5))). "
-            "Accepted around lowbit are wrappers that return its updates unchanged, or "
-            "zeros together with the old state"
+            "lowbit: a transformation after or around lowbit must not change updates, "
+            f"but changes the update of params{name}, {trees.describe(leaf)}{others}. "
+            "This update is rounded to match the residual, so a changed update would "
+            "lose the low bits of the weights. Put the transformation inside, as in "
+            "lowbit(optax.chain(optax.adamw(1e-3), optax.scale(0.5))). Around lowbit, "
+            "use only wrappers that return its updates unchanged, or zeros together "
+            "with the old state"
         )
 
 
 def check_updates(
     graph: Graph, updates: Sequence[Node], nodes: Sequence, params
 ) -> None:
-    """Raise if a wrapper changes an update of ``lowbit``.
+    """Raise ChangedUpdateError if a wrapper changes an update of ``lowbit``.
 
     Args:
-      graph: the graph of the wrapper's update, with :data:`.stepper.update_p` in the
-        place of each update of this package.
-      updates: its updates, in the order of the parameters' leaves.
+      graph: the graph of the wrapper's update, in which each update of this package is
+        a :data:`.stepper.update_p`.
+      updates: the resulting updates, in the order of the parameters' leaves.
       nodes: the parameters in the graph, in the same order, each a tree of nodes.
       params: tree of the parameters.
-
-    Raises:
-      ChangedUpdateError: naming the parameters.
     """
     changes = _Changes(graph)
     _raise_for(params, map(changes.changed, updates, nodes))
 
 
 def check_state(state, params) -> None:
-    """Raise if the state is of a wrapper that is known to change updates.
+    """Raise ChangedUpdateError for the state of a wrapper that changes updates.
 
-    ``optax.contrib.mechanize`` raises for gradients that have not the parameters'
-    dtype, before it can be seen what it does with updates.
-
-    Raises:
-      ChangedUpdateError: naming the parameters.
+    ``optax.contrib.mechanize`` cannot be traced if gradients and parameters differ in
+    dtype.
     """
     if any(map(holds_lowbit, trees.all_of(optax.contrib.MechanicState, state))):
         _raise_for(params, itertools.repeat(True))
 
 
 def _raise_for(params, is_changed: Iterable[bool]) -> None:
-    """Raise if updates are changed of parameters for which ``lowbit`` rounds them."""
+    """Raise an error if updates of narrow or quantised parameters are changed."""
     names, leaves, _ = trees.named_leaves(params)
     changed = {
         name: leaf
@@ -103,14 +99,14 @@ def _raise_for(params, is_changed: Iterable[bool]) -> None:
 
 
 class _Changes:
-    """Decides which updates in a graph differ from those that ``lowbit`` returned."""
+    """Decides which updates in a graph differ from the updates of ``lowbit``."""
 
     def __init__(self, graph: Graph):
         self._outputs = frozenset(graph.outputs)
         self._made_of_updates: set[Node] = set()
-        """The updates of ``lowbit``, and all that is computed from them."""
+        """The updates of ``lowbit``, and all nodes that are computed from them."""
         self._stepped: set[Node] = set()
-        """The parameters of which ``lowbit`` has a new state."""
+        """The parameters for which ``lowbit`` returned a new state that is used."""
         for call in calls_between(graph.outputs, ()):
             if call.primitive is update_p:
                 updates = call.outputs[: call.params["updates"]]
@@ -124,27 +120,28 @@ class _Changes:
                 self._made_of_updates.update(call.outputs)
 
     def changed(self, update: Node, param) -> bool:
-        """Whether ``lowbit`` returned another update of a parameter, a tree of nodes.
+        """Return whether the update of a parameter differs from ``lowbit``'s update.
 
-        A wrapper may also freeze the parameter, but not without the old state.
+        A wrapper may freeze the parameter, but only together with the old state.
         """
         if update in self._made_of_updates:
             return not self._is_passed_on(update)
         return not self._stepped.isdisjoint(jax.tree.leaves(param))
 
     def _keeps_state(self, call: Call) -> bool:
-        """Whether the wrapper drops the new state of an update."""
+        """Return whether the wrapper drops the new state of an update."""
         return self._outputs.isdisjoint(call.outputs[call.params["updates"] :])
 
     def _is_passed_on(self, node: Node, is_skipped: bool = False) -> bool:
-        """Whether a node is an update, or zeros where the step is skipped.
+        """Return whether a node is an unchanged update, or zeros in a skipped step.
 
-        ``is_skipped`` is whether what reads the node replaces it by zeros sometimes.
+        ``is_skipped`` is True if later operations replace the node by zeros in some
+        steps.
         """
         if node not in self._made_of_updates:
             return is_zero(node)
         call = node.call
-        assert call is not None, "an input is computed from no update"
+        assert call is not None, "an input of the graph is not computed from an update"
         operands = call.inputs
         if call.primitive is update_p:
             is_first = self._made_of_updates.isdisjoint(operands)
@@ -165,7 +162,7 @@ class _Changes:
 
 
 def _is_widened(node: Node) -> bool:
-    """Whether a cast keeps every bit. (Real updates are float32.)"""
+    """Return whether a node is a cast that keeps every bit of an update."""
     is_cast = node.call is not None and node.call.primitive is p.convert_element_type_p
     return is_cast and node.aval.dtype in (jnp.float32, jnp.float64)
 
@@ -176,7 +173,7 @@ def _is_one(node: Node) -> bool:
 
 
 def _is_nothing(node: Node) -> bool:
-    """Whether it is 0, or a product with 0, such as a weight decay of 0 makes."""
+    """Return whether a node is 0, or a product with 0, as with a weight decay of 0."""
     primitives = p.convert_element_type_p, p.mul_p
     is_made = node.call is not None and node.call.primitive in primitives
     inputs = node.call.inputs if node.call is not None and is_made else ()
@@ -184,7 +181,7 @@ def _is_nothing(node: Node) -> bool:
 
 
 def _is_truth_value(node: Node) -> bool:
-    """Whether it is a scalar, 0 or 1, made from a truth value."""
+    """Return whether a node is a scalar, 0 or 1, that is cast from a bool."""
     scalar = scalar_of(node)
     while scalar is not None and scalar.aval.dtype != jnp.bool_:
         call = scalar.call

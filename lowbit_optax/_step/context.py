@@ -1,8 +1,8 @@
-"""What a step must know and cannot be given as an argument.
+"""``StepContext``: information that optax's function signatures cannot pass to a step.
 
-optax's wrappers (``masked``, ``chain``, ``MultiSteps``, ``partition``) stand between
-the code that knows these things and the functions that need them. They pass on
-``grads``, ``state`` and ``params``, and nothing else. So the rest travels in one
+Wrappers of optax (``masked``, ``chain``, ``MultiSteps``, ``partition``) are called
+between the functions that set this information and the functions that need it. They
+pass only ``grads``, ``state`` and ``params``. All other information is stored in one
 context variable:
 
     masters.from_master ---> start -------------+
@@ -29,21 +29,20 @@ from lowbit_optax._step.layers import Layer
 
 @dataclasses.dataclass(frozen=True)
 class StepContext:
-    """The surroundings of an ``init`` or a step.
+    """The context of an ``init`` or a step.
 
     Args:
-      start: what ``init`` of ``lowbit`` returns, a function of its configuration and
-        of the parameters; None for the state in which every master is its parameter.
-      layer: the layer of stacked parameters that is updated; None if the arguments are
-        whole parameters.
-      is_analysed: whether the step is traced only to read its jaxpr. It then runs on
-        XLA, and its jaxpr shows the calls of functions that :func:`layerwise` marks.
-      wants_params: whether ``update`` should only mark its place in a trace, for new
-        parameters instead of updates; see :mod:`lowbit_optax._step.wrapped`.
-      of_wrappers: the arrays from which wrappers compute the gradients, perhaps inside
-        the inner update.
-      report: what steps call with themselves and the inner update, instead of doing
-        anything; None for steps that are done.
+      start: a function of the :class:`.engine.Lowbit` and the parameters, whose result
+        ``init`` returns. If None, each master equals its parameter.
+      layer: the layer of stacked parameters that is updated; None for whole parameters.
+      is_analysed: if True, the step is traced only to read its jaxpr. It uses XLA, and
+        the jaxpr shows calls of functions that :func:`layerwise` marks.
+      wants_params: if True, ``update`` only adds a marker to the trace; see
+        :mod:`lowbit_optax._step.wrapped`.
+      of_wrappers: arrays from which wrappers compute the gradients, possibly inside the
+        inner update.
+      report: a function that steps call with themselves and the inner update, instead
+        of running; None for ordinary steps.
     """
 
     start: Callable[..., typing.Any] | None = None
@@ -59,13 +58,13 @@ _CURRENT = contextvars.ContextVar("lowbit_optax_step", default=_NOTHING)
 
 
 def current() -> StepContext:
-    """The context of the call that is running."""
+    """Return the context of the current call."""
     return _CURRENT.get()
 
 
 @contextlib.contextmanager
 def changed(**fields) -> Iterator[None]:
-    """A context in which :func:`current` has other fields of :class:`StepContext`."""
+    """A context manager that sets fields of :class:`StepContext`."""
     token = _CURRENT.set(dataclasses.replace(current(), **fields))
     try:
         yield
@@ -78,12 +77,13 @@ LAYERWISE = "lowbit_layerwise"
 
 
 def layerwise(function: Callable) -> Callable:
-    """Mark a function that treats the layers of stacked arguments alike.
+    """Mark a function that processes each layer of stacked arguments in the same way.
 
-    That is, ``function(x)[i]`` must be ``function(x[i])`` for every layer ``i``. Its
-    arguments are arrays, either all stacked along their first axis or all of one layer;
-    or None. While a step is analysed, its call appears in the jaxpr under the name
-    ``LAYERWISE``: the packing of bits is hard to follow there.
+    For every layer ``i``, ``function(x)[i]`` must equal ``function(x[i])``. The
+    arguments are arrays or None, and either all of them are stacked along their first
+    axis, or all belong to one layer. While a step is analysed, the call appears in the
+    jaxpr with the name ``LAYERWISE``, because the analysis cannot follow the packing of
+    bits.
     """
     if not current().is_analysed:
         return function
@@ -94,10 +94,10 @@ def layerwise(function: Callable) -> Callable:
 
 @contextlib.contextmanager
 def reporting(what: str, measure: Callable) -> Iterator[dict[str, typing.Any]]:
-    """A context in which steps of ``lowbit`` only add to the mapping that it gives.
+    """A context manager in which steps only add values to the yielded dict.
 
     Args:
-      what: the function that asks, for errors.
+      what: the name of the calling function, for errors.
       measure: ``(step, inner update, implementation) -> values by path``; see
         :mod:`lowbit_optax.reports.diagnostics`.
     """
@@ -105,10 +105,10 @@ def reporting(what: str, measure: Callable) -> Iterator[dict[str, typing.Any]]:
 
     def report(step, update: Callable, implementation) -> None:
         if get_opaque_trace_state() != trace:
-            # The values cannot leave a conditional.
+            # Values cannot be returned from a conditional.
             raise ValueError(
-                f"{what}: a wrapper around lowbit steps inside a conditional, as "
-                "optax.MultiSteps does; give the transformation that lowbit returned"
+                f"{what}: tx must not run lowbit inside a conditional, as "
+                "optax.MultiSteps does. Pass the transformation that lowbit returned"
             )
         found.update(measure(step, update, implementation))
 

@@ -1,8 +1,8 @@
-"""An update that ``param + update`` turns into the new parameter itself.
+"""``DirectUpdate``: an update that ``param + update`` replaces by the new parameter.
 
-``optax.apply_updates`` maps ``p + u`` over parameters and updates. A pytree node in the
-place of an update reaches the sum whole, because the map ends where the parameters have
-leaves; and so the node can answer the sum.
+:func:`lowbit_optax.direct_updates` returns these updates. ``optax.apply_updates`` maps
+``p + u`` over the leaves of the parameters. If an update is a pytree node, the sum
+receives the whole node, so the node can define the result with ``__radd__``.
 """
 
 import typing
@@ -16,15 +16,15 @@ from lowbit_optax._numerics.landing import ADD, apply_leaf
 
 @jax.tree_util.register_pytree_with_keys_class
 class DirectUpdate:
-    """The update of one array, which added to the old one gives the new one.
+    """The update of one array; added to the old array, it returns the new array.
 
-        param + update = new                    where param is old
-                         param + (new - old)    elsewhere
+        param + update = new                    if param is old
+                         param + (new - old)    otherwise
 
-    If ``param`` is the very array that was updated, as in one jitted function, nothing
-    is computed. Otherwise the elements are compared. What maps over updates and is
-    linear, such as a product by a scalar or a selection between them and zeros, changes
-    ``new`` and ``old`` alike, and so their difference as it should.
+    If ``param`` is the same array object as ``old``, as in one jitted function, nothing
+    is computed. Otherwise, the elements are compared. A linear function of the updates,
+    such as a product with a scalar or a selection between updates and zeros, changes
+    ``new``, ``old`` and their difference consistently.
 
     Args:
       new: the new array.
@@ -52,14 +52,14 @@ class DirectUpdate:
         if len(set(kinds)) > 1:
             given, expected = (f"{dtype}{list(shape)}" for shape, dtype in kinds[:2])
             raise TypeError(
-                f"direct_updates: an update of {expected} is added to {given}; were "
-                "updates changed on the way? Accepted is optax.apply_updates with what "
-                "update returned; put other transformations inside, such as "
-                "direct_updates(optax.chain(clip, tx))"
+                f"direct_updates: an update of {expected} must be added to a parameter "
+                f"of this type, got {given}. Pass the updates that update returned to "
+                "optax.apply_updates without changing them. Put other transformations "
+                "inside, as in direct_updates(optax.chain(clip, tx))"
             )
         if not is_narrow(param.dtype):
             return jnp.where(param == self.old, self.new, param + self.difference)
-        # A selection between updates and zeros leaves +0 for old and new, which must
+        # A selection between updates and zeros changes old and new to +0, which must
         # not replace a parameter of -0.
         is_old = to_bits(param) == to_bits(self.old)
         return jnp.where(is_old, self.new, apply_leaf(param, self.difference))

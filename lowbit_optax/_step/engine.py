@@ -1,14 +1,15 @@
-"""One step of a wrapped transformation: join, run the inner update, split.
+"""``Lowbit``: the object behind a ``lowbit`` transformation, with its init and step.
 
-    grads, any float dtype                      new param --> update that lands exactly
+    grads, any float dtype                      new param, or an update to it
         | to float32                                ^
         v                                           | split
     join(param, residual) --> master --> inner.update --> master + update
     decode(codes) --> moments -->          |        --> moments --> encode --> codes
 
-The inner transformation sees whole trees; formats work leaf by leaf.
-
-    Lowbit.open --> run (backends.py) --> Lowbit.run, the next state
+:meth:`Lowbit.run` calls :meth:`Lowbit.open`, which checks the arguments and returns a
+:class:`.step.Step`. It passes this step to :func:`.backends.run`, and builds the next
+state from the results. The inner transformation sees whole trees, while formats process
+one leaf at a time. :func:`lowbit_optax.lowbit` creates ``Lowbit`` objects.
 """
 
 import dataclasses
@@ -48,25 +49,25 @@ from pallas_kernels.platforms import Implementation
 
 
 class InexactWeightsError(ValueError):
-    """The weight format rounds what the inner transformation needs exact."""
+    """The weight format rounds weights that the inner transformation needs exactly."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lowbit(Stepper):
-    """The transformation that one call of :func:`lowbit_optax.lowbit` makes.
+    """The transformation that :func:`lowbit_optax.lowbit` returns.
 
     Args:
       inner: the wrapped optax transformation.
-      weights: format of the parameters that are narrow floats.
-      moments: which moments are stored in which format.
-      seed: of stochastic rounding.
-      min_size: leaves with fewer elements may be stored in a simpler format.
+      weights: format for the parameters in a narrow float dtype.
+      moments: the formats of the moments.
+      seed: seed for stochastic rounding.
+      min_size: leaves with fewer elements may get a simpler format.
       implementation: see :data:`pallas_kernels.platforms.Implementation`.
-      param_shardings: where the parameters lie on a mesh.
-      warn: whether ``init`` warns of float32 parameters, and a step of large leaves
-        that XLA updates on an accelerator.
-      match_grad_dtype: whether updates have the gradients' dtypes, where these are
-        those of the parameters.
+      param_shardings: the shardings of the parameters on a mesh.
+      warn: if True, ``init`` warns about float32 parameters, and a step warns about
+        large leaves that XLA updates on an accelerator.
+      match_grad_dtype: if True, updates have the dtype of the gradients, for parameters
+        that have the same dtype.
     """
 
     inner: optax.GradientTransformation
@@ -80,13 +81,13 @@ class Lowbit(Stepper):
     match_grad_dtype: bool = False
 
     def init(self, params: optax.Params):
-        """The initial state, with which every master equals its parameter."""
+        """Return the initial state, in which each master equals its parameter."""
         if params is None:
-            raise ValueError("lowbit: init needs params")
+            raise ValueError("lowbit: init needs params, got None")
         if holds_lowbit(params):
             raise TypeError(
-                f"lowbit: params are a {type(params).__name__}, an optimizer's state, "
-                "but must be a tree of arrays or ShapeDtypeStructs"
+                "lowbit: params must be a tree of arrays or ShapeDtypeStructs, got "
+                f"the optimizer state {type(params).__name__}"
             )
         check_multi_steps_around(params)
         start = context.current().start
@@ -98,11 +99,11 @@ class Lowbit(Stepper):
         return state
 
     def start(self, params, masters: Mapping[str, jax.Array]) -> LowbitState:
-        """The initial state, of masters by path where these are not the parameters."""
+        """Return the initial state; a leaf not in ``masters`` is its own master."""
         names, given, treedef = trees.named_leaves(params)
         leaves = self._placed(self.leaves(names, given), treedef)
         split = [_split(leaf, masters.get(leaf.name)) for leaf in leaves]
-        # Made here and not at import, so that they are placed like the parameters.
+        # Created during the call, so that they are placed like the parameters.
         wide = [masters.get(name, x) for name, x in zip(names, given, strict=True)]
         count, seed = jnp.zeros([], jnp.uint32), seed_of(self.seed, wide)
         with context.changed(start=_refuse_inner_lowbit):
@@ -110,7 +111,7 @@ class Lowbit(Stepper):
         _check_inner_state(inner_state, self.weights)
         self.check_start(leaves, inner_state)
         plan = self._plan(leaves, inner_state)
-        _ = plan.error_parts  # raises for leaves without one
+        _ = plan.error_parts  # raises an error for leaves without such a part
         own = [leaf.param for leaf in leaves]
         draws = draws_of_moments(leaves, random_of_leaves(names, own, seed, count))
         parts, structure = jax.tree.flatten(jax.tree.map(not_folded, inner_state))
@@ -119,12 +120,12 @@ class Lowbit(Stepper):
         return LowbitState(count, seed, residual, inner_state)
 
     def residuals(self, treedef, parts: Sequence, leaves: Sequence[StoredLeaf]):
-        """The residuals of a new state; parts are None at leaves that have none."""
+        """Return the residuals of a new state; parts are None at leaves without one."""
         name, blanks = self.weights.residual_name, [leaf.blank() for leaf in leaves]
         return residuals_of(name, treedef, parts, blanks)
 
     def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
-        """A step, if the guard lets it happen; see :meth:`.Stepper.run`."""
+        """Run a step unless the guard skips it; see :meth:`.Stepper.run`."""
         if self.match_grad_dtype and not landing.is_direct:
             landing = ADD_LIKE_GRADS
         step = self.open(params, state, grads, guard, landing)
@@ -151,7 +152,8 @@ class Lowbit(Stepper):
     def update_within(self, updates, state, params=None, **extra):
         """See :meth:`.Stepper.update_within`.
 
-        It does leave a mark: the jaxpr of the inner update names what it holds.
+        Unlike other steppers, it can mark its place, because the jaxpr of the inner
+        update lists the values that the inner transformation took from the trace.
         """
         if not context.current().wants_params:
             return self.update(updates, state, params, **extra)
@@ -176,14 +178,11 @@ class Lowbit(Stepper):
     def open(
         self, params, state, grads, guard: Guard | Unguarded, landing: Landing
     ) -> Step:
-        """Check the arguments of a step, and take them apart into leaves.
-
-        Raises:
-          TypeError, ValueError: naming the leaf at which they do not fit together.
-        """
+        """Check the arguments of a step, and split them into leaves."""
         if params is None:
             raise ValueError(
-                "lowbit: update needs params; call tx.update(grads, state, params)"
+                "lowbit: update needs params, got None. Call tx.update(grads, state, "
+                "params)"
             )
         check_state("lowbit", state, LowbitState)
         names, params, treedef = trees.named_leaves(params)
@@ -196,23 +195,21 @@ class Lowbit(Stepper):
         return Step(*drawn, treedef, plan, state, parts, guard, landing)
 
     def leaf_shardings(self, params) -> list[NamedSharding | None]:
-        """Where the leaves of parameters, or of a layer of them, lie on a mesh."""
+        """Return the known shardings of parameters, or of one layer of them."""
         around = context.current()
-        # A step that is analysed has one layer where the shardings are of all.
+        # In a step that is analysed, parameters are one layer, but these shardings are
+        # for the whole stacks.
         given = None if around.is_analysed else self.param_shardings
         return leaf_shardings(given, params, around.layer)
 
     def leaves(
         self, names: Sequence[str], params: Sequence, shardings: Sequence | None = None
     ) -> list[StoredLeaf]:
-        """The leaves of parameters, without residuals.
+        """Return the leaves of parameters, without residuals.
 
         Args:
           names, params: paths and leaves.
-          shardings: what :meth:`leaf_shardings` gives; None in ``init``.
-
-        Raises:
-          TypeError, ValueError: naming a leaf that its weight format cannot hold.
+          shardings: result of :meth:`leaf_shardings`; None in ``init``.
         """
         choose = functools.partial(format_of, self.weights, self.min_size)
         places = shardings or [None] * len(params)
@@ -222,20 +219,16 @@ class Lowbit(Stepper):
     def stored_leaves(
         self, names: Sequence[str], params: Sequence, treedef, residual
     ) -> list[StoredLeaf]:
-        """The leaves of parameters with their residuals, once these are known to fit.
-
-        Raises:
-          TypeError, ValueError: naming the leaf.
-        """
+        """Check the residuals of parameters, and return leaves with residuals."""
         shardings = self.leaf_shardings(treedef.unflatten(params))
         leaves = self._placed(self.leaves(names, params, shardings), treedef)
         name = self.weights.residual_name
         if not isinstance(residual, Residuals) or residual.name != name:
             given = getattr(residual, "name", type(residual).__name__)
             raise ValueError(
-                f"lowbit: the state's residuals are {given!r}, but {self.weights} "
-                f"keeps {name!r}: was this state made by a transformation with other "
-                "weights? lowbit_optax.convert moves a state to another format"
+                f"lowbit: state must contain the residuals {name!r} for "
+                f"{self.weights}, got {given!r}. Use the transformation that made the "
+                "state, or move the state to this format with lowbit_optax.convert"
             )
         tree = residual.tree
         if name is None and isinstance(tree, tuple) and not tree:  # without blanks
@@ -244,14 +237,14 @@ class Lowbit(Stepper):
         return list(map(StoredLeaf.with_residual, leaves, residuals))
 
     def _placed(self, leaves: list[StoredLeaf], treedef) -> list[StoredLeaf]:
-        """The leaves where shards on explicit axes are whole words and blocks."""
+        """Move leaves so that shards on explicit axes are whole words and blocks."""
         arrays = [x.param for x in leaves if isinstance(x.param, jax.Array)]
         if not any(any(jax.typeof(x).sharding.spec) for x in arrays):
             return leaves
         return self.plan_of(leaves, treedef).placed()
 
     def plan_of(self, leaves: Sequence[StoredLeaf], treedef) -> MomentPlan:
-        """How the state of the inner transformation of these leaves is stored."""
+        """Return how the inner state of these leaves is stored."""
         masters = [
             trees.abstract(leaf.param)
             if leaf.format is None
@@ -266,11 +259,7 @@ class Lowbit(Stepper):
         return MomentPlan(self.inner, self.moments, leaves, expected, self.min_size)
 
     def check_start(self, leaves: Sequence[StoredLeaf], inner_state) -> None:
-        """Raise where the inner state would measure distances in rounding noise.
-
-        Raises:
-          InexactWeightsError: naming the leaf and the state's field.
-        """
+        """Raise InexactWeightsError if the inner state needs exact weights."""
         has_start = lambda x: fields_of(type(x)).start is not None
         starts = {}
         for state in jax.tree.leaves(inner_state, is_leaf=has_start):
@@ -283,17 +272,17 @@ class Lowbit(Stepper):
             if is_exact or leaf.name not in starts:
                 continue
             raise InexactWeightsError(
-                "lowbit: the inner transformation learns its step size from how far "
-                f"weights are from where they started ({starts[leaf.name]}), and would "
-                f"take the rounding of params{leaf.name}, "
-                f"{trees.describe(leaf.param)}, by {self.weights} for distance; "
-                "accepted are weights=lowbit_optax.extra_bits(), which keeps all bits "
-                "of float32, and master_copy()"
+                f"lowbit: weights must store params{leaf.name}, "
+                f"{trees.describe(leaf.param)}, exactly, got {self.weights}. The inner "
+                "transformation measures how far weights have moved from the start "
+                f"({starts[leaf.name]}), and would count rounding errors as distance. "
+                "Pass weights=lowbit_optax.extra_bits(), which stores all bits of "
+                "float32, or weights=lowbit_optax.master_copy()"
             )
 
 
 def _split(leaf: StoredLeaf, master) -> tuple[typing.Any, typing.Any]:
-    """The first master and residual; the parameter is the master if none is given."""
+    """Return the first master, by default the parameter, and its residual."""
     if leaf.format is None:
         return leaf.param, None
     if master is not None:
@@ -310,24 +299,25 @@ def _residual(format_: WeightFormat, master, param):
 def _refuse_inner_lowbit(config: Lowbit, params) -> typing.NoReturn:
     del config, params
     raise ValueError(
-        "lowbit: the inner transformation is, or holds, one of this package "
-        "already, such as kahan_adamw; give lowbit the optax transformation, "
-        "such as optax.adamw, or use the alias alone"
+        "lowbit: inner must not contain a transformation of this package, such as "
+        "kahan_adamw. Pass an optax transformation, such as optax.adamw(1e-3), or use "
+        "the transformation of this package without lowbit"
     )
 
 
 def _check_inner_state(inner_state, weights: WeightFormat) -> None:
     if trees.all_of(optax.LookaheadState, inner_state):
         raise ValueError(
-            "lowbit: the inner transformation holds optax.lookahead, which takes pairs "
-            "of fast and slow weights, but only the fast weights have gradients. The "
-            "recipes in the documentation show a lookahead that keeps the slow weights "
-            "in its state"
+            "lowbit: inner must not contain optax.lookahead. It needs pairs of fast "
+            "and slow weights as parameters, but only the fast weights have "
+            "gradients. The recipes in the documentation show a lookahead that stores "
+            "the slow weights in its state"
         )
     if weights.error_feedback and trees.all_of(optax.MultiStepsState, inner_state):
         raise ValueError(
-            "lowbit: error_feedback with optax.MultiSteps inside: an update after "
-            "updates of zero would shorten the moment to nothing; put MultiSteps "
-            "around lowbit, or use lowbit_optax.accumulate_gradients"
+            "lowbit: error_feedback does not support optax.MultiSteps inside lowbit, "
+            "because the first update after updates of zero would scale the moment to "
+            "zero. Put MultiSteps around lowbit, or use "
+            "lowbit_optax.accumulate_gradients"
         )
     check_multi_steps_in(inner_state)

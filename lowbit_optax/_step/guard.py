@@ -1,9 +1,10 @@
-"""Steps that may have to be skipped, without a branch.
+"""``Guard``: skips a step on the device, without a branch around it.
 
 Only the device knows whether a gradient has overflowed. A conditional around the update
-would copy parameters and state into it and out of it. Instead, the old or the new value
-of each number is chosen where it is written, and a fused kernel whose step is skipped
-writes nothing.
+would copy parameters and state. Instead, a guard selects between the old and the new
+value of each array when it is written, and a fused kernel of a skipped step writes
+nothing. Loss scaling creates guards, and :mod:`.wrapped` creates them for wrappers such
+as ``optax.apply_if_finite``. :meth:`.Stepper.run` receives them.
 """
 
 import functools
@@ -19,28 +20,28 @@ from lowbit_optax._step.context import layerwise
 
 
 class Unguarded:
-    """The guard of a step that always happens: each method returns what is new."""
+    """The guard of a step that always happens; its methods return the new values."""
 
     scalars: tuple[jax.Array, ...] = ()
     """The scalars that a kernel needs: none."""
 
     def unscaled(self, grads):
-        """The gradients as they are."""
+        """Return the gradients unchanged."""
         return grads
 
     unscaled_alone = unscaled
 
     def chosen(self, new, old):
-        """The new tree."""
+        """Return the new tree."""
         del old
         return new
 
     def updates(self, new):
-        """The updates as they are."""
+        """Return the updates unchanged."""
         return new
 
     def within(self, factor: jax.Array, proceed: jax.Array) -> "Guard":
-        """The guard of a step inside this one."""
+        """Return the guard of a step inside this one."""
         return Guard(factor, proceed)
 
 
@@ -51,8 +52,8 @@ class Guard(typing.NamedTuple):
     """Whether a step happens, and the factor that unscales its gradients.
 
     Args:
-      factor: float32 scalar, by which the gradients are multiplied.
-      proceed: bool scalar, whether the step happens.
+      factor: float32 scalar that multiplies the gradients.
+      proceed: bool scalar, True if the step happens.
     """
 
     factor: jax.Array
@@ -64,28 +65,28 @@ class Guard(typing.NamedTuple):
         return self.factor, self.proceed
 
     def within(self, factor: jax.Array, proceed: jax.Array) -> "Guard":
-        """The guard of a step inside this one, which unscales and decides as well."""
+        """Return the guard of a step inside this one, which combines both guards."""
         return Guard(self.factor * factor, jnp.logical_and(self.proceed, proceed))
 
     def unscaled(self, grads):
-        """Gradients times the factor; zeros if the step is skipped.
+        """Multiply gradients by the factor; return zeros if the step is skipped.
 
-        Gradients narrower than float32 become float32. On CPUs the product is computed
-        inside a branch. Otherwise XLA's CPU compiler would fuse it with what follows
-        and contract products and sums differently than it does without a guard.
+        Narrow gradients become float32. On CPUs, the product is computed inside a
+        branch. Otherwise, XLA's CPU compiler would fuse it with later operations, and
+        contract products and sums differently than without a guard.
         """
         leaves, treedef = jax.tree.flatten(grads)
         floats = {i: x for i, x in enumerate(leaves) if trees.is_float(x)}
-        # Outside of jit, JAX compiles a conditional of new closures at every step.
+        # Outside of jit, JAX compiles a conditional with new closures in every step.
         floats = traced_once(_unscaled)(self.factor, self.proceed, floats)
         return treedef.unflatten(floats.get(i, x) for i, x in enumerate(leaves))
 
     def unscaled_alone(self, grad: jax.Array) -> jax.Array:
-        """One gradient, of a step that may be analysed layer by layer."""
+        """Unscale one gradient; the step may be analysed layer by layer."""
         return layerwise(self.unscaled)(grad)
 
     def times(self, grads):
-        """Gradients times the factor; those narrower than float32 become float32."""
+        """Multiply gradients by the factor; narrow gradients become float32."""
 
         def times(grad):
             if not trees.is_float(grad):
@@ -96,7 +97,7 @@ class Guard(typing.NamedTuple):
         return jax.tree.map(times, grads)
 
     def chosen(self, new, old):
-        """The new tree, in the old one's dtypes; the old one if the step is skipped."""
+        """Return the new tree in the old dtypes, or the old tree in a skipped step."""
 
         def choose(new, old):
             new = jnp.asarray(new).astype(old.dtype) if trees.is_float(new) else new
@@ -105,13 +106,13 @@ class Guard(typing.NamedTuple):
         return jax.tree.map(choose, new, old)
 
     def updates(self, new):
-        """The updates, or updates that change nothing if the step is skipped."""
+        """Return the updates, or updates that change nothing in a skipped step."""
         neutral = neutral_updates(new)
         return jax.tree.map(functools.partial(jnp.where, self.proceed), new, neutral)
 
 
 def _unscaled(factor: jax.Array, proceed: jax.Array, floats):
-    """Float arrays times the factor, or zeros; see :meth:`Guard.unscaled`."""
+    """Multiply float arrays by the factor, or return zeros in a skipped step."""
     times = Guard(factor, proceed).times
 
     def zeros(floats):
@@ -128,12 +129,12 @@ def _unscaled(factor: jax.Array, proceed: jax.Array, floats):
 
 
 def neutral_updates(like):
-    """A tree of updates that change no bit of a parameter."""
+    """Return a tree of updates that change no bit of a parameter."""
 
     def neutral(x) -> jax.Array:
         # x + -0 is x for every x, including -0. (-0 + 0 would be +0.)
         value = -0.0 if trees.is_float(x) else 0
-        # JAX makes float32 of numpy's float64, and warns unless that is asked for.
+        # JAX converts float64 to float32, and warns unless this dtype is requested.
         return jnp.asarray(value, jax.dtypes.canonicalize_dtype(x.dtype))
 
     return jax.tree.map(neutral, like)

@@ -1,6 +1,9 @@
-"""The inner update, traced on shapes: no master is joined and no moment decoded for it.
+"""``InnerUpdate``: the inner transformation's update, traced to a jaxpr and a graph.
 
-Its jaxpr is what XLA runs. As a graph it tells what kernels compute for each leaf.
+:func:`.backends.run` calls :func:`trace_update` with a :class:`.step.Step`. The trace
+needs only shapes, so no master is joined and no moment is decoded for it. XLA runs the
+jaxpr. :mod:`lowbit_optax._step.kernels.plan` reads from the graph which operations a
+kernel must compute for each leaf.
 """
 
 import dataclasses
@@ -33,12 +36,13 @@ from pallas_kernels.operations import ClosedJaxpr
 
 
 class UpdateNodes(typing.NamedTuple):
-    """Nodes of an inner update's inputs and outputs, per leaf or per part of the state.
+    """The inputs and outputs of an inner update in its graph.
 
     Args:
-      grads, masters, updates: per leaf.
-      state, new_state: per part, which is a leaf of the inner state.
-      next_updates: per leaf, of a second update by the same gradients, if it is traced.
+      grads, masters, updates: one node per leaf.
+      state, new_state: one node per part; a part is a leaf of the inner state.
+      next_updates: one node per leaf, from a second update with the same gradients;
+        empty if it is not traced.
     """
 
     grads: list[Node]
@@ -54,11 +58,11 @@ class InnerUpdate:
     """A traced inner update.
 
     Args:
-      step: whose it is.
-      closed: its jaxpr; where leaves take their rounding errors into moments, that of
-        two updates by the same gradients.
+      step: the step that was traced.
+      closed: the jaxpr. If rounding errors are added to moments, it contains two
+        updates with the same gradients.
       arguments: the structure of its gradients, state and masters.
-      results: the structure of its updates, its new state and the next updates.
+      results: the structure of its updates, new state and next updates.
     """
 
     step: Step
@@ -67,19 +71,17 @@ class InnerUpdate:
     results: trees.PyTreeDef
 
     def update(self, *arguments) -> tuple[typing.Any, typing.Any]:
-        """The updates and the new inner state of gradients, inner state and masters."""
+        """Return ``(updates, new inner state)`` from gradients, state and masters."""
         flat = jaxpr_as_fun(self.closed)(*jax.tree.leaves(arguments))
         updates, state, _ = jax.tree.unflatten(self.results, flat)
         return updates, state
 
     @functools.cached_property
     def graph(self) -> Graph:
-        """The graph of the update."""
         return Graph(self.closed)
 
     @functools.cached_property
     def nodes(self) -> UpdateNodes:
-        """The inputs and outputs of the graph."""
         step = self.step
         parts_of = step.parts_of_updates
         grads, state, masters = jax.tree.unflatten(self.arguments, self.graph.inputs)
@@ -102,33 +104,24 @@ class InnerUpdate:
 
     @property
     def keeps_structure(self) -> bool:
-        """Whether the state has the same structure before and after.
-
-        If it has not, parts before and after the update cannot be paired.
-        """
+        """Whether parts of the state before and after the update can be paired."""
         return self.arguments.children()[1] == self.state_structure
 
     @property
     def state_pairs(self) -> list[tuple[Node, Node]]:
-        """Per part of the state, the nodes before and after the update."""
+        """For each part of the state, the nodes before and after the update."""
         if not self.keeps_structure:
             return []
         return list(zip(self.nodes.state, self.nodes.new_state, strict=True))
 
     @functools.cached_property
     def feedback(self) -> list[Feedback | None]:
-        """Per leaf, where its rounding errors go; None if they are lost."""
+        """For each leaf, how its rounding errors enter a moment, or None."""
         parts = enumerate(self.step.plan.error_parts)
         return [self._feedback(number, part) for number, part in parts]
 
     def _feedback(self, number: int, part: int | None) -> Feedback | None:
-        """Where the rounding errors of a leaf go, by a, b and c of its update.
-
-        They are nodes that are added to the graph; see :mod:`.error_feedback`.
-
-        Raises:
-          ValueError: if the update is not linear in the momentum.
-        """
+        """Return the feedback of a leaf, as new nodes of the graph."""
         leaf, nodes = self.step.leaves[number], self.nodes
         update = nodes.updates[number]
         if leaf.format is None or leaf.format.error_feedback is None:
@@ -141,15 +134,16 @@ class InnerUpdate:
         try:
             c = linear_factor(update, moment, graph)
             if c is None:
-                raise NotLinear("it does not depend on it")
+                raise NotLinear("the update does not depend on the moment")
             b = linear_factor(new_moment, moment, graph)
             c_next = linear_factor(nodes.next_updates[number], new_moment, graph)
         except NotLinear as reason:
             raise ValueError(
-                f"lowbit: error_feedback: the update of params{leaf.name} is not "
-                f"linear in each element of its moment: {reason}. Accepted are moments "
-                "such as Adam's mu and SGD's trace; not Muon's, Lion's and "
-                "AdaBelief's, and no update that is clipped by element after its moment"
+                f"lowbit: error_feedback needs an update of params{leaf.name} that is "
+                f"linear in each element of its moment: {reason}. It supports moments "
+                "such as Adam's mu and SGD's trace. It does not support Muon, Lion "
+                "and AdaBelief, nor updates that are clipped element by element after "
+                "their moment"
             ) from None
         a = linear_factor(update, nodes.masters[number], graph, strict=False)
         slow = ONE if a is None else graph.apply(lax.add, a, ONE)
@@ -161,7 +155,7 @@ class InnerUpdate:
         return Feedback(part, graph.apply(lax.div, slow, c), growth, reach)
 
     def feedback_values(self, step: Step) -> list[Feedback | None]:
-        """``feedback`` with the values of a step instead of nodes."""
+        """Return ``feedback`` with the values of a step instead of nodes."""
         nodes = [x for into in self.feedback if into is not None for x in into[1:]]
         values = self.values(step, nodes, {})
         return [
@@ -171,7 +165,7 @@ class InnerUpdate:
 
     @functools.cached_property
     def stored_first(self) -> dict[int, Node]:
-        """The new moments that are stored first, by part, where they are computed."""
+        """The new moments that are stored before updates are computed, by part."""
         parts, nodes = self.step.plan.stored_first, self.nodes.new_state
         return {i: nodes[i] for i in sorted(parts) if nodes[i].call is not None}
 
@@ -182,13 +176,13 @@ class InnerUpdate:
         stored: Sequence,
         first: Collection[int],
     ) -> list:
-        """The updates of leaves, computed from the rounded moments that are stored.
+        """Compute the updates of leaves from moments that are rounded and stored.
 
         Args:
           step: see :meth:`values`.
           leaves: numbers of the leaves.
           stored: the parts of the new state.
-          first: which of them are stored.
+          first: numbers of the parts that are stored already.
         """
         decoded, nodes = step.plan.decode(stored, first), self.stored_first
         known = {nodes[i]: decoded[i] for i in first if i in nodes}
@@ -199,12 +193,12 @@ class InnerUpdate:
     def values(
         self, step: Step, wanted: Collection[Node], known: Mapping = {}
     ) -> dict[Node, typing.Any]:
-        """The values of nodes of the graph, by node.
+        """Compute the values of nodes of the graph, and return them by node.
 
         Args:
-          step: the one that was traced, or the same in another branch.
+          step: the step that was traced, or its copy for another branch.
           wanted: the nodes.
-          known: values of some nodes, which are not computed.
+          known: values of nodes that need not be computed.
         """
         known = dict(known)
         nodes, needed = self.nodes, frozenset(made_of(wanted, known))
@@ -218,11 +212,7 @@ class InnerUpdate:
 
 
 def trace_update(update: Callable, step: Step) -> InnerUpdate:
-    """Trace an inner update, a function of gradients, inner state and masters.
-
-    Raises:
-      TypeError: if the update uses a scalar hyperparameter of few bits.
-    """
+    """Trace an inner update, a function of gradients, inner state and masters."""
 
     def twice(grads, state, masters):
         updates, new_state = update(grads, state, masters)
@@ -241,10 +231,10 @@ def trace_update(update: Callable, step: Step) -> InnerUpdate:
 
 
 def _check_hyperparameters(held: Iterable) -> None:
-    """Refuse scalars in which a hyperparameter has lost its value.
+    """Raise an error for scalars that cannot represent a hyperparameter.
 
     ``optax.inject_hyperparams`` stores hyperparameters in the parameters' widest dtype.
-    A b2 of 0.999 is 1 in bfloat16, and 0 in the words of quantised weights.
+    A b2 of 0.999 becomes 1 in bfloat16, and 0 in the uint32 words of quantised weights.
     """
     for x in held:
         is_lossy = is_narrow(x.dtype) or jnp.issubdtype(x.dtype, jnp.unsignedinteger)
@@ -252,14 +242,14 @@ def _check_hyperparameters(held: Iterable) -> None:
             raise TypeError(
                 "lowbit: a hyperparameter of the inner transformation must be a number "
                 f"or a float32 scalar, got a {x.dtype} scalar. With "
-                "optax.inject_hyperparams pass hyperparam_dtype=jnp.float32"
+                "optax.inject_hyperparams, pass hyperparam_dtype=jnp.float32"
             )
 
 
 def _without_dead_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A jaxpr without the equations at its top that nothing needs.
+    """Return a jaxpr without the equations at its top level whose results are not used.
 
-    optax computes what the leaves of a tree share even for a tree without leaves.
+    optax computes values that the leaves of a tree share even if a tree has no leaves.
     """
     needed, equations = set(map(id, closed.jaxpr.outvars)), []
     for eqn in reversed(closed.jaxpr.eqns):
@@ -270,9 +260,9 @@ def _without_dead_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _shapes(step: Step) -> tuple[list, list, list]:
-    """What stands for the gradients, the parts of the state and the masters.
+    """Return arrays or shapes to trace: gradients, parts of the state, and masters.
 
-    Moments lie on a mesh as their parameters do.
+    Moments get the shardings of their parameters.
     """
     grads = [_float32(x.grad) if x.has_narrow_grad else x.grad for x in step.leaves]
     masters = [
@@ -288,7 +278,7 @@ def _shapes(step: Step) -> tuple[list, list, list]:
 
 
 def _float32(like) -> jax.ShapeDtypeStruct:
-    """A float32 array that lies as another one does."""
+    """Return a float32 array or shape with the sharding of ``like``."""
     aval = jax.typeof(like)
     if aval.dtype == jnp.float32:
         return like

@@ -1,4 +1,8 @@
-"""Which parameters stay float32 when the others are narrowed."""
+"""Which parameters stay float32 when a model is cast to a narrow dtype.
+
+``from_master`` and other functions with a ``keep_float32`` argument call these
+functions.
+"""
 
 import re
 import typing
@@ -13,7 +17,7 @@ from lowbit_optax._step import trees
 from lowbit_optax._types import PyTree
 
 KeepFloat32 = Callable[[str, typing.Any], bool] | None
-"""``keep_float32(path, leaf)``: whether a parameter stays float32; None keeps none."""
+"""``keep_float32(path, leaf) -> bool``; if None, no parameter stays float32."""
 
 _NORM = re.compile(r"norm(?!al)|^ln(_|\d|$)")
 
@@ -21,15 +25,15 @@ _NORM = re.compile(r"norm(?!al)|^ln(_|\d|$)")
 def is_bias_or_norm(path: str, leaf) -> bool:
     """Return whether a leaf belongs to a bias or a normalisation.
 
-    This is the default of ``keep_float32``. It keeps leaves of fewer than two axes,
-    leaves whose name ends with ``bias`` or is ``scale``, and all leaves of a module
-    whose name contains ``norm`` or is like ``ln_1``. So it keeps the bias of an
-    attention layer, whose axes are heads and features, and scales that are stacked over
-    layers. These leaves are a small part of a model's memory. It narrows matrices,
-    convolutions and embeddings.
+    This is the default of ``keep_float32``. It returns True for leaves with fewer than
+    two axes, leaves whose name ends with ``bias`` or is ``scale``, and all leaves of a
+    module whose name contains ``norm`` or is similar to ``ln_1``. These include biases
+    of attention layers with an axis of heads and an axis of features, and scales that
+    are stacked over layers. Such leaves are a small part of a model's memory. It
+    returns False for matrices, convolutions and embeddings.
 
     Args:
-      path: of the leaf, as ``jax.tree_util.keystr`` writes it.
+      path: path of the leaf, as ``jax.tree_util.keystr`` returns it.
       leaf: an array, or its shape and dtype.
 
     >>> import jax.numpy as jnp
@@ -40,7 +44,7 @@ def is_bias_or_norm(path: str, leaf) -> bool:
     >>> is_bias_or_norm("['query']['kernel']", jnp.ones((512, 8, 64)))
     False
     """
-    # The paths of nnx end with .value.
+    # Paths in nnx end with .value.
     words = [x for x in re.findall(r"\w+", path.lower()) if x != "value"]
     name = words[-1] if words else ""
     is_small = leaf.ndim < 2 or name.endswith("bias") or name == "scale"
@@ -52,14 +56,14 @@ def param_dtypes(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     keep_float32: KeepFloat32 = is_bias_or_norm,
 ) -> PyTree:
-    """The dtypes that :func:`lowbit_optax.from_master` gives to parameters.
+    """Return the dtypes that :func:`lowbit_optax.from_master` gives to parameters.
 
     Args:
-      params: tree of arrays or ShapeDtypeStructs, float32 as a rule.
-      dtype, keep_float32: as of :func:`lowbit_optax.from_master`.
+      params: tree of arrays or ShapeDtypeStructs, usually float32.
+      dtype, keep_float32: see :func:`lowbit_optax.from_master`.
 
     Returns:
-      A tree of dtypes like ``params``.
+      A tree of dtypes with the structure of ``params``.
 
     Raises:
       TypeError: if ``dtype`` is not a floating-point dtype, or a leaf is not an array.
@@ -72,22 +76,19 @@ def param_dtypes(
 
 
 def narrowed_dtypes(what: str, params, dtype, keep_float32: KeepFloat32):
-    """The dtype of each parameter: ``dtype``, or its own if it stays as it is.
+    """Return the dtype of each parameter: ``dtype``, or its own dtype if it is kept.
 
     Args:
       what: the name of ``dtype``, for errors.
       params: tree of arrays or ShapeDtypeStructs.
-      dtype: of the floating-point leaves that are narrowed.
+      dtype: the new dtype of floating-point leaves.
       keep_float32: see :data:`KeepFloat32`.
-
-    Raises:
-      TypeError: if ``dtype`` is not a floating-point dtype, or a leaf is not an array.
     """
     narrow = float_dtype(what, dtype)
 
     def choose(name: str, leaf) -> np.dtype:
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "ndim"):
-            raise TypeError(f"{what}: params{name} is {leaf!r}, not an array")
+            raise TypeError(f"{what}: params{name} must be an array, got {leaf!r}")
         is_kept = keep_float32 is not None and keep_float32(name, leaf)
         is_narrowed = trees.is_float(leaf) and not is_kept
         return narrow if is_narrowed else np.dtype(leaf.dtype)
@@ -97,14 +98,14 @@ def narrowed_dtypes(what: str, params, dtype, keep_float32: KeepFloat32):
 
 
 def narrowed_shapes(what: str, params, dtype, keep_float32: KeepFloat32):
-    """The shapes of parameters, with the dtypes of :func:`narrowed_dtypes`."""
+    """Return the shapes of parameters with the dtypes of :func:`narrowed_dtypes`."""
     dtypes = narrowed_dtypes(what, params, dtype, keep_float32)
     shape = lambda leaf, dtype: jax.ShapeDtypeStruct(leaf.shape, dtype)
     return jax.tree.map(shape, params, dtypes)
 
 
 def dtypes_of(what: str, params, dtype, keep_float32: KeepFloat32):
-    """Return ``dtype`` if it is a tree of dtypes, and :func:`narrowed_dtypes` if not.
+    """Return ``dtype`` if it is a tree, and :func:`narrowed_dtypes` otherwise.
 
     For a tree of dtypes, ``keep_float32`` has no effect.
     """

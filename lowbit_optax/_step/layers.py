@@ -1,9 +1,10 @@
-"""The update of one layer of stacked parameters, and what its code must know.
+"""``Layer``: which layer of stacked parameters a step updates.
 
-:mod:`lowbit_optax.release` calls a transformation with one layer in place of the whole
-stack: ``params[i]`` for ``params``, and ``state[i]`` for the state that belongs to it.
-If the update treats all layers alike, the result is layer ``i`` of the whole stack's
-update, except that random numbers depend on where an element lies in the stack.
+:mod:`lowbit_optax.release` updates one layer of a stack at a time: it passes
+``params[i]`` instead of ``params``, and the matching ``state[i]``. If the update treats
+all layers alike, the result is layer ``i`` of the whole stack's update. Only random
+numbers depend on the position in the stack, so the engine gets the layer through
+:mod:`lowbit_optax._step.context`, and draws the same numbers as for the whole stack.
 """
 
 import dataclasses
@@ -22,12 +23,12 @@ from lowbit_optax._numerics.random_bits import (
 
 @dataclasses.dataclass(eq=False)
 class Layer:
-    """One layer of some of the parameters.
+    """One layer of stacked parameters.
 
     Args:
-      index: int32 scalar, the layer's number.
-      count: how many layers there are.
-      names: paths of the stacked parameters.
+      index: int32 scalar, the number of the layer.
+      count: the number of layers.
+      names: paths of the stacked parameters; other parameters are whole.
     """
 
     index: jax.Array
@@ -35,22 +36,22 @@ class Layer:
     names: frozenset[str]
 
     def bits(self, random: RandomBits, name: str, leaf) -> RandomBits:
-        """The random bits of a leaf, at the layer's place in its stack."""
+        """Return the random bits of a leaf at the layer's position in its stack."""
         if name not in self.names:
             return random
         return random.at_layer(self.index, self.count, leaf.shape)
 
     def first_element(self, leaf) -> jax.Array:
-        """The index of a layer's first element in its stack, modulo 2^32."""
+        """Return the index in the stack of the layer's first element, modulo 2^32."""
         size = jnp.uint32(math.prod(leaf.shape) % 2**32)
         return self.index.astype(jnp.uint32) * size
 
     def keys(
         self, keys: tuple[jax.Array, jax.Array], names: Sequence[str], leaves: Sequence
     ) -> tuple[jax.Array, jax.Array]:
-        """The keys of each leaf, from those of whole leaves, in a form for kernels.
+        """Return the keys of each leaf, given the keys of whole leaves.
 
-        A layer of a large stack has keys of its own.
+        Each layer of a large stack has its own keys.
         """
         key, second = keys
         for i, (name, leaf) in enumerate(zip(names, leaves, strict=True)):

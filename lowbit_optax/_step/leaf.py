@@ -1,4 +1,9 @@
-"""One leaf of the parameters, as it is stored, and the checks of what belongs to it."""
+"""``StoredLeaf``: one parameter in its stored form, with its residual and gradient.
+
+:meth:`.engine.Lowbit.open` creates a stored leaf for each parameter, after the
+functions here have checked that dtype, gradient and residual match. A backend calls
+``master`` and ``wide_grad`` for the inner update, and ``landed`` to store the result.
+"""
 
 import dataclasses
 import functools
@@ -27,12 +32,12 @@ from pallas_kernels.shards import axes_of
 
 
 class Landed(typing.NamedTuple):
-    """A leaf to whose master the inner update is added.
+    """A leaf after its inner update was added to the master.
 
     Args:
       result: the new parameter, or the update.
       residual: the new residual.
-      error: what storing the master has lost; None if its format does not ask for it.
+      error: the rounding error of the stored master; None unless the format needs it.
     """
 
     result: typing.Any
@@ -45,14 +50,13 @@ class StoredLeaf:
     """A leaf between two steps, and its gradient.
 
     Args:
-      name: its path.
+      name: the path.
       param: the parameter.
-      format: its weight format; None for a leaf that passes through.
-      residual: as the state holds it; None if there is none.
-      grad: the gradient as the user gave it; None outside of a step.
-      spec_before: where the user's parameter is, if this one was moved: see
-        :func:`on_whole_units`.
-      sharding: where it lies on a mesh, if the user says so.
+      format: its weight format; None if the parameter is its own master.
+      residual: the stored residual, or None.
+      grad: the gradient that the user passed; None outside of a step.
+      spec_before: the user's spec, if :func:`on_whole_units` moved the parameter.
+      sharding: the sharding that the user passed as ``param_shardings``, or None.
     """
 
     name: str
@@ -64,39 +68,39 @@ class StoredLeaf:
     sharding: NamedSharding | None = None
 
     def with_residual(self, residual) -> "StoredLeaf":
-        """The leaf with its residual, after checking that this belongs to it."""
+        """Check a residual, and return the leaf with it."""
         kept = check_residual(self.name, self.param, self.format, residual)
         return dataclasses.replace(self, residual=kept)
 
     def blank(self):
-        """What the state has in the place of its residual if it has none."""
+        """Return the array that replaces a missing residual in the state."""
         return blank(self.param, NOT_HELD if self.format is None else NO_RESIDUAL)
 
     def with_grad(self, grad) -> "StoredLeaf":
-        """The leaf with its gradient, after checking that this belongs to it."""
+        """Check a gradient, and return the leaf with it."""
         check_grad(self.name, grad, self.param)
         return dataclasses.replace(self, grad=self.moved_like_param(grad))
 
     def moved_like_param(self, x):
-        """An array of the parameter's shape, where the parameter was moved to."""
+        """Move an array of the parameter's shape to the parameter's sharding."""
         return x if self.spec_before is None else shards.placed_like(x, self.param)
 
     def moved_back(self, x):
-        """An array that lies as the parameter does, where the user's parameter is."""
+        """Move an array to the sharding that the user's parameter had."""
         if self.spec_before is None:
             return x
         mesh = jax.typeof(self.param).sharding.mesh
         return shards.moved([x], [self.spec_before], mesh)[0]
 
     def master(self):
-        """The weight that the inner transformation sees."""
+        """Return the weight that the inner transformation sees."""
         if self.format is None:
             return self.param
         join = functools.partial(_inner_weight, self.format)
         return layerwise(join)(self.param, self.residual)
 
     def wide_grad(self):
-        """The gradient, as float32 if it or its parameter is narrower than that."""
+        """Return the gradient, in float32 if it or its parameter is narrower."""
         return self.grad.astype(jnp.float32) if self.has_narrow_grad else self.grad
 
     @property
@@ -108,15 +112,15 @@ class StoredLeaf:
 
     @property
     def spare_stream(self) -> int | None:
-        """The stream whose spare random bits moments may use; None if there is none."""
+        """The stream with spare random bits for moments, or None."""
         return self.format and self.format.spare_stream(self.param.dtype)
 
     def landed(
         self, update, random: RandomBits, landing: Landing, ahead=None
     ) -> Landed:
-        """Add the inner update to the master and store it.
+        """Add the inner update to the master, and store it.
 
-        ``ahead`` is as of :meth:`WeightFormat.advance`.
+        For ``ahead``, see :meth:`WeightFormat.advance`.
         """
         if self.format is None:
             if landing.is_direct:
@@ -130,7 +134,7 @@ class StoredLeaf:
 
 @functools.partial(jax.jit, static_argnums=0)
 def widen(format_: WeightFormat, param):
-    """The parameter as a master; traced once per format and shape."""
+    """Return the parameter as a master; traced once per format and shape."""
     return straight_through(format_.widen)(param)
 
 
@@ -143,7 +147,7 @@ def _inner_weight(format_: WeightFormat, param, residual):
 def advanced(
     format_: WeightFormat, landing: Landing, param, residual, update, ahead, random
 ) -> Landed:
-    """The leaf after :meth:`WeightFormat.advance`; traced once per format and shape."""
+    """Return the leaf after ``advance``; traced once per format and shape."""
 
     def advance(param, residual, update, ahead, random):
         new, after, result = format_.advance(
@@ -164,14 +168,9 @@ def advanced(
 def format_of(
     weights: WeightFormat, min_size: int, name: str, leaf
 ) -> WeightFormat | None:
-    """The weight format of a leaf; None for one that passes through.
-
-    Raises:
-      TypeError, ValueError: naming a leaf that is not an array, or that the weight
-        format cannot hold.
-    """
+    """Return the weight format of a leaf, or None for float32 and integer leaves."""
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-        raise TypeError(f"lowbit: params{name} is {leaf!r}, not an array")
+        raise TypeError(f"lowbit: params{name} must be an array, got {leaf!r}")
     if trees.is_quantized(leaf):
         with trees.naming(name):
             leaf.check()
@@ -184,9 +183,8 @@ def format_of(
     if not is_narrow(leaf.dtype):
         if leaf.dtype.itemsize < 4:
             raise ValueError(
-                f"lowbit: params{name} is {leaf.dtype}, which no weight format "
-                f"holds; accepted are {', '.join(map(str, NARROW_DTYPES))}, and "
-                "float32"
+                f"lowbit: params{name} must be {', '.join(map(str, NARROW_DTYPES))} or "
+                f"float32, got {leaf.dtype}"
             )
         return None
     why_not = weights.check(leaf.dtype)
@@ -197,61 +195,60 @@ def format_of(
 
 
 def check_grad(name: str, grad, param) -> None:
-    """Raise unless a gradient is a float array of its parameter's shape."""
+    """Raise an error unless a gradient is a float array of its parameter's shape."""
     if trees.is_quantized(grad):
         raise TypeError(
-            f"lowbit: gradient of params{name} is a {type(grad).__name__}; accepted is "
-            f"an array of shape {param.shape}, see lowbit_optax.lpmm.value_and_grad"
+            f"lowbit: gradient of params{name} must be an array of shape "
+            f"{param.shape}, got a {type(grad).__name__}. "
+            "lowbit_optax.lpmm.value_and_grad returns such arrays"
         )
     if not hasattr(grad, "dtype"):
-        raise TypeError(f"lowbit: gradient of params{name} is {grad!r}, not an array")
+        raise TypeError(
+            f"lowbit: gradient of params{name} must be an array, got {grad!r}"
+        )
     if not trees.is_float(param):
         return
     if not trees.is_float(grad):
         raise TypeError(
-            f"lowbit: gradient of params{name} is {grad.dtype}; accepted are real "
-            "floating-point dtypes"
+            f"lowbit: gradient of params{name} must have a real floating-point dtype, "
+            f"got {grad.dtype}"
         )
     if grad.shape != param.shape:
         raise ValueError(
-            f"lowbit: gradient of params{name} has shape {grad.shape}; its parameter "
-            f"has {param.shape}"
+            f"lowbit: gradient of params{name} must have the parameter's shape "
+            f"{param.shape}, got {grad.shape}"
         )
 
 
 def check_residual(name: str, param, format_: WeightFormat | None, part):
-    """The residual of a leaf, None for a blank, once it is known to be its own.
-
-    Raises:
-      ValueError: naming the leaf.
-    """
+    """Check the residual of a leaf, and return it, or None for a blank."""
     if format_ is None:
         if is_blank(part, NOT_HELD):
             return None
         raise ValueError(
-            f"lowbit: params{name} is {param.dtype}, but the state is that of a lower "
-            f"precision, with the residual {trees.describe(part)}: was it cast "
-            "on the way, as equinox.apply_updates does when it adds float32 "
-            "updates? Apply updates by lowbit_optax.apply_updates or "
-            "optax.apply_updates, or step by lowbit_optax.step"
+            f"lowbit: params{name} must have the narrower dtype that tx.init received, "
+            f"got {param.dtype}; the state contains the residual "
+            f"{trees.describe(part)}. The parameter may have been cast by "
+            "equinox.apply_updates, which adds float32 updates. Use "
+            "lowbit_optax.apply_updates, optax.apply_updates or lowbit_optax.step "
+            "instead"
         )
     want = _residual_like(format_, trees.abstract(param))
     if want is None and is_blank(part, NO_RESIDUAL):
         return None
     if is_blank(part, NOT_HELD):
         raise ValueError(
-            f"lowbit: params{name} is {param.dtype}, but the state has no residual "
-            "of it, as of a float32 parameter: was it cast after tx.init? Start "
-            "from the float32 parameters by "
-            f"lowbit_optax.from_master(tx, params, {param.dtype.name!r}), which "
-            "casts them and keeps their low bits in the state"
+            f"lowbit: params{name} must be float32 like the parameters in tx.init, got "
+            f"{param.dtype}; the state has no residual for it. To start from float32 "
+            "parameters, call lowbit_optax.from_master(tx, params, "
+            f"{param.dtype.name!r}), which casts them and stores their low bits in the "
+            "state"
         )
     if trees.describe(part) != trees.describe(want):
         raise ValueError(
-            f"lowbit: residual of params{name} is {trees.describe(part)}, but "
-            f"{format_ or 'a leaf that passes through'} keeps "
-            f"{trees.describe(want)}: was this state made by a transformation with "
-            "other weights?"
+            f"lowbit: residual of params{name} must be {trees.describe(want)} for "
+            f"{format_ or 'a float32 leaf'}, got {trees.describe(part)}. Use the "
+            "transformation that made this state"
         )
     return part
 
@@ -264,19 +261,19 @@ def _residual_like(format_: WeightFormat, param):
 def on_whole_units(
     leaf: StoredLeaf, bits: tuple[int, ...], block_size: int | None
 ) -> StoredLeaf:
-    """The leaf with its parameter where shards are whole words and blocks.
+    """Move a parameter so that its shards are whole words and blocks.
 
-    On automatic axes XLA moves what is cut. On explicit ones a mesh axis that would cut
-    words or blocks spreads another axis of the leaf, and the step's result goes back to
-    where the parameter was.
+    On automatic axes, XLA itself moves words and blocks that a shard would cut. On
+    explicit axes, this function shards another axis of the leaf instead, and the result
+    of the step is moved back.
 
     Args:
-      leaf: as the user gave it.
-      bits: widths of all that is packed.
-      block_size: of the largest blocks; None if there are none.
+      leaf: the leaf that the user passed.
+      bits: widths of all packed fields.
+      block_size: size of the largest blocks; None if there are none.
 
     Raises:
-      ValueError: if no other axis divides, naming the leaf.
+      ValueError: if no other axis can be divided, with the path of the leaf.
     """
     param = leaf.param
     if not isinstance(param, jax.Array) or not (bits or block_size) or not param.shape:
@@ -298,18 +295,19 @@ def on_whole_units(
     if block_size is not None:
         packed += f" in blocks of {block_size}"
     raise ValueError(
-        f"params{leaf.name}, {trees.describe(param)} on explicit axes as "
-        f"{sharding.spec}, has shards of {param.shape[axis] // count} along axis "
-        f"{axis}; accepted are multiples of {unit(axis)}, for {packed}, or another "
-        "axis that divides into them. Shard it over fewer devices, make the mesh's "
-        "axes automatic, or give lowbit a larger min_size"
+        f"lowbit: params{leaf.name}, {trees.describe(param)}, has shards of "
+        f"{param.shape[axis] // count} along axis {axis} on explicit axes "
+        f"{sharding.spec}, but shards must be multiples of {unit(axis)} for {packed}. "
+        "Shard it over fewer devices, shard another axis that divides into such "
+        "multiples, use a mesh with automatic axes, or pass a larger min_size to "
+        "lowbit"
     )
 
 
 def axes_of_shards(leaf) -> tuple[str, ...]:
-    """The mesh axes of the user's ``jax.shard_map`` over which a leaf's shards differ.
+    """Return the axes of the user's ``jax.shard_map`` along which shards differ.
 
-    By the types of its arrays; none with ``check_vma=False``, which has no such types.
+    The types of the arrays list these axes, except with ``check_vma=False``.
     """
     mesh = jax.sharding.get_abstract_mesh()
     arrays = [x for x in jax.tree.leaves(leaf) if isinstance(x, jax.Array)]
@@ -318,5 +316,5 @@ def axes_of_shards(leaf) -> tuple[str, ...]:
 
 
 def number_of_shard(axes: tuple[str, ...]) -> jax.Array:
-    """Which of the shards along these axes this is, as a uint32 scalar."""
+    """Return the index of this shard along these axes, as a uint32 scalar."""
     return lax.axis_index(axes).astype(jnp.uint32)

@@ -1,7 +1,8 @@
-"""Which leaves of a step XLA updates on an accelerator, and why no kernel does.
+"""Find and report the leaves that XLA updates on an accelerator instead of kernels.
 
-A large one costs what the package is there to save: XLA makes float32 arrays of its
-master and moments.
+:mod:`.backends` calls these functions with the :class:`.plan.KernelPlan` of a step, and
+:func:`lowbit_optax.explain` lists the same leaves. For a large leaf, XLA creates
+float32 arrays of its master and moments, which are the arrays that this package avoids.
 """
 
 import functools
@@ -17,7 +18,7 @@ from pallas_kernels.fused_update import sharded
 from pallas_kernels.fused_update.refusals import PARTITIONED
 
 _LARGE = 2**18
-"""Leaves of fewer elements are not worth a warning."""
+"""Leaves with fewer elements are not worth a warning."""
 
 
 class Left(typing.NamedTuple):
@@ -26,8 +27,8 @@ class Left(typing.NamedTuple):
     Args:
       leaf: its path, dtype and shape.
       reason: why no kernel updates it.
-      size: its elements.
-      float32_bytes: of its master and of the moments that are stored in fewer bits.
+      size: the number of its elements.
+      float32_bytes: bytes of its master and of its quantised moments in float32.
     """
 
     leaf: str
@@ -37,10 +38,9 @@ class Left(typing.NamedTuple):
 
 
 def left_to_xla(plan: KernelPlan, reasons: Mapping[int, str]) -> dict[str, Left]:
-    """By path, the leaves that XLA updates for these reasons, by number.
+    """Return the leaves that XLA updates, by path, given reasons by leaf number.
 
-    Not among them are leaves of which nothing is packed or quantised, which XLA updates
-    in one pass.
+    Leaves without packed or quantised arrays are omitted; XLA updates them in one pass.
     """
     step, found = plan.traced.step, {}
     for number, reason in sorted(reasons.items()):
@@ -62,9 +62,9 @@ def left_to_xla(plan: KernelPlan, reasons: Mapping[int, str]) -> dict[str, Left]
 
 
 def perhaps_partitioned(plan: KernelPlan) -> dict[int, str]:
-    """The reasons of leaves that XLA updates if the program is for several devices.
+    """Return the leaves that XLA updates if the program is for several devices.
 
-    Only the lowering knows for how many a program under plain ``jax.jit`` is.
+    Under plain ``jax.jit``, the number of devices is known only during lowering.
     """
     return {
         i: PARTITIONED
@@ -74,22 +74,22 @@ def perhaps_partitioned(plan: KernelPlan) -> dict[int, str]:
 
 
 def warning_of(left: Collection[Left]) -> str | None:
-    """What is said of leaves that XLA updates; None if none of them is large."""
+    """Return a warning about leaves that XLA updates; None if none of them is large."""
     large = [x for x in left if x.size >= _LARGE]
     if not large:
         return None
     most, total = max(large, key=lambda x: x.size), sum(x.float32_bytes for x in large)
     others = f" and {len(large) - 1} more leaves" if len(large) > 1 else ""
     return (
-        f"lowbit: no kernel updates {most.leaf}{others}: {most.reason}. XLA makes "
-        "float32 arrays of their masters and moments, which takes a multiple of a "
-        f"kernel's time, and about {total / 2**20:.0f} MiB of temporary memory on all "
-        "devices together. lowbit_optax.explain(tx, params) lists such leaves; "
-        "warn=False turns this warning off"
+        f"lowbit: no kernel updates {most.leaf}{others}: {most.reason}. XLA computes "
+        "float32 arrays of their masters and moments, which takes several times as "
+        f"long as a kernel and needs about {total / 2**20:.0f} MiB of temporary memory "
+        "on all devices together. lowbit_optax.explain(tx, params) lists such leaves. "
+        "To disable this warning, pass warn=False"
     )
 
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Warn, unless the same was said before in this process."""
+    """Warn, unless this process has already issued the same warning."""
     warnings.warn(message, stacklevel=2)

@@ -1,10 +1,12 @@
-"""Where an inner transformation keeps its moments, and in which format each is stored.
+"""``find_slots``: where an inner state contains moments, and their formats.
 
-The inner ``init`` builds trees like the parameters, such as ``mu``, ``nu`` or
-``trace``. A moment is a float32 array in such a tree, of the shape of the parameter in
-whose place it is. ``optax.tree.map_params`` finds these trees. Each becomes a
-:class:`Slot`, named by the state's field; the class of the state tells whether the
-field is known to be a running average.
+:class:`.moments.MomentPlan` calls :func:`find_slots` with the inner transformation and
+a :class:`MomentChoice`, which :func:`lowbit_optax.lowbit` creates from ``moments``. The
+inner ``init`` returns trees with the structure of the parameters, such as ``mu``,
+``nu`` or ``trace``, and ``optax.tree.map_params`` finds these trees. A moment is a
+float32 array in such a tree with the shape of its parameter. Each tree becomes a
+:class:`Slot`. The class of the state determines whether a field is known to be a
+running average.
 """
 
 import dataclasses
@@ -26,19 +28,20 @@ Moments = Moment | Mapping[str, Moment] | None
 
 
 class NoSuchMomentError(ValueError):
-    """Moments are named that the inner transformation does not have."""
+    """``moments`` names a field that the inner transformation does not have."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MomentChoice:
-    """Which moments are stored in which format.
+    """The formats of the moments.
 
     Args:
-      averages: the format of fields known to be running averages; None for float32.
-      by_field: the formats of fields given by name, whether they are running averages
-        or not; None for float32.
-      is_default: whether the user left ``moments`` out. In that case moments that
-        cannot be found stay float32 instead of raising an error.
+      averages: format for fields that are known to be running averages; None for
+        float32.
+      by_field: formats by field name, for running averages and other fields; None for
+        float32.
+      is_default: whether the user passed no ``moments``. If so, moments that cannot be
+        found stay float32 instead of raising an error.
     """
 
     averages: MomentFormat | None
@@ -47,11 +50,7 @@ class MomentChoice:
 
     @staticmethod
     def of(moments: Moments) -> "MomentChoice":
-        """The choice that the argument ``moments`` of ``lowbit`` stands for.
-
-        Raises:
-          TypeError: if it has something that is not a moment format.
-        """
+        """Return the choice for the argument ``moments`` of ``lowbit``."""
         if moments is None:
             return MomentChoice(block_quantized(8), {}, is_default=True)
         if isinstance(moments, Mapping):
@@ -62,7 +61,7 @@ class MomentChoice:
     @property
     def is_float32(self) -> bool:
         """Whether every moment stays float32."""
-        # A mapping is looked at even so: it may name a field that is not there.
+        # A mapping is always checked, because it may name a field that does not exist.
         return self.averages is None and not self.by_field
 
 
@@ -71,9 +70,9 @@ def _format(moment) -> MomentFormat | None:
         return LowMoments() if moment == "low" else None
     if not isinstance(moment, MomentFormat):
         raise TypeError(
-            f"lowbit: moments has {moment!r}, not a moment format such as "
-            "lowbit_optax.block_quantized(8) or lowbit_optax.cast(jnp.bfloat16), and "
-            "not 'low' or 'float32'"
+            "lowbit: moments must be 'low', 'float32' or a moment format, such as "
+            "lowbit_optax.block_quantized(8) or lowbit_optax.cast(jnp.bfloat16), got "
+            f"{moment!r}"
         )
     return moment
 
@@ -85,12 +84,11 @@ class Slot:
     It is not registered as a pytree node, so it is a leaf of the state.
 
     Args:
-      tree: ShapeDtypeStructs, with the parameters' structure.
-      state_class: of the state that holds it, which tells whether the field is known to
-        be a running average.
+      tree: ShapeDtypeStructs, with the structure of the parameters.
+      state_class: class of the state that contains the tree.
       state: path of that state.
-      field: the state's field that holds it.
-      format: how its moments are stored; None for float32.
+      field: field of that state.
+      format: format of the moments; None for float32.
     """
 
     tree: typing.Any
@@ -100,11 +98,7 @@ class Slot:
     format: MomentFormat | None = None
 
     def formatted(self, choice: MomentChoice) -> "Slot":
-        """The slot with the format of its moments.
-
-        Raises:
-          ValueError: if a moment to be stored in a format is in 16 bits already.
-        """
+        """Return the slot with the format of its moments, which must be float32."""
         field, known = self.field, fields_of(self.state_class)
         default = choice.averages if field in known.averages else None
         format_ = choice.by_field.get(field, default)
@@ -119,8 +113,8 @@ class Slot:
             owner = self.state_class.__name__ if self.state_class else "the state"
             warnings.warn(
                 f"lowbit: moment {field!r} of {owner} is stored with a sign, because "
-                "nothing is known of it; if it is a second moment, whose root divides "
-                "the update, say so by lowbit_optax.formats.register_moments",
+                "it is not known to be a second moment. If it is one, and its root "
+                "divides the update, call lowbit_optax.formats.register_moments",
                 stacklevel=2,
             )
         return dataclasses.replace(self, format=format_)
@@ -129,22 +123,17 @@ class Slot:
 def find_slots(
     inner: optax.GradientTransformation, choice: MomentChoice, expected
 ) -> tuple[trees.PyTreeDef, list]:
-    """Structure and leaves of an inner state, with a :class:`Slot` for each tree.
-
-    Raises:
-      ValueError: if the moments cannot be found, if ``choice`` names a field that holds
-        no moments, or if they cannot be stored in their format.
-    """
+    """Return structure and leaves of an inner state, with a :class:`Slot` per tree."""
     try:
         state = optax.tree.map_params(inner, Slot, expected, is_leaf=lambda _: True)
     except Exception as error:
-        # map_params calls the inner init with placeholders instead of parameters, and
-        # what an init that does not accept them raises may be anything.
+        # map_params calls the inner init with placeholders instead of parameters. An
+        # init that does not support them can raise any exception.
         if not choice.is_default:
             raise ValueError(
-                "lowbit: moments cannot be found in this inner transformation's state, "
-                f"because optax.tree.map_params fails on it ({type(error).__name__}: "
-                f"{error}); accepted for it is moments='float32'"
+                "lowbit: moments must be 'float32' for this inner transformation, "
+                "because its moments cannot be found: optax.tree.map_params raised "
+                f"{type(error).__name__}: {error}"
             ) from error
         state = expected
     leaves = list(_leaves(state, Slot(None)))
@@ -152,8 +141,8 @@ def find_slots(
     unknown = sorted(set(choice.by_field) - fields)
     if unknown:
         raise NoSuchMomentError(
-            f"moments names {unknown[0]!r}, but the inner transformation's state has "
-            f"these moments: {sorted(fields)}"
+            "lowbit: moments must name moments of the inner transformation, "
+            f"{sorted(fields)}, got {unknown[0]!r}"
         )
     leaves = [x.formatted(choice) if isinstance(x, Slot) else x for x in leaves]
     slots = [x for x in leaves if isinstance(x, Slot)]
@@ -162,15 +151,14 @@ def find_slots(
         reference = slot.format and slot.format.reference
         if reference is not None and reference not in beside:
             raise ValueError(
-                f"lowbit: moment {slot.field!r} is to be stored relative to "
-                f"{reference!r}, but in the same state are {sorted(beside)}; accepted "
-                "is one of these, or relative_to=None"
+                f"lowbit: relative_to of moment {slot.field!r} must be another moment "
+                f"of the same state, {sorted(beside)}, or None, got {reference!r}"
             )
     return jax.tree.structure(state), leaves
 
 
 def _leaves(node, owner: Slot, path: str = "") -> Iterator:
-    """The leaves of a state's node; slots with the names of the owner that holds it."""
+    """Yield the leaves of a state's node; slots contain the names from ``owner``."""
     if isinstance(node, Slot):
         yield dataclasses.replace(owner, tree=node.tree)
         return
@@ -193,9 +181,9 @@ def _check_wide(slot: Slot, format_: MomentFormat) -> None:
         if hasattr(leaf, "dtype") and is_narrow(leaf.dtype):
             name = jax.tree_util.keystr(path)
             raise ValueError(
-                f"lowbit: the inner transformation keeps the moment {slot.field!r} of "
-                f"params{name} in {leaf.dtype}, and moments would store it as "
-                f"{format_}. Leave mu_dtype (or accumulator_dtype) out, or name the "
-                "moments that have a format, such as "
-                "moments={'nu': lowbit_optax.block_quantized(8)}"
+                f"lowbit: moment {slot.field!r} of params{name} must be float32 in the "
+                f"inner transformation to be stored as {format_}, got {leaf.dtype}. "
+                "Leave out mu_dtype (or accumulator_dtype), or pass a mapping without "
+                "this moment, such as "
+                f"moments={{'nu': lowbit_optax.block_quantized(8)}}"
             )

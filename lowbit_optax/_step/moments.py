@@ -1,10 +1,12 @@
-"""How an inner transformation's state is stored: its moments in their formats.
+"""``MomentPlan``: how the state of an inner transformation is stored.
 
-A *part* is a leaf of the inner state as the inner transformation knows it; states are
-lists of parts here. :mod:`lowbit_optax._step.moment_slots` finds which parts are
-moments. Formats work part by part; the state keeps parallel trees, each with the
-parameters' structure, which is what ``optax.tree.map_params``, shardings and
-checkpoints can handle:
+:meth:`.engine.Lowbit.open` creates a plan from the leaves of the parameters. Backends
+call its ``decode`` before the inner update, and ``encode`` and ``tree`` after it.
+
+A *part* is a leaf of the inner state as the inner transformation sees it.
+:mod:`lowbit_optax._step.moment_slots` finds which parts are moments. Formats process
+one part at a time. The state contains parallel trees with the structure of the
+parameters, which ``optax.tree.map_params``, shardings and checkpoints support:
 
     parts:         nu = {"w": (codes, scales), "b": float32}
     in the state:  nu = ({"w": codes, "b": float32}, {"w": scales, "b": blank})
@@ -41,13 +43,13 @@ class MomentStorage:
     """How one moment is stored.
 
     Args:
-      leaf: path of the parameter that it belongs to.
-      shape: of that parameter.
-      slot: the tree that holds it.
-      format: its moment format; None for a float32 one.
-      number: counts the moments of one parameter that have formats, from 0.
-      reference: the part by whose root it is divided, see
-        :attr:`MomentFormat.reference`; None if it is not.
+      leaf: path of its parameter.
+      shape: shape of its parameter.
+      slot: the tree in the inner state that contains it.
+      format: its moment format; None for float32.
+      number: its index among the parameter's moments with a format.
+      reference: the part whose root divides it; None for no division. See
+        :attr:`MomentFormat.reference`.
     """
 
     leaf: str
@@ -59,11 +61,11 @@ class MomentStorage:
 
     @property
     def field(self) -> str:
-        """The field of the inner state."""
+        """Its field of the inner state."""
         return self.slot.field
 
     def in_the_state(self):
-        """What the state keeps of it, as shapes."""
+        """Return the shapes of its arrays in the state."""
         if self.format is not None:
             return _encoded_shape(self.format, self.shape)
         like = jax.ShapeDtypeStruct(self.shape, jnp.float32)
@@ -71,12 +73,12 @@ class MomentStorage:
         return like if container is None else container(like, None)
 
     def encode(self, moment: jax.Array, draws: Draws, *second: jax.Array):
-        """The moment, or its quotient by the root of a second one, as it is stored."""
+        """Return the stored form of a moment, or of its quotient by a root."""
         encode = functools.partial(_encode, self.format, self.number, draws)
         return layerwise(encode)(moment, *second)
 
     def decode(self, stored) -> jax.Array:
-        """The moment, or its quotient by a root, in float32."""
+        """Return the moment, or its quotient by a root, in float32."""
         return layerwise(functools.partial(_decode, self.format, self.shape))(stored)
 
 
@@ -87,9 +89,9 @@ class MomentPlan:
     Args:
       inner: the wrapped transformation.
       choice: the formats of the moments.
-      leaves: of the parameters.
+      leaves: the leaves of the parameters.
       expected: the inner state before encoding, as ShapeDtypeStructs.
-      min_size: moments with fewer elements may be kept in float32.
+      min_size: moments with fewer elements may stay float32.
     """
 
     inner: optax.GradientTransformation
@@ -100,7 +102,7 @@ class MomentPlan:
 
     @functools.cached_property
     def storage(self) -> list[MomentStorage | None]:
-        """How each part is stored; None for parts that have no moment format."""
+        """How each part is stored; None for parts without a moment format."""
         count = jax.tree.structure(self.expected).num_leaves
         found: list[MomentStorage | None] = [None] * count
         if self.choice.is_float32:
@@ -115,9 +117,9 @@ class MomentPlan:
             reference = numbers.get((moment.slot.state, field, moment.leaf))
             if reference is None:
                 raise ValueError(
-                    f"lowbit: moment {moment.field!r} of params{moment.leaf} is to be "
-                    f"stored relative to {field!r}, which is no float32 array of the "
-                    "parameter's shape; accepted is relative_to=None"
+                    f"lowbit: relative_to of moment {moment.field!r} of "
+                    f"params{moment.leaf} must be a float32 moment of the parameter's "
+                    f"shape or None, got {field!r}"
                 )
             found[i] = dataclasses.replace(moment, reference=reference)
         return found
@@ -135,19 +137,14 @@ class MomentPlan:
 
     @property
     def rounds_evenly(self) -> bool:
-        """Whether any moment takes :meth:`.Draws.even`."""
+        """Whether any moment uses :meth:`.Draws.even`."""
         formats = [moment.format for moment in self.storage if moment is not None]
         coded = [x for x in formats if isinstance(x, BlockMomentFormat)]
         return any(x.codec.rounds_evenly for x in coded)
 
     @functools.cached_property
     def error_parts(self) -> list[int | None]:
-        """Per parameter, the part that takes its rounding errors, if any.
-
-        Raises:
-          ValueError: if a parameter has several such moments, or none has one. One that
-            is frozen needs none.
-        """
+        """Per parameter, the part to which its rounding errors are added, or None."""
         fields = [leaf.format and leaf.format.error_feedback for leaf in self.leaves]
         if all(field is None for field in fields):
             return [None] * len(fields)
@@ -156,8 +153,9 @@ class MomentPlan:
             place = moment.field, moment.leaf
             if moment.field in fields and place in found:
                 raise ValueError(
-                    f"lowbit: error_feedback is {moment.field!r}, and "
-                    f"params{moment.leaf} has several moments of this name"
+                    "lowbit: error_feedback must name one moment of each parameter, "
+                    f"got {moment.field!r}, but params{moment.leaf} has several "
+                    "moments of this name"
                 )
             found[place] = i
         existing = {field for field, _ in found}
@@ -169,11 +167,11 @@ class MomentPlan:
 
     @property
     def takes_errors(self) -> bool:
-        """Whether any parameter has such a part."""
+        """Whether rounding errors are added to any part."""
         return any(part is not None for part in self.error_parts)
 
     def placed(self) -> list[StoredLeaf]:
-        """The leaves where their shards are whole words and blocks."""
+        """Move leaves so that their shards are whole words and blocks."""
         packed = {
             leaf.name: [leaf.format and leaf.format.width] for leaf in self.leaves
         }
@@ -194,25 +192,25 @@ class MomentPlan:
     def encode(
         self, parts: Sequence, draws: Mapping[str, Draws], stored: Collection[int] = ()
     ) -> list:
-        """The parts as they are stored.
+        """Return the stored form of the parts.
 
         Args:
-          parts: with moments in float32.
-          draws: by the paths of leaves, the random numbers for their moments.
-          stored: which parts are given as they are stored.
+          parts: the parts, with moments in float32.
+          draws: random numbers for moments, by the path of the leaf.
+          stored: numbers of the parts that are already in their stored form.
         """
         result = list(parts)
         for i, storage in enumerate(self.storage):
             if storage is None or i in stored:
                 continue
-            # By the root before it is rounded: see _numerics.relative.
+            # Divide by the root of the unrounded moment: see _numerics.relative.
             is_stored = storage.reference in stored
             second = self._second(storage, parts, is_stored=is_stored)
             result[i] = storage.encode(parts[i], draws[storage.leaf], *second)
         return result
 
     def decode(self, parts: Sequence, wanted: Collection[int] | None = None) -> list:
-        """Stored parts with moments in float32: those that are wanted, all if None."""
+        """Return the parts with the wanted moments in float32; all moments if None."""
         result = list(parts)
         for i, storage in enumerate(self.storage):
             if storage is None or (wanted is not None and i not in wanted):
@@ -223,24 +221,21 @@ class MomentPlan:
         return result
 
     def _second(self, storage: MomentStorage, parts, *, is_stored: bool) -> list:
-        """The moment by whose root another one is divided, if it is."""
+        """Return a list with the moment whose root divides another one, if any."""
         if storage.reference is None:
             return []
         part, second = parts[storage.reference], self.storage[storage.reference]
         return [second.decode(part) if is_stored and second is not None else part]
 
     def structure(self, state) -> trees.PyTreeDef:
-        """The structure of the parts of an inner state, which may be a stored one."""
-        # A state whose moments are not looked for may change its structure.
+        """Return the structure of the parts of an inner state, stored or not."""
+        # Without moment formats, a state may change its structure.
         return jax.tree.structure(state if self.choice.is_float32 else self.expected)
 
     def tree(
         self, structure: trees.PyTreeDef, parts: Sequence, before=None
     ) -> typing.Any:
-        """The inner state of stored parts, in parallel trees; see :meth:`structure`.
-
-        Its blanks are those of the state before, if there is one.
-        """
+        """Return the inner state of stored parts, with the blanks of ``before``."""
         state = structure.unflatten(parts)
         if self.choice.is_float32:
             return state
@@ -258,11 +253,7 @@ class MomentPlan:
         return outer.unflatten(map(stored, leaves, olds))
 
     def parts(self, state) -> list:
-        """The stored parts of an inner state, the inverse of :meth:`tree`.
-
-        Raises:
-          ValueError: if the state was stored in another format.
-        """
+        """Check an inner state, and return its stored parts; inverts :meth:`tree`."""
         if self.choice.is_float32:
             self._check_float32(state)
             return jax.tree.leaves(state)
@@ -282,16 +273,16 @@ class MomentPlan:
             want = trees.describe(moment.in_the_state())
             if trees.describe(parts[i]) != want:
                 raise ValueError(
-                    f"moment {moment.field!r} of params{moment.leaf} is "
-                    f"{trees.describe(parts[i])}, but {moment.format or 'no format'} "
-                    f"stores {want}: was this state made by a transformation with "
-                    "other moments?"
+                    f"lowbit: moment {moment.field!r} of params{moment.leaf} must be "
+                    f"{want} for {moment.format or 'no format'}, got "
+                    f"{trees.describe(parts[i])}. Use the transformation that made "
+                    "this state"
                 )
         is_uncoded = lambda x: isinstance(x, CONTAINERS) and x.scales is None
         return [x.codes if is_uncoded(x) else x for x in parts]
 
     def _check_float32(self, state) -> None:
-        # Without formats the inner init need not accept optax's placeholders, so the
+        # Without formats, the inner init need not accept optax's placeholders, so
         # moments are recognised by their dtype alone.
         is_container = lambda x: isinstance(x, CONTAINERS)
 
@@ -304,14 +295,15 @@ class MomentPlan:
         if structure.num_leaves != expected.num_leaves:
             raise _of_another(state, expected)
         if structure != expected:
-            return  # the inner transformation reports it, if it minds
+            return  # the inner transformation may support this
         for part, (path, want) in zip(stored, wanted, strict=True):
             is_float32 = getattr(want, "dtype", None) == jnp.float32
             if is_float32 and trees.describe(part) != trees.describe(want):
                 raise ValueError(
-                    f"moment {jax.tree_util.keystr(path)} is {trees.describe(part)}, "
-                    f"but without moment formats it is {trees.describe(want)}: was "
-                    "this state made by a transformation with other moments?"
+                    f"lowbit: moment {jax.tree_util.keystr(path)} must be "
+                    f"{trees.describe(want)} without moment formats, got "
+                    f"{trees.describe(part)}. Use the transformation that made this "
+                    "state"
                 )
 
     @functools.cached_property
@@ -320,7 +312,7 @@ class MomentPlan:
 
     @functools.cached_property
     def _moments(self) -> dict[int, MomentStorage]:
-        """The moments by their parts' numbers, without their references."""
+        """The moments by the numbers of their parts, without references."""
         params = {leaf.name: leaf.param for leaf in self.leaves}
         numbers: collections.Counter = collections.Counter()
         found, part = {}, itertools.count()
@@ -344,21 +336,22 @@ class MomentPlan:
 
 
 def _of_another(state, expected: trees.PyTreeDef) -> ValueError:
-    """The error for an inner state that another transformation's ``init`` has made."""
+    """Return the error for an inner state from another transformation."""
     wanted = trees.outline(expected.unflatten([0] * expected.num_leaves))
     return ValueError(
-        f"lowbit: the inner state is {trees.outline(state)}, but this transformation's "
-        f"init returns {wanted}: was it made by another one, such as ema_of_params?"
+        f"lowbit: the inner state must be {wanted}, got {trees.outline(state)}. Pass "
+        "the state that this transformation's init returned, and not the state of "
+        "another transformation, such as ema_of_params"
     )
 
 
 def no_moment_for_errors(name: str, field: str) -> ValueError:
-    """The error of a leaf that has no moment to take its rounding errors."""
+    """Return the error for a leaf without a moment for its rounding errors."""
     return ValueError(
-        f"lowbit: error_feedback is {field!r}, but the inner transformation has no "
-        f"float32 moment of that name for params{name}; accepted is the field of its "
-        "momentum, such as 'mu' of optax.adamw or 'trace' of "
-        "optax.sgd(..., momentum=0.9), or error_feedback=None"
+        "lowbit: error_feedback must name a float32 moment of the inner "
+        f"transformation, got {field!r} for params{name}. Pass the field of the "
+        "momentum, such as 'mu' for optax.adamw or 'trace' for optax.sgd(..., "
+        "momentum=0.9), or error_feedback=None"
     )
 
 

@@ -1,11 +1,13 @@
-"""Refuse transformations that do not work inside ``optax.MultiSteps``.
+"""Errors for transformations that do not work inside ``optax.MultiSteps``.
 
-MultiSteps empties its accumulator by a product with 0, and 0 x inf is NaN. So one
-infinity or NaN in any microbatch never leaves it. A transformation inside that
-skips such gradients then skips every later one, and training ends without an error.
+MultiSteps resets its accumulator with a product with 0, and 0 x inf is NaN. One
+infinity or NaN in any microbatch therefore stays in the accumulator. If a
+transformation inside skips such gradients, it skips every later step, and training
+stops without an error.
 
-MultiSteps passes nothing on that tells a transformation who calls it, so
-:func:`check_multi_steps_around` looks at the calling frames.
+The ``init`` of this package's transformations calls these functions. MultiSteps does
+not pass any information about itself to the transformation inside, so
+:func:`check_multi_steps_around` looks for it in the calling frames.
 """
 
 import inspect
@@ -16,26 +18,22 @@ import optax
 from lowbit_optax._step import trees
 
 _SKIPS = (optax.ApplyIfFiniteState, optax.ZeroNansState)
-"""States of optax's transformations that leave non-finite gradients out."""
+"""States of optax's transformations that skip or zero non-finite gradients."""
 
 
 def check_multi_steps_around(params, skips: str | None = None) -> None:
-    """Raise if a MultiSteps whose ``init`` is running cannot hold its caller.
+    """Raise an error if the caller is inside a MultiSteps that does not support it.
 
     Args:
       params: the parameters that the caller's ``init`` received.
-      skips: the caller's name, if it skips non-finite gradients.
-
-    Raises:
-      TypeError: for quantised weights.
-      ValueError: if something inside the MultiSteps skips non-finite gradients.
+      skips: the name of the caller if it skips non-finite gradients.
     """
     this = inspect.currentframe()
     assert this is not None, "Python without frames"
     frame, around = this.f_back, None
     while frame is not None:
         if frame.f_code is this.f_code:
-            return  # that call sees the whole state
+            return  # the outer call checks the whole state
         if around is None and frame.f_code is optax.MultiSteps.init.__code__:
             around = frame
         frame = frame.f_back
@@ -43,26 +41,23 @@ def check_multi_steps_around(params, skips: str | None = None) -> None:
         return
     if any(map(trees.is_quantized, trees.named_leaves(params)[1])):
         raise TypeError(
-            "optax.MultiSteps cannot sum gradients of quantised weights, because "
-            "its accumulators are like the parameters; use "
+            "optax.MultiSteps does not support quantised weights, because its "
+            "accumulators have the types of the parameters. Use "
             "lowbit_optax.accumulate_gradients, or put MultiSteps inside lowbit"
         )
     if skips is not None:
         raise ValueError(_refusal(skips))
     multi_steps, params = around.f_locals["self"], around.f_locals["params"]
-    # JAX would take the bound method for the one that it may be tracing.
+    # JAX would confuse the bound method with the one that it may be tracing.
     init = lambda params: multi_steps.init(params)
     check_multi_steps_in(jax.eval_shape(init, params))
 
 
 def check_multi_steps_in(state) -> None:
-    """Raise if a state has a MultiSteps in which something skips bad gradients.
+    """Raise an error if a MultiSteps contains a transformation that skips gradients.
 
-    One that itself skips such gradients, by ``should_skip_update_fn``, has a
-    ``skip_state`` and no need of it.
-
-    Raises:
-      ValueError: naming the state of what skips.
+    A MultiSteps with ``should_skip_update_fn`` skips such gradients itself, so it
+    works.
     """
     for multi_steps in trees.all_of(optax.MultiStepsState, state):
         skips = trees.all_of(_SKIPS, multi_steps.inner_opt_state)
@@ -72,12 +67,12 @@ def check_multi_steps_in(state) -> None:
 
 def _refusal(skips: str) -> str:
     return (
-        f"optax.MultiSteps with {skips} inside: an infinity or NaN would stay in the "
-        "accumulator, because MultiSteps empties it by a product with 0, and "
-        "every later step would be skipped. Accepted are the other order, such as "
-        "with_loss_scale(optax.MultiSteps(tx, 4), scaling), "
-        "lowbit(optax.apply_if_finite(optax.MultiSteps(optax.adamw(1e-3), 4), 5)) and "
-        "optax.chain(optax.zero_nans(), optax.MultiSteps(tx, 4)); or "
-        "lowbit_optax.accumulate_gradients in place of MultiSteps, such as "
+        f"optax.MultiSteps must not contain {skips}, which skips non-finite gradients. "
+        "MultiSteps resets its accumulator with a product with 0, so an infinity or "
+        "NaN would stay there, and every later step would be skipped. Use the other "
+        "order, as in with_loss_scale(optax.MultiSteps(tx, 4), scaling), "
+        "lowbit(optax.apply_if_finite(optax.MultiSteps(optax.adamw(1e-3), 4), 5)) or "
+        "optax.chain(optax.zero_nans(), optax.MultiSteps(tx, 4)). Or use "
+        "lowbit_optax.accumulate_gradients instead of MultiSteps, as in "
         "accumulate_gradients(with_loss_scale(tx, scaling), 4)"
     )

@@ -1,4 +1,7 @@
-"""Moments of one field of the state: leaf by leaf, and as parallel trees of arrays."""
+"""Conversion between a list of stored moments and parallel trees of their arrays.
+
+:class:`.moments.MomentPlan` converts the moments of one field of the inner state.
+"""
 
 import typing
 from collections.abc import Sequence
@@ -15,11 +18,11 @@ CONTAINERS = (QuantizedMoment, RelativeMoment)
 def in_parallel_trees(
     format_: MomentFormat | None, treedef, parts: Sequence, before: typing.Any = None
 ):
-    """The moments of one field as the state keeps them.
+    """Return the moments of one field as the state stores them.
 
-    Each part is what the format's ``encode`` returns, or an uncoded array. If the
-    format stores a moment as several arrays, the result is a container of trees, in
-    which ``scales`` has blanks at the uncoded leaves: those of the container before.
+    Each part is a result of the format's ``encode``, or an array without codes. A
+    format with several arrays gives a container of trees. For arrays without codes,
+    ``scales`` contains blanks, from ``before`` if it is a container.
     """
     if format_ is None or format_.container is None:
         return treedef.unflatten(parts)
@@ -39,7 +42,7 @@ def in_parallel_trees(
 
 
 def leaf_by_leaf(names: Sequence[str], treedef, stored, what: str) -> list:
-    """The inverse of :func:`in_parallel_trees`, with uncoded arrays in containers."""
+    """Invert :func:`in_parallel_trees`; arrays without codes are in containers."""
     if not isinstance(stored, CONTAINERS):
         return trees.parts_of(names, treedef, stored, what)
     codes = trees.parts_of(names, treedef, stored.codes, "codes")

@@ -1,8 +1,9 @@
-"""Where the user says that parameters lie on a mesh.
+"""The shardings of parameters that the user passes as ``param_shardings``.
 
-While a step is traced under ``jax.jit``, arrays on automatic axes do not say where they
-lie. XLA:TPU cannot partition kernels, so kernels run there on shards that the user has
-named.
+While a step is traced under ``jax.jit``, the sharding of an array on automatic axes is
+unknown. XLA:TPU cannot partition kernels, so they run on the shards that these
+shardings describe. :meth:`.engine.Lowbit.leaf_shardings` and
+:func:`lowbit_optax.state_shardings` call these functions.
 """
 
 import math
@@ -22,22 +23,21 @@ from lowbit_optax._step import trees
 from lowbit_optax._step.layers import Layer
 
 ParamShardings = typing.Any | Callable[[typing.Any], typing.Any] | None
-"""A tree of shardings like the parameters, or a prefix of it; or a function from the
-parameters to one."""
+"""A tree of shardings with the structure of the parameters or a prefix of it, or a
+function from parameters to such a tree.
+"""
 
 
 def leaf_shardings(
     given: ParamShardings, params, layer: Layer | None = None
 ) -> list[NamedSharding | None]:
-    """The sharding of each leaf of the parameters; None where it is not known.
+    """Return the sharding of each leaf of the parameters, or None if it is unknown.
 
     Args:
       given: see :data:`ParamShardings`.
       params: tree of parameters.
-      layer: which layer some of them are, of what the shardings are of.
-
-    Raises:
-      TypeError, ValueError: naming a leaf whose sharding does not fit.
+      layer: the layer of stacked parameters that ``params`` contains, while ``given``
+        describes the stacks.
     """
     names, leaves, treedef = trees.named_leaves(params)
     if given is None:
@@ -58,8 +58,8 @@ def leaf_shardings(
             sharding = of_a_layer(sharding)
         for axis, shards in uneven_axes(leaf.shape, sharding).items():
             raise ValueError(
-                f"{what}: axis {axis} of params{name}, of shape {list(leaf.shape)}, "
-                f"does not divide into {shards} shards"
+                f"{what}: axis {axis} of params{name} must divide into {shards} "
+                f"shards, got shape {list(leaf.shape)}"
             )
         found.append(sharding)
     return found
@@ -68,14 +68,14 @@ def leaf_shardings(
 def named_shardings(
     what: str, shardings, params, mesh: Mesh | None = None, *, allows_none: bool = False
 ) -> list[NamedSharding | None]:
-    """The NamedSharding of each leaf of the parameters.
+    """Return the NamedSharding of each leaf of the parameters.
 
     Args:
-      what: the shardings' name, for errors.
+      what: the name of the shardings, for errors.
       shardings: tree of NamedShardings and PartitionSpecs, a prefix of ``params``.
       params: tree of parameters.
-      mesh: of the PartitionSpecs; if None, the one in force.
-      allows_none: whether None and one device's shardings are accepted, and are None.
+      mesh: the mesh for PartitionSpecs; if None, the mesh of ``jax.set_mesh``.
+      allows_none: if True, the result is None for None and for shardings on one device.
     """
     names, leaves, _ = trees.named_leaves(params)
     found: list[NamedSharding | None] = []
@@ -83,7 +83,7 @@ def named_shardings(
     for path, leaf, sharding in zip(names, leaves, each, strict=True):
         name, rank = f"params{path}", len(leaf.shape)
         if trees.is_quantized(sharding):
-            # As jax.tree.map over a quantised weight makes them: one per array in it.
+            # jax.tree.map over a quantised weight returns one sharding per array.
             sharding = jax.tree.leaves(sharding)[0]
         if isinstance(sharding, PartitionSpec):
             sharding = NamedSharding(mesh_or_ambient(what, mesh, name), sharding)
@@ -94,32 +94,32 @@ def named_shardings(
             continue
         if not isinstance(sharding, NamedSharding):
             raise TypeError(
-                f"{what}: the sharding of {name} is {sharding!r}; accepted "
-                "are a NamedSharding and a PartitionSpec"
+                f"{what}: sharding of {name} must be a NamedSharding or a "
+                f"PartitionSpec, got {sharding!r}"
             )
         if len(sharding.spec) > rank:
             raise ValueError(
-                f"{what}: {name} has {rank} axes, but {sharding.spec} "
-                f"is of {len(sharding.spec)}"
+                f"{what}: sharding of {name} must have at most {rank} axes, got "
+                f"{sharding.spec} with {len(sharding.spec)}"
             )
         found.append(sharding)
     return found
 
 
 def mesh_or_ambient(what: str, mesh, name: str) -> Mesh | AbstractMesh:
-    """The mesh, or the one in force; ``name`` is what needs it, for the error."""
+    """Return the mesh, or the mesh of ``jax.set_mesh`` if it is None."""
     if mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError(
-            f"{what}: no mesh for the PartitionSpec of {name}; give NamedShardings, or "
-            "call it under jax.set_mesh"
+            f"{what}: the PartitionSpec of {name} needs a mesh. Pass NamedShardings, "
+            "or call the function under jax.set_mesh"
         )
     return mesh
 
 
 def of_a_layer(sharding: NamedSharding | None) -> NamedSharding | None:
-    """The sharding of one layer of a stack; None if layers lie on different devices."""
+    """Return the sharding of a layer; None if layers are on different devices."""
     if sharding is None or any(sharding.spec[:1]):
         return None
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
@@ -128,7 +128,7 @@ def of_a_layer(sharding: NamedSharding | None) -> NamedSharding | None:
 def uneven_axes(
     shape: tuple[int, ...], sharding: NamedSharding | None
 ) -> dict[int, int]:
-    """The numbers of shards into which axes do not divide, by axis."""
+    """Return the axes that their number of shards does not divide, with this number."""
     uneven = {}
     for axis, entry in enumerate(sharding.spec if sharding is not None else ()):
         if sharding is None or entry is None or entry is PartitionSpec.UNCONSTRAINED:

@@ -1,4 +1,4 @@
-"""The optimizer state of :func:`lowbit_optax.lowbit`."""
+"""The state of a :func:`lowbit_optax.lowbit` transformation."""
 
 import typing
 
@@ -9,23 +9,23 @@ from lowbit_optax.formats.base import Residuals
 
 
 class LowbitState(typing.NamedTuple):
-    """State of :func:`lowbit`: parallel trees, each with the parameters' structure.
+    """State of :func:`lowbit`. Its trees have the structure of the parameters.
 
     Args:
-      count: uint32 scalar, the number of steps taken. Together with ``seed`` it is the
-        whole state of the random numbers.
-      seed: uint32 scalar, the user's seed mixed with a checksum of the parameters at
-        ``init``. Replace it to give a state noise of its own.
-      residual: the residuals; blanks at leaves that have none.
-      inner_state: the inner transformation's state, with its moments in their formats.
+      count: uint32 scalar, the number of completed steps. ``seed`` and ``count``
+        determine all random numbers.
+      seed: uint32 scalar, a hash of the ``seed`` argument and a checksum of the
+        parameters at ``init``. Replace it to draw other random numbers.
+      residual: the residuals, with a blank at each leaf that has none.
+      inner_state: the state of the inner transformation, with moments in their formats.
     """
 
-    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]: tuple's
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     seed: jax.Array
     residual: Residuals
     inner_state: typing.Any
 
 
 def holds_lowbit(state) -> bool:
-    """Whether an optimizer's state holds one of :func:`lowbit`."""
+    """Return whether an optimizer state contains a :class:`LowbitState`."""
     return bool(trees.all_of(LowbitState, state))

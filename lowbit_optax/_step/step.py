@@ -1,7 +1,8 @@
-"""One step's arguments, leaf by leaf: checked, but not joined, decoded or widened yet.
+"""``Step``: the checked arguments of one step, which backends read leaf by leaf.
 
-A backend asks for what it needs. Kernels read leaves as they are stored, so masters and
-float32 moments exist only for leaves without a kernel.
+:meth:`.engine.Lowbit.open` creates a step. Its arrays are still in their stored form; a
+backend joins, decodes or widens only the arrays that it needs. Kernels read the stored
+arrays, so float32 masters and moments exist only for leaves without a kernel.
 """
 
 import dataclasses
@@ -31,12 +32,13 @@ from lowbit_optax._step.state import LowbitState
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeafStep:
-    """Leaves, and the random bits of a step over them.
+    """Leaves, and the random bits for one step of them.
 
     Args:
-      leaves: of the parameters, in the order of their tree.
-      seed, count: of the random bits, uint32 scalars.
-      layer: which layer of stacked parameters the leaves are; None for whole ones.
+      leaves: the leaves of the parameters, in the order of their tree.
+      seed, count: uint32 scalars that determine the random bits.
+      layer: the layer of stacked parameters that the leaves belong to; None for whole
+        parameters.
     """
 
     leaves: list[StoredLeaf]
@@ -46,27 +48,24 @@ class LeafStep:
 
     @property
     def names(self) -> list[str]:
-        """The paths of the leaves."""
         return [leaf.name for leaf in self.leaves]
 
     @property
     def params(self) -> list:
-        """The parameters."""
         return [leaf.param for leaf in self.leaves]
 
     @functools.cached_property
     def random(self) -> list[RandomBits]:
-        """The random bits of each leaf."""
         return random_of_leaves(self.names, self.params, self.seed, self.count)
 
     @functools.cached_property
     def phase(self) -> jax.Array:
-        """Of the moments that are rounded evenly, see :class:`.Draws`."""
+        """The phase for moments that are rounded evenly; see :class:`.Draws`."""
         return phase_at(self.seed, self.count)
 
     @functools.cached_property
     def keys(self) -> tuple[jax.Array, jax.Array]:
-        """Their keys in the form that kernels take, a vector of each."""
+        """The random keys for kernels: two vectors with an entry per leaf."""
         numbers = list(map(leaf_number, self.names))
         keys = random_keys(self.seed, self.count, numbers)
         if self.layer is None:
@@ -76,16 +75,16 @@ class LeafStep:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step(LeafStep):
-    """A step of a transformation.
+    """The arguments of one step of a transformation.
 
     Args:
-      leaves, seed, count, layer: as of :class:`LeafStep`.
+      leaves, seed, count, layer: see :class:`LeafStep`.
       treedef: the structure of the parameters.
       plan: how the inner state is stored.
-      state: of the transformation, as it is stored.
-      parts: the parts of its inner state, as they are stored.
+      state: the stored state of the transformation.
+      parts: the stored parts of its inner state.
       guard: decides whether the step happens.
-      landing: how new parameters take the old ones' places.
+      landing: whether the step returns new parameters or updates.
     """
 
     treedef: trees.PyTreeDef
@@ -96,40 +95,40 @@ class Step(LeafStep):
     landing: Landing
 
     def for_another_branch(self) -> "Step":
-        """The same step for another branch of the program; they share no values."""
+        """Return a copy without cached values, for another branch of the program."""
         return dataclasses.replace(self)
 
     def tree(self, leaves: Sequence):
-        """A tree with the parameters' structure and these leaves."""
+        """Return a tree with these leaves and the structure of the parameters."""
         return self.treedef.unflatten(leaves)
 
     @functools.cached_property
     def masters(self) -> list:
-        """The weights that the inner transformation sees."""
+        """Master weights for the inner transformation."""
         return [leaf.master() for leaf in self.leaves]
 
     @functools.cached_property
     def grads(self) -> list:
-        """The gradients that it sees: float32, and unscaled by the guard."""
+        """Gradients for the inner transformation: float32 and unscaled."""
         wide = [leaf.wide_grad() for leaf in self.leaves]
         if context.current().is_analysed:
-            # No gradient must look as if it depended on another one.
+            # In an analysed step, gradients must not depend on each other.
             return list(map(self.guard.unscaled_alone, wide))
         return self.guard.unscaled(wide)
 
     @property
     def structure(self) -> trees.PyTreeDef:
-        """The structure of the inner state's parts."""
+        """The structure of the parts of the inner state."""
         return self.plan.structure(self.state.inner_state)
 
     def moments(self, wanted: Collection[int] | None = None) -> list:
-        """The parts of the inner state, those that are wanted in float32."""
+        """Return the parts of the inner state, the wanted ones in float32."""
         return self.plan.decode(self.parts, wanted)
 
     def inner_update(self, update: Callable) -> tuple[list, typing.Any]:
-        """``(updates of the leaves, new inner state)``.
+        """Return ``(updates of the leaves, new inner state)``.
 
-        ``update`` takes float32 gradients, inner state and masters.
+        ``update`` is a function of float32 gradients, inner state and masters.
         """
         inner_state = self.structure.unflatten(self.moments())
         updates, new_state = update(
@@ -138,19 +137,19 @@ class Step(LeafStep):
         return self.parts_of_updates(updates), new_state
 
     def parts_of_updates(self, updates) -> list:
-        """The inner updates of the leaves."""
+        """Return the inner updates as a list, one for each leaf."""
         return trees.parts_of(self.names, self.treedef, updates, "inner updates")
 
     def landed(self, number: int, update, ahead=None) -> Landed:
-        """Add an inner update to a leaf's master and store it.
+        """Add an inner update to the master of a leaf, and store it.
 
-        ``ahead`` is as of :meth:`WeightFormat.advance`.
+        For ``ahead``, see :meth:`WeightFormat.advance`.
         """
         leaf, is_direct = self.leaves[number], self.landing.is_direct
         passes_through = leaf.format is None
         if passes_through:
-            # The sum is that of apply_updates, which XLA's CPU compiler does not
-            # contract with a product behind a selection either.
+            # The sum must match apply_updates. XLA's CPU compiler does not contract a
+            # product and a sum that a selection separates.
             update = self.guard.updates(update)
         landed = leaf.landed(update, self.random[number], self.landing, ahead)
         result = landed.result
@@ -161,7 +160,7 @@ class Step(LeafStep):
 
     @functools.cached_property
     def draws(self) -> dict[str, Draws]:
-        """By the paths of the leaves, the random numbers for their moments."""
+        """Random numbers for the moments, by the path of the leaf."""
         phase = self.phase if self.plan.rounds_evenly else None
         return draws_of_moments(self.leaves, self.random, phase)
 
@@ -170,9 +169,9 @@ class Stepped(typing.NamedTuple):
     """The results of a step.
 
     Args:
-      results: per leaf, the new parameter, or the update where updates are asked for.
-      residuals: per leaf, the new residual; None where there is none.
-      inner_state: the inner state as it is stored.
+      results: for each leaf, the new parameter or the update.
+      residuals: for each leaf, the new residual or None.
+      inner_state: the new inner state in its stored form.
     """
 
     results: list
@@ -181,10 +180,10 @@ class Stepped(typing.NamedTuple):
 
 
 def random_of_leaves(names, params, seed, count) -> list[RandomBits]:
-    """The random bits of each leaf at one step."""
+    """Return the random bits of each leaf for one step."""
     numbers, around = list(map(leaf_number, names)), context.current()
     if around.is_analysed:
-        # Those of one leaf must not look as if they depended on what others there are.
+        # In an analysed step, random bits must not depend on the other leaves.
         bits = [random_bits(seed, count, [number])[0] for number in numbers]
     else:
         bits = random_bits(seed, count, numbers)
@@ -199,7 +198,7 @@ def random_of_leaves(names, params, seed, count) -> list[RandomBits]:
 def draws_of_moments(
     leaves: Sequence[StoredLeaf], random: Sequence[RandomBits], phase=None
 ) -> dict[str, Draws]:
-    """By the paths of leaves, the random numbers for their moments."""
+    """Return the random numbers for moments, by the path of the leaf."""
     return {
         leaf.name: moment_draws(bits, leaf.spare_stream, phase)
         for leaf, bits in zip(leaves, random, strict=True)

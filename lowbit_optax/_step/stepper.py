@@ -1,13 +1,15 @@
-"""What all transformations of this package are: steppers behind optax's interface.
+"""``Stepper``: the base class of the objects behind this package's transformations.
 
-A transformation is a plain ``optax.GradientTransformationExtraArgs``. So it can be
-mapped over, copied, changed by ``_replace`` and kept in modules like any other. Its
-``update`` is a bound method of a :class:`Stepper`, which survives all of these.
+Each transformation is a plain ``optax.GradientTransformationExtraArgs``, so you can map
+over it, copy it, change it with ``_replace`` and store it in modules. Its ``update`` is
+a bound method of a stepper. :func:`stepper_of` returns this stepper, and
+:func:`lowbit_optax.step` calls its ``run`` to get new parameters directly.
 
-``optax.chain``, ``masked``, ``partition`` and ``inject_hyperparams`` pass on the
-updates of the transformation inside them unchanged. So :func:`lowbit_optax.step` traces
-them with a mark in the place of each update (``context.wants_params``), and reads what
-they do around it; see :mod:`lowbit_optax._step.wrapped`.
+``optax.chain``, ``masked``, ``partition`` and ``inject_hyperparams`` return the updates
+of the transformation inside them unchanged. Therefore, :func:`lowbit_optax.step` traces
+such wrappers with ``context.wants_params`` set. Each ``update`` of this package then
+calls :func:`marked`, which adds a marker to the trace instead of computing anything,
+and :mod:`lowbit_optax._step.wrapped` reads the operations around the markers.
 """
 
 import abc
@@ -24,16 +26,16 @@ from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 
 
 class Stepper(abc.ABC):
-    """The configuration behind a transformation that can step parameters directly."""
+    """A transformation that can return new parameters directly."""
 
     def __deepcopy__(self, memo) -> "Stepper":
-        """Return itself. So a deep copy of a tree that holds it equals the original."""
+        """Return itself, so that a deep copy of a tree equals the original."""
         del memo
         return self
 
     @abc.abstractmethod
     def init(self, params: optax.Params) -> typing.Any:
-        """As in optax."""
+        """See ``optax.GradientTransformation``."""
 
     @abc.abstractmethod
     def run(
@@ -45,19 +47,19 @@ class Stepper(abc.ABC):
         extra_args: dict,
         guard: Guard | Unguarded = UNGUARDED,
     ) -> tuple[typing.Any, typing.Any]:
-        """``(new params or updates, new state)``.
+        """Return ``(new params or updates, new state)``.
 
         Args:
-          params, state, grads: as in optax.
+          params, state, grads: the arguments of ``update``.
           landing: ``REPLACE`` for new parameters, ``ADD`` for updates.
-          extra_args: for the inner transformation.
+          extra_args: passed to the inner transformation.
           guard: unscales the gradients, and decides whether the step happens.
         """
 
     def update(
         self, updates: optax.Updates, state, params: optax.Params | None = None, **extra
     ) -> tuple[optax.Updates, typing.Any]:
-        """As in optax."""
+        """See optax; while a wrapper is traced, this adds a marker."""
         if not context.current().wants_params:
             return self.run(params, state, updates, ADD, extra)
         return marked(self, lambda _: self, (), updates, state, params, extra)
@@ -65,11 +67,11 @@ class Stepper(abc.ABC):
     def update_within(
         self, updates: optax.Updates, state, params: optax.Params | None = None, **extra
     ) -> tuple[optax.Updates, typing.Any]:
-        """The ``update`` of a transformation that a wrapper makes while it is traced.
+        """The ``update`` of a transformation that is created while a wrapper is traced.
 
-        ``optax.inject_hyperparams`` makes such transformations. They may hold values of
-        the trace, so they cannot run after the trace has ended. They run at once, and
-        leave no mark.
+        ``optax.inject_hyperparams`` creates such transformations. They may contain
+        values of the trace, so they cannot run after it has ended. Therefore, they run
+        immediately and add no marker.
         """
         with context.changed(wants_params=False):
             return self.run(params, state, updates, ADD, extra)
@@ -77,19 +79,19 @@ class Stepper(abc.ABC):
     def step(
         self, params: optax.Params, state, grads: optax.Updates, **extra
     ) -> tuple[optax.Params, typing.Any]:
-        """``(new params, new state)``, without forming differences of parameters."""
+        """Return ``(new params, new state)``, without computing updates."""
         return self.run(params, state, grads, REPLACE, extra)
 
     @property
     def transformation(self) -> optax.GradientTransformationExtraArgs:
-        """The optax transformation of this configuration."""
+        """The optax transformation of this stepper."""
         is_within = context.current().wants_params
         update = self.update_within if is_within else self.update
         return optax.GradientTransformationExtraArgs(self.init, update)
 
 
 def stepper_of(tx) -> Stepper | None:
-    """The :class:`Stepper` behind a transformation; None if it has none.
+    """Return the :class:`Stepper` behind a transformation, or None if it has none.
 
     >>> import optax
     >>> stepper_of(optax.sgd(0.1)) is None
@@ -100,20 +102,18 @@ def stepper_of(tx) -> Stepper | None:
 
 
 def check_state(function: str, state, kind: type) -> None:
-    """Raise a TypeError unless a state is of the kind that ``init`` returns.
-
-    ``function`` is the name of what made the transformation.
-    """
+    """Raise a TypeError unless a state has the type that ``init`` returns."""
     if not isinstance(state, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise TypeError(
-            f"{function}: state is a {type(state).__name__}, not {article} "
-            f"{kind.__name__}; was it made by this transformation's init?"
+            f"{function}: state must be {article} {kind.__name__}, got a "
+            f"{type(state).__name__}. Pass the state that this transformation's init "
+            "returned"
         )
 
 
 update_p = Primitive("lowbit_update")
-"""The place of an update in a trace; nothing computes it."""
+"""Marks the place of an update in a trace; it is never executed."""
 update_p.multiple_results = True
 
 
@@ -131,13 +131,13 @@ def marked(
     params,
     extra_args: dict,
 ) -> tuple[optax.Updates, typing.Any]:
-    """Mark the place of an update in a trace; return placeholders of its results.
+    """Add a marker for an update to a trace, and return placeholders for its results.
 
     Args:
       stepper: the transformation.
-      with_held: the same with values in place of what it holds of the trace.
-      held: what it holds of the trace.
-      grads, state, params, extra_args: of the update.
+      with_held: returns the transformation with given values instead of ``held``.
+      held: the traced values that the transformation contains.
+      grads, state, params, extra_args: the arguments of the update.
     """
     functions = {name: x for name, x in extra_args.items() if callable(x)}
     extra_args = {name: x for name, x in extra_args.items() if name not in functions}

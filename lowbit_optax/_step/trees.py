@@ -1,4 +1,4 @@
-"""Parallel trees of parameters and state, and errors that name the leaf."""
+"""Trees of parameters and state, and the parts of error messages that describe them."""
 
 import contextlib
 import typing
@@ -14,7 +14,7 @@ PyTreeDef = typing.Any
 
 
 def named_leaves(tree: PyTree) -> tuple[list[str], list, PyTreeDef]:
-    """Paths, leaves and structure of a tree, in which a quantised weight is one leaf.
+    """Return paths, leaves and structure of a tree; a quantised weight is one leaf.
 
     A path is a string such as ``['dense']['bias']``.
 
@@ -27,41 +27,38 @@ def named_leaves(tree: PyTree) -> tuple[list[str], list, PyTreeDef]:
 
 
 def parts_of(names: Sequence[str], treedef: PyTreeDef, tree: PyTree, what: str) -> list:
-    """The parts of ``tree`` that are in the places of the parameters' leaves.
+    """Return the subtrees of ``tree`` at the positions of the parameters' leaves.
 
-    A part may be anything, including None. ``what`` names the tree.
-
-    Raises:
-      ValueError: naming the first leaf at which the structures differ.
+    A subtree can be anything, including None. ``what`` names ``tree`` in errors.
     """
     try:
         return treedef.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
-        # None is allowed as a part, so it does not count as missing.
+        # A part can be None, so None does not count as missing.
         with_path = jax.tree_util.tree_flatten_with_path(tree, lambda x: x is None)[0]
         given = {jax.tree_util.keystr(path) for path, _ in with_path}
         missing = [name for name in names if name not in given]
         extra = sorted(given - set(names))
-        where = f"missing at {missing[0]}" if missing else "different"
+        where = f"missing at {missing[0]}" if missing else "different node types"
         if not missing and extra:
-            where = f"at {extra[0]}, where params have no leaf"
+            where = f"additional leaf at {extra[0]}"
         raise ValueError(
-            f"{what} must have the structure of params: {what} are {where}. "
-            f"Given {jax.tree.structure(tree)}, accepted {treedef}"
+            f"{what} must have the structure of params ({where}), got "
+            f"{jax.tree.structure(tree)} instead of {treedef}"
         ) from error
 
 
 def leaves_of_prefix(what: str, prefix, params, name: str = "params") -> list:
-    """What a prefix of the tree of parameters has for each leaf, in their order.
+    """Return the entry of a prefix tree for each leaf of the parameters, in order.
 
     Args:
-      what: the prefix's name, for the error.
-      prefix: a tree of anything; None and a QuantizedTensor are leaves of it.
+      what: the name of the prefix, for errors.
+      prefix: a tree of anything, in which None and a QuantizedTensor are leaves.
       params: tree of parameters, in which a QuantizedTensor is one leaf.
-      name: the parameters' name, for the error.
+      name: the name of the parameters, for errors.
 
     Raises:
-      ValueError: if it is no prefix.
+      ValueError: if ``prefix`` is not a prefix of ``params``.
 
     >>> leaves_of_prefix("dtypes", {"a": 1, "b": 2}, {"a": [3, 4], "b": 5})
     [1, 1, 2]
@@ -78,7 +75,7 @@ def leaves_of_prefix(what: str, prefix, params, name: str = "params") -> list:
 
 
 def all_of(kind, tree: PyTree) -> list:
-    """The nodes of a tree that are instances of a type, or of one of several.
+    """Return the nodes of a tree that are instances of one or several types.
 
     >>> all_of(dict, [{"w": 1}, 2])
     [{'w': 1}]
@@ -88,10 +85,10 @@ def all_of(kind, tree: PyTree) -> list:
 
 
 def abstract(tree: PyTree) -> PyTree:
-    """A tree with ShapeDtypeStructs in place of its arrays; other leaves are kept.
+    """Return a tree with ShapeDtypeStructs instead of its arrays.
 
-    Dtypes are those that JAX makes of them: numpy's float64 is float32 unless 64-bit
-    types are on.
+    Dtypes are canonicalized as in JAX: float64 becomes float32 unless 64-bit types are
+    enabled.
 
     >>> abstract({"w": jnp.ones((2, 3)), "name": "x"})["name"]
     'x'
@@ -107,12 +104,12 @@ def abstract(tree: PyTree) -> PyTree:
 
 
 def is_float(leaf) -> bool:
-    """Whether a leaf is a real floating-point array."""
+    """Return whether a leaf is a real floating-point array."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def describe(x) -> str:
-    """The dtypes and shapes of an array or of a NamedTuple of arrays, for errors.
+    """Return dtypes and shapes of an array or of a NamedTuple of arrays, for errors.
 
     >>> describe(jnp.ones((2, 3), jnp.bfloat16)), describe(None)
     ('bfloat16[2, 3]', 'none')
@@ -130,7 +127,7 @@ def describe(x) -> str:
 
 
 def outline(state) -> str:
-    """The types in a state, such as a chain's, without its arrays, for errors.
+    """Return the types in a state, such as the state of a chain, for errors.
 
     >>> import optax
     >>> outline(optax.sgd(0.1, momentum=0.9).init(jnp.ones(3)))
@@ -142,19 +139,19 @@ def outline(state) -> str:
 
 
 def check_plain(function: str, name: str, leaf) -> None:
-    """Raise a TypeError unless a leaf is an array that can be quantised."""
+    """Raise a TypeError unless a leaf is an array that is not quantised yet."""
     if is_quantized(leaf):
         raise TypeError(
-            f"{function}: params{name} is a {type(leaf).__name__} already; dequantize "
-            "it first"
+            f"{function}: params{name} must not be quantised yet, got a "
+            f"{type(leaf).__name__}. Dequantize it first"
         )
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-        raise TypeError(f"{function}: params{name} is {leaf!r}, not an array")
+        raise TypeError(f"{function}: params{name} must be an array, got {leaf!r}")
 
 
 @contextlib.contextmanager
 def naming(name: str):
-    """A context in which errors about the parts of a quantised weight name its leaf."""
+    """A context that adds the path of a quantised weight to errors about its parts."""
     try:
         yield
     except (ValueError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""A warning for float32 parameters, which no weight format stores in fewer bits."""
+"""A warning for float32 parameters, which weight formats do not store in fewer bits."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.quantized_weights import QuantizedWeights
 
 _FEWEST = 4096
-"""With fewer elements than this there is no memory to save."""
+"""With fewer elements than this, the warning is not worth it."""
 
 
 def warn_of_wide_params(
@@ -24,7 +24,7 @@ def warn_of_wide_params(
     """Warn once if most of the parameters are float32, and name the functions to use.
 
     Vectors, biases and normalisations do not count, because ``from_master`` keeps them
-    in float32. Traced parameters do not count either: ``jax.eval_shape`` only asks for
+    in float32. Traced parameters do not count, because ``jax.eval_shape`` needs only
     shapes.
     """
     wide = {
@@ -49,8 +49,9 @@ def warn_of_wide_params(
             "params = lowbit_optax.lpmm.quantize_params(params, bits=12) before tx.init"
         )
     warn_once(
-        f"lowbit: most parameters are float32; params{name} is "
-        f"{trees.describe(largest)}. Weight formats hold only parameters in fewer "
-        f"bits, so these stay as they are. To narrow them, use {fix}. To keep them in "
-        "float32 and store only the moments in fewer bits, pass warn=False"
+        f"lowbit: most parameters are float32, and the largest is params{name}, "
+        f"{trees.describe(largest)}. Weight formats do not change them, because they "
+        f"store only parameters in fewer bits. To narrow the parameters, use {fix}. To "
+        "keep them in float32 and store only the moments in fewer bits, pass "
+        "warn=False"
     )

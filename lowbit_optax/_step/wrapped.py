@@ -1,17 +1,18 @@
-"""Steps inside wrappers of other packages cost what they cost alone.
+"""Direct steps of this package's transformations inside optax's wrappers.
 
 ``optax.chain``, ``masked``, ``partition``, ``inject_hyperparams``, ``apply_if_finite``
-and their like compute something before the update of a transformation of this package,
-and hand on what it returns. :func:`lowbit_optax.step` traces them on shapes, with an
-equation in the place of each such update (:func:`.stepper.marked`), and reads the
-trace:
+and similar wrappers compute something before the update of a transformation of this
+package, and return its updates unchanged. :func:`lowbit_optax.step` calls
+:func:`step_wrapped`, which traces the wrappers on shapes with a marker for each such
+update (:func:`.stepper.marked`). Then it runs the parts of the trace as follows:
 
-    grads --- elementwise, by scalars ---> the update's gradients:  part of its kernel
-    new state, updates <--- selected ----- its results:             a guard
-    all others                                                      computed as they are
+    elementwise operations from gradients to an update's gradients:   in its kernel
+    selections between results of an update and old values:           as a guard
+    all other operations:                                             unchanged
 
-New parameters then take the places of updates. If a wrapper computes with the updates,
-or needs values, there is no such step, and it is made with differences.
+The step returns new parameters instead of updates, and costs the same as without
+wrappers. If a wrapper computes with the updates or needs concrete values, the function
+returns None, and the caller uses ``update`` and ``apply_updates``.
 """
 
 import contextlib
@@ -36,15 +37,15 @@ from lowbit_optax._step.wrapper_trace import InnerStep, WrapperTrace, trace_wrap
 
 
 class Summed(typing.Protocol):
-    """Sums of gradients, which kernels can decode."""
+    """Accumulated gradients, which kernels can decode."""
 
     @property
     def seen(self) -> typing.Any:
-        """The sums in float32, a tree."""
+        """The tree of sums in float32."""
         ...
 
     def among(self, lowbit: Lowbit, leaves: Sequence[int]) -> Stepper:
-        """The transformation of some leaves, which reads their sums."""
+        """Return a transformation of some leaves that reads their sums."""
         ...
 
 
@@ -52,10 +53,10 @@ class Given(typing.NamedTuple):
     """The arguments of a step.
 
     Args:
-      grads: leaf by leaf, as they are given.
-      seen: a tree of them as wrappers see them.
-      state, params: as in optax.
-      summed: what wrappers see in place of the gradients; None if they see these.
+      grads: the given gradients, a list of leaves.
+      seen: the tree of gradients that wrappers see.
+      state, params: the arguments of ``update``.
+      summed: accumulated gradients, if ``seen`` contains their sums; None otherwise.
     """
 
     grads: list
@@ -73,7 +74,7 @@ class _Run:
       traced: the trace of the wrappers.
       given: the arguments.
       guard: unscales the gradients, and decides whether the step happens.
-      apply_update: as for :func:`step_wrapped`.
+      apply_update: see :func:`step_wrapped`.
     """
 
     traced: WrapperTrace
@@ -82,14 +83,14 @@ class _Run:
     apply_update: Callable
 
     def result(self) -> tuple:
-        """``(new params, new state)``."""
+        """Return ``(new params, new state)``."""
         traced, choose = self.traced, self.guard.chosen
         updates, new_state = traced.outputs
         _, leaves, treedef = trees.named_leaves(self.given.params)
 
         def after(old, node: Node, apply: Callable = lambda _, value: value):
             value = self._value(node)
-            is_ours = node in traced.found  # and decided by its own guard
+            is_ours = node in traced.found  # and already selected by its own guard
             return value if is_ours else choose(apply(old, value), old)
 
         new = [after(*x, self.apply_update) for x in zip(leaves, updates, strict=True)]
@@ -100,7 +101,7 @@ class _Run:
 
     @functools.cached_property
     def _known(self) -> dict[Node, typing.Any]:
-        """Values by node: the arguments, and what is computed of them."""
+        """Values by node: the arguments, and values that were computed from them."""
         given = self.given
         flat = jax.tree.leaves((given.seen, given.state, given.params))
         return dict(zip(self.traced.graph.inputs, flat, strict=True))
@@ -117,14 +118,14 @@ class _Run:
         return {call: self._step(inner) for call, inner in self.traced.inner.items()}
 
     def _step(self, inner: InnerStep) -> list:
-        """The new parameters of an update, and then the leaves of its new state."""
+        """Return the new parameters of an update and then the leaves of its state."""
         one, guard, given = jnp.float32(1), self.guard, self.given
         values = lambda tree: jax.tree.map(self._value, tree)
         stepper = inner.call.params["with_held"](values(inner.held))
         for node in inner.conditions:
             guard = guard.within(one, self._value(node))
         is_lowbit = isinstance(stepper, Lowbit)
-        # Accumulators become empty in a step that a wrapper skips as well.
+        # Accumulators are also reset in a step that a wrapper skips.
         takes_sums = is_lowbit and not inner.conditions
         if self.traced.is_elementwise(inner) and (takes_sums or given.summed is None):
             structure = jax.tree.structure(inner.grads)
@@ -145,7 +146,7 @@ class _Run:
         return [*trees.named_leaves(new)[1], *jax.tree.leaves(new_state)]
 
     def _in_kernels(self, lowbit: Lowbit, inner: InnerStep) -> Stepper:
-        """The transformation that itself makes its gradients of the given ones."""
+        """Return a transformation that computes its gradients from the given ones."""
         if not self.traced.gets_gradients(inner):
             before = functools.partial(self._before, inner)
             lowbit = dataclasses.replace(lowbit, inner=_preceded(before, lowbit.inner))
@@ -153,9 +154,9 @@ class _Run:
         return lowbit if summed is None else summed.among(lowbit, inner.leaves)
 
     def _before(self, inner: InnerStep, grads):
-        """The gradients of an update, made of its own leaves' float32 gradients."""
+        """Compute an update's gradients from the float32 gradients of its leaves."""
         nodes = [self.traced.grads[i] for i in inner.leaves]
-        # What else is known was computed of the gradients outside of this trace.
+        # Other known values were computed from gradients outside of this trace.
         known = {node: self._known[node] for node in self.traced.graph.inputs}
         known |= zip(nodes, jax.tree.leaves(grads), strict=True)
         wanted, structure = jax.tree.flatten(inner.grads)
@@ -172,25 +173,26 @@ def step_wrapped(
     guard: Guard | Unguarded = UNGUARDED,
     summed: Summed | None = None,
 ) -> tuple | None:
-    """The step of a wrapped transformation, by new parameters in place of updates.
+    """Run a step of a wrapped transformation that returns new parameters directly.
 
-    What wrappers make of the gradients becomes part of the kernels if it is elementwise
-    but for scalars, such as clipping by a global norm. It is then computed in float32,
-    as inside ``lowbit``, and not in the gradients' dtypes.
+    If wrappers change the gradients with elementwise operations and scalars, as in
+    clipping by a global norm, these operations become part of the kernels. They run in
+    float32, as they do inside ``lowbit``, and not in the dtypes of the gradients.
 
     Args:
-      tx, params, state, grads, extra_args: of the update.
-      apply_update: ``(param, update) -> param``, for leaves that transformations of
-        other packages update.
+      tx, params, state, grads, extra_args: the transformation and the arguments of its
+        update.
+      apply_update: ``(param, update) -> param``, for leaves that other transformations
+        update.
       guard: unscales the gradients, and decides whether the step happens.
-      summed: what the step is made with in place of the gradients; with a guard.
+      summed: accumulated gradients to use instead of ``grads``; needs a guard.
 
     Returns:
-      ``(new params, new state)``; None if the transformation cannot step directly,
-      because a wrapper prevents it or because it is not from this package.
+      ``(new params, new state)``. None if the transformation cannot step directly,
+        because a wrapper prevents it or because it is not from this package.
 
     Raises:
-      ChangedUpdateError: if a wrapper changes updates that land exactly.
+      ChangedUpdateError: if a wrapper changes an update of ``lowbit``.
     """
     found = _chosen_trace(tx, params, state, grads, extra_args, guard, summed)
     return found and _Run(*found, guard, apply_update).result()
@@ -199,10 +201,10 @@ def step_wrapped(
 def _chosen_trace(
     tx, params, state, grads, extra_args: dict, guard, summed: Summed | None
 ) -> tuple[WrapperTrace, Given] | None:
-    """The trace that a step follows, and its arguments; None if there is none.
+    """Return the trace that a step follows, and its arguments, or None.
 
-    Wrappers see the user's gradients unchanged, like in optax. They see float32 if that
-    makes what they compute a part of the kernels, and in a guarded step.
+    Wrappers see the user's gradients unchanged, as in optax. They see float32 gradients
+    in a guarded step, and if kernels can then compute what the wrappers do.
     """
     wide = jax.tree.map(_wide, grads)
     seen = wide if guard.scalars else grads
@@ -228,24 +230,20 @@ def _chosen_trace(
 
 
 def check_wrapper(tx, params, state, grads, extra_args: dict) -> None:
-    """Raise if a wrapper changes updates that land exactly, where it can be traced.
-
-    Raises:
-      ChangedUpdateError: naming the parameters.
-    """
+    """Raise ChangedUpdateError if a wrapper changes an update of ``lowbit``."""
     if holds_lowbit(state):
         trace_wrapper(tx, grads, state, params, extra_args)
 
 
 def is_direct(tx, params, state, extra_args: dict) -> bool | None:
-    """Whether ``lowbit_optax.step`` writes new parameters without differences.
+    """Return whether ``lowbit_optax.step`` computes new parameters without updates.
 
-    Parameters, state and extra arguments may be shapes: nothing is computed. What optax
-    calls ``value`` need not be given. None if ``tx`` holds no transformation of this
-    package.
+    Parameters, state and extra arguments may be shapes, because nothing is computed.
+    The extra argument ``value`` is optional. The result is None if ``tx`` contains no
+    transformation of this package.
 
     Raises:
-      ChangedUpdateError: if a wrapper changes updates that land exactly.
+      ChangedUpdateError: if a wrapper changes an update of ``lowbit``.
     """
     stepper = stepper_of(tx)
     if not holds_lowbit(state) or isinstance(stepper, Lowbit):
@@ -263,14 +261,14 @@ def is_direct(tx, params, state, extra_args: dict) -> bool | None:
         arguments = wide, params, state, grads, extra_args, UNGUARDED, None
         found.append(_chosen_trace(*arguments) is not None)
 
-    # The transformation may need other arguments than these.
+    # The transformation may need arguments that are not given here.
     with context.changed(is_analysed=True), contextlib.suppress(TypeError):
         jax.eval_shape(step, params, state, value | extra_args)
     return any(found) or stepper is not None
 
 
 def _preceded(before: Callable, inner: optax.GradientTransformation):
-    """A transformation that updates by what a function makes of the gradients."""
+    """Return a transformation that applies a function to the gradients first."""
     wide = optax.with_extra_args_support(inner)
 
     def update(updates, state, params=None, **extra_args):

@@ -1,7 +1,9 @@
-"""What a wrapped transformation's update does, read off its trace.
+"""``WrapperTrace``: what optax's wrappers compute around this package's updates.
 
-In the place of each update of this package is an equation, :data:`.stepper.update_p`.
-The graph tells what its gradients are made of, and what becomes of its results.
+:mod:`lowbit_optax._step.wrapped` calls :func:`trace_wrapper` with a transformation that
+contains one of this package. In the trace, each update of this package is an equation
+:data:`.stepper.update_p`. The graph shows how wrappers compute the gradients of these
+updates, and how they use the results.
 """
 
 import dataclasses
@@ -24,14 +26,14 @@ from lowbit_optax._step.stepper import update_p
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InnerStep:
-    """The update of a transformation of this package, within wrappers.
+    """The update of a transformation of this package inside wrappers.
 
     Args:
       call: its equation.
-      grads, state, params, extra_args: of the update, trees of nodes.
-      held: what the transformation holds of the trace, nodes.
-      leaves: which leaf of all parameters each of its own is.
-      conditions: the update happens where all of these scalars are true.
+      grads, state, params, extra_args: the arguments of the update, as trees of nodes.
+      held: nodes that the transformation itself contains.
+      leaves: for each of its leaves, the number of the leaf among all parameters.
+      conditions: scalar nodes; the update happens if all of them are true.
     """
 
     call: Call
@@ -46,10 +48,10 @@ class InnerStep:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrapperTrace:
-    """A wrapped transformation's update, traced on shapes.
+    """The update of a wrapped transformation, traced on shapes.
 
     Args:
-      graph: of the update.
+      graph: the graph of the update.
       arguments: the structure of gradients, state and parameters.
       results: the structure of updates and new state.
     """
@@ -67,7 +69,6 @@ class WrapperTrace:
 
     @functools.cached_property
     def old_state(self) -> list[Node]:
-        """The leaves of the state that the update gets."""
         state = jax.tree.unflatten(self.arguments, self.graph.inputs)[1]
         return jax.tree.leaves(state)
 
@@ -77,7 +78,7 @@ class WrapperTrace:
 
     @functools.cached_property
     def outputs(self) -> tuple[list[Node], list[Node]]:
-        """Updates by leaf of the parameters, and the leaves of the new state."""
+        """The updates by leaf of the parameters, and the leaves of the new state."""
         updates, state = jax.tree.unflatten(self.results, self.graph.outputs)
         names, _, treedef = trees.named_leaves(self._params)
         updates = trees.parts_of(names, treedef, updates, "updates")
@@ -85,17 +86,14 @@ class WrapperTrace:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether the state has the same structure, shapes and dtypes afterwards."""
+        """Whether the update keeps the state's structure, shapes and dtypes."""
         like = lambda nodes: [(x.aval.shape, x.aval.dtype) for x in nodes]
         same = self.arguments.children()[1] == self.results.children()[1]
         return same and like(self.old_state) == like(self.outputs[1])
 
     @functools.cached_property
     def found(self) -> "dict[Node, tuple[Call, int, tuple[Node, ...]]]":
-        """By an output that is a result of a marked update, which, and when it is.
-
-        Empty if anything else is computed from such a result.
-        """
+        """Results of marked updates, by output; empty if other outputs need them."""
         old_state = self.old_state
         updates, new_state = self.outputs
         found = {}
@@ -121,10 +119,7 @@ class WrapperTrace:
 
     @functools.cached_property
     def inner(self) -> dict[Call, InnerStep]:
-        """The updates of this package's transformations, by their calls in the graph.
-
-        Empty if a wrapper does more with them than return them.
-        """
+        """The updates of this package, by call; empty if wrappers change results."""
         conditions: dict[Call, tuple[Node, ...]] = {}
         for call, _, when in self.found.values():
             if conditions.setdefault(call, when) != when:
@@ -154,13 +149,13 @@ class WrapperTrace:
         return inner
 
     def gets_gradients(self, inner: InnerStep) -> bool:
-        """Whether an update gets the gradients as they are given."""
+        """Return whether an update gets the gradients unchanged."""
         grads = self.grads
         pairs = zip(jax.tree.leaves(inner.grads), inner.leaves, strict=True)
         return all(node is grads[i] for node, i in pairs)
 
     def is_elementwise(self, inner: InnerStep) -> bool:
-        """Whether its kernels can make an update's gradients of the given ones."""
+        """Return whether kernels can compute the gradients of an update."""
         grads, scalars = self.grads, Scalars(self.graph)
         if not isinstance(inner.call.params["stepper"], Lowbit):
             return self.gets_gradients(inner)
@@ -173,13 +168,11 @@ class WrapperTrace:
 
 
 def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace | None:
-    """The trace of an update; None if new parameters cannot replace its updates.
+    """Trace an update; return None if new parameters cannot replace its updates.
 
-    They cannot if no transformation of this package is inside, or if a wrapper
-    computes with the results of a step or needs concrete values.
-
-    Raises:
-      ChangedUpdateError: if a wrapper changes an update that lands exactly.
+    This is the case if the transformation contains none of this package, or if a
+    wrapper computes with the results of a step or needs concrete values. Raises a
+    ChangedUpdateError if a wrapper changes an update of ``lowbit``.
     """
 
     def update(grads, state, params):
@@ -208,9 +201,10 @@ def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace | 
 def _result(
     node: Node, is_kept: Callable[[Node], bool], graph: Graph
 ) -> tuple[Call, int, tuple[Node, ...]] | None:
-    """The marked update that a node is a result of, which one, and when it is.
+    """Return ``(call, result number, conditions)`` for a result of a marked update.
 
-    Otherwise it must be what is kept if there is no step. None for other nodes.
+    If a condition is false, ``is_kept`` must be true for the value that replaces the
+    result. The function returns None for other nodes.
     """
     call = node.call
     if call is None:
@@ -232,7 +226,7 @@ def _result(
 
 
 def _is_marked(node: Node) -> bool:
-    """Whether a node is a result of a marked update."""
+    """Return whether a node is a result of a marked update."""
     return node.call is not None and node.call.primitive is update_p
 
 

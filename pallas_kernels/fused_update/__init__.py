@@ -1,4 +1,26 @@
-"""One pass over a leaf: read everything, compute elementwise, write in place."""
+"""Fused updates: read the arrays of a leaf, compute elementwise, and write in place.
+
+The caller describes an update with a *body*, an elementwise function, and with the
+*operands* that it reads and the *results* that it writes (:mod:`.spec`). They may be
+plain arrays, packed words of k-bit fields, or arrays with one element per block, such
+as scales. :func:`fused_update` turns the description into one kernel per leaf:
+
+1. :mod:`.api` checks the arrays and chooses kernels or the *reference* (:mod:`.xla`),
+   which updates whole arrays with XLA and defines the results. :mod:`.refusals` returns
+   why a leaf has no kernel.
+2. :mod:`.kernels` runs the kernels, with the derivatives and batching of the reference.
+3. :mod:`.sharded` finds the part of the leaf on each device, its *shard*, and calls the
+   *launcher* on it. A launcher is a module for one Pallas backend: ``gpu.triton``,
+   ``gpu.mosaic`` or ``tpu.kernel``.
+4. The launcher calls ``pl.pallas_call`` with a grid over tiles of the leaf. Results
+   that overwrite operands are aliased to them. Each program of the grid loads a tile,
+   unpacks the fields, calls the body on registers, and packs and stores the results.
+   For a body with blocks, it also computes maxima over the blocks of the tile.
+
+:func:`fused_update_many` updates many small leaves with few kernels. On CPUs,
+``lowbit_optax`` calls the loop of :mod:`.blocked` for large leaves, and :mod:`.joined`
+for small ones.
+"""
 
 from pallas_kernels.fused_update.api import (
     fused_update,

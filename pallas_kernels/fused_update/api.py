@@ -50,35 +50,37 @@ def fused_update(
 ) -> list[jax.Array]:
     """Read a leaf's arrays, compute elementwise, and write the results in place.
 
-    On a GPU or a TPU it is one kernel: it moves every byte once and needs no temporary
-    memory.
-    On a mesh it runs on every device's shards. Nothing is communicated where shards
-    hold whole words and blocks (see :mod:`pallas_kernels.layout`); shards of plain
-    arrays always do.
+    On a GPU or a TPU, the update is one kernel, which moves every byte once and needs
+    no temporary memory. On a mesh, it runs on the shards of every device. It needs no
+    communication if the shards of packed arrays and of arrays per block consist of
+    whole words and blocks; see :mod:`pallas_kernels.layout`.
 
     Args:
-      body: what to compute, see :data:`pallas_kernels.fused_update.Body`, or
-        :class:`pallas_kernels.fused_update.BlockBody` if an array is per block.
+      body: elementwise function, see :data:`pallas_kernels.fused_update.Body`. If an
+        array is per block, a :class:`pallas_kernels.fused_update.BlockBody`.
       operands: arrays to read.
-      results: arrays to write; what overwrites an operand takes its place in memory
-        when that is donated.
-      shape: of the leaf, or of one layer; if None, that of the first plain operand.
+      results: arrays to write. A result that overwrites an operand reuses its memory if
+        the operand is donated.
+      shape: shape of the leaf, or of one layer. If None, the shape of the first plain
+        operand.
       scalars: uint32 vector for the body, or :class:`Scalars`.
-      layer: int32 scalar. The operands that are overwritten are then stacks of leaves,
-        ``[layers, *shape]``, of which this one is updated; the others are one layer's.
-      first: uint32 scalar, the index of the leaf's first element, if it is a part of
-        another leaf; 0 if None. Without ``layer``, which says where it is.
-      sharding: where the leaf, or the layer, lies on a mesh of automatic axes, if that
-        is known. Kernels for TPUs need it there.
-      implementation: see :data:`pallas_kernels.platforms.Implementation`. Kernels for
-        TPUs do not take all leaves (:func:`.tpu.kernel.refusal`); the reference updates
-        the others.
+      layer: int32 scalar, the number of the layer to update. If given, the operands
+        that are overwritten are stacks ``[layers, *shape]``, and all other operands
+        belong to this layer.
+      first: uint32 scalar, the index of the leaf's first element if the leaf is a part
+        of another leaf; 0 if None. Do not pass it together with ``layer``.
+      sharding: sharding of the leaf, or of the layer, on a mesh with automatic axes, if
+        it is known. TPU kernels need it on such a mesh.
+      implementation: see :data:`pallas_kernels.platforms.Implementation`. TPU kernels
+        do not support all leaves; the reference updates the rest.
 
     Returns:
-      One array per result: of the leaf's shape, its ``packed_shape``, or the stack's.
+      One array per result. Its shape is the shape of the leaf, of the leaf's words or
+      blocks, or of the stack.
 
     Raises:
-      ValueError, TypeError: if arrays do not fit each other.
+      ValueError, TypeError: if an array has a wrong shape, dtype or width, if
+        ``implementation`` is unknown, or if it asks for a kernel that does not exist.
 
     >>> import jax.numpy as jnp
     >>> def sgd(values, scalars, index, multiply_add):
@@ -95,7 +97,7 @@ def fused_update(
         plain = [o.array.shape for o in operands if o.bits is None]
         if not plain or layer is not None:
             raise ValueError(
-                "fused_update: shape is needed for packed or stacked arrays"
+                "fused_update: shape must be given if arrays are packed or stacked"
             )
         shape = plain[0]
     is_stacked = layer is not None
@@ -119,18 +121,21 @@ def fused_update_many(
     scalars: Scalars,
     implementation: Implementation = None,
 ) -> list[list[jax.Array]]:
-    """:func:`fused_update` of many leaves in few kernels.
+    """Run :func:`fused_update` on many leaves with few kernels.
 
     Args:
-      body: the same for all.
-      leaves: with the same kinds of operands and results, none of them stacked. Those
-        share a kernel whose :func:`sharing_kind` is the same. In the order of their
-        sizes, more of the kernels are equal.
-      scalars: with each leaf's row.
-      implementation: as in :func:`fused_update`.
+      body: the body for all leaves.
+      leaves: leaves with the same kinds of operands and results, and without stacks.
+        Leaves with the same :func:`sharing_kind` share kernels. Sort leaves by size,
+        so that more kernels are equal and are compiled once.
+      scalars: table of scalars, and the row of each leaf.
+      implementation: see :func:`fused_update`.
 
     Returns:
-      Each leaf's results.
+      A list of results for each leaf.
+
+    Raises:
+      ValueError, TypeError: as in :func:`fused_update`, or if leaves differ in kind.
     """
     _check_same_kinds(leaves)
     for leaf in leaves:
@@ -152,11 +157,12 @@ def fused_update_many(
 
 
 def _parts(leaves: int, max_leaves: int) -> list[list[int]]:
-    """As few parts of at most so many leaves as possible, all but the last of one size.
+    """Returns the numbers of the leaves in the fewest lists of at most ``max_leaves``.
 
-    Kernels over equally many leaves are compiled once. Leaves are in the order of their
-    sizes, and are dealt out forth and back, so that parts have about as many elements.
-    Where many leaves are equal, so are some parts, which are traced once.
+    All lists have the same length except for a shorter last one, because kernels over
+    equally many leaves are compiled once. Leaves are sorted by size and are dealt out
+    back and forth, so that lists have about the same number of elements. Lists of equal
+    leaves are traced once.
     """
     size = math.ceil(leaves / math.ceil(leaves / max_leaves))
     full = leaves // size
@@ -167,11 +173,11 @@ def _parts(leaves: int, max_leaves: int) -> list[list[int]]:
 
 
 def sharing_kind(leaf: Leaf, implementation: Implementation = None) -> typing.Hashable:
-    """What leaves that share a kernel have in common, but for operands and results.
+    """Return a key that is equal for leaves that can share a kernel.
 
     Args:
-      leaf: whole.
-      implementation: as in :func:`fused_update`.
+      leaf: a whole leaf. Its operands and results are not part of the key.
+      implementation: see :func:`fused_update`.
     """
     is_for_gpus = implementation not in (None, "tpu") or target_gpu() is not None
     if is_for_gpus and not is_for_tpus():
@@ -194,7 +200,7 @@ def _check_same_kinds(leaves: Sequence[Leaf]) -> None:
     if len(kinds) > 1 or any(leaf.stacked for leaf in leaves):
         raise ValueError(
             "fused_update_many: leaves must have the same kinds of operands and "
-            "results, and none of them may be stacked"
+            "results, and must not be stacked"
         )
 
 
@@ -207,13 +213,7 @@ def _update(
     first: jax.Array | None = None,
     room: tuple[int, int] = (1, 1),
 ) -> list[jax.Array]:
-    """The results of the leaves, one after the other, by a kernel or the reference.
-
-    Args:
-      body, leaves, implementation, scalars: as in :func:`fused_update_many`.
-      layer, first: as in :func:`fused_update`, in vectors of one element.
-      room: see :class:`.spec.Call`.
-    """
+    """Returns the results of one leaf after the other; see :func:`fused_update`."""
     check_implementation("fused_update", implementation)
     refusal = gpu_refusal(leaves)
     if implementation in ("pallas", "triton", "mosaic") and refusal:
@@ -241,18 +241,21 @@ def _update(
     )
 
 
-# Traced and lowered once for all kernels over equal leaves.
+# Kernels over equal leaves are traced and lowered once.
 _update_once = jax.jit(_update, static_argnames=("body", "implementation", "room"))
 
 
 def _check(leaf: Leaf) -> None:
     shape = leaf.shape
     if leaf.has_words_or_blocks and not shape:
-        raise ValueError("fused_update: a scalar has no words and no blocks")
+        raise ValueError(
+            "fused_update: shape must have rank 1 or more if an array is packed or per "
+            "block, got ()"
+        )
     if not leaf.has_words_or_blocks and any(o.repeated for o in leaf.operands):
         raise ValueError(
-            "fused_update: only leaves with words or blocks have operands that are "
-            "repeated"
+            "fused_update: an operand may be repeated only if another array of the "
+            "leaf is packed or per block"
         )
     for size in leaf.block_sizes:
         check_block_size("fused_update", size)
@@ -260,9 +263,9 @@ def _check(leaf: Leaf) -> None:
         stack = (leaf.operands[min(leaf.overwritten)].array.shape[0], *shape)
         if layout_of(stack).axis != leaf.layout.axis:
             raise ValueError(
-                f"fused_update: in a stack of shape {list(stack)} words and blocks lie "
-                "across layers; accepted are layers of two axes or more, of which one "
-                "divides well into 64 rows or more"
+                "fused_update: words and blocks must not cross layers, got a stack of "
+                f"shape {list(stack)}; use layers with at least 64 elements along an "
+                "axis before the last one"
             )
     for number, operand in enumerate(leaf.operands):
         want, got = leaf.stored_shape(operand), operand.array.shape
@@ -271,13 +274,13 @@ def _check(leaf: Leaf) -> None:
         if got != want:
             raise ValueError(
                 f"fused_update: operand {number} has shape "
-                f"{list(operand.array.shape)}; a leaf of shape {list(shape)} "
+                f"{list(operand.array.shape)}, but a leaf of shape {list(shape)} "
                 f"needs {list(want)}" + (" for each layer" if leaf.stacked else "")
             )
         if operand.bits is not None and operand.array.dtype != jnp.uint32:
             raise TypeError(
-                f"fused_update: operand {number} is packed, and {operand.array.dtype} "
-                "instead of uint32"
+                f"fused_update: operand {number} is packed, so its dtype must be "
+                f"uint32, got {operand.array.dtype}"
             )
     for number, result in enumerate(leaf.results):
         if result.overwrites is None:
@@ -287,5 +290,5 @@ def _check(leaf: Leaf) -> None:
             raise ValueError(
                 f"fused_update: result {number} ({result.dtype}, bits {result.bits}) "
                 f"cannot overwrite operand {result.overwrites} ({operand.array.dtype}, "
-                f"bits {operand.bits})"
+                f"bits {operand.bits}); dtypes and bits must match"
             )

@@ -1,12 +1,12 @@
-"""The fused update on CPUs: array operations on one block of a leaf after the other.
+"""Fused updates of large leaves on CPUs, in a loop over blocks of the leaf.
 
-XLA's CPU compiler gives each result of a step a loop of its own, and cannot overwrite
-an array that another loop still reads. On whole leaves it therefore writes every result
-to new memory, whose pages the system must clear, and copies it into its place
-afterwards. Here a loop goes over blocks of :data:`BLOCK` elements: the results of a
-block wait in a few MiB, which every turn uses again, until all of them are there.
+XLA's CPU compiler makes one loop for each result of an update, and cannot overwrite an
+array that another loop still reads. On whole leaves, it therefore writes every result
+to new memory, whose pages the system must clear, and then copies it. Here, a loop
+updates blocks of :data:`BLOCK` elements. The results of a block stay in a few MiB of
+memory until all of them are computed, and the next iteration reuses that memory.
 
-The numbers are those of :mod:`pallas_kernels.fused_update.xla`, which computes a block.
+:mod:`pallas_kernels.fused_update.xla` computes each block, so results are the same.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from pallas_kernels.layout import layout_of
 from pallas_kernels.platforms import transformable
 
 BLOCK = 2**17
-"""Elements of a block, roughly: a core's caches hold what is read and written."""
+"""Approximate size of a block. Its arrays fit into the caches of a core."""
 
 
 def update(
@@ -33,12 +33,12 @@ def update(
     scalars: Sequence[jax.Array],
     when: int | None = None,
 ) -> list[jax.Array]:
-    """See :func:`pallas_kernels.fused_update.xla.update`; for leaves without layers.
+    """Run :func:`pallas_kernels.fused_update.xla.update` block by block.
 
     Args:
-      body, leaf, when: as there.
-      scalars: what the body takes as such. They may have any dtypes that it takes, so
-        that the results have derivatives with respect to them.
+      body, leaf, when: see :func:`.xla.update`. The leaf must not be stacked.
+      scalars: scalars of the body, in any dtypes that it accepts. The results have
+        derivatives with respect to them.
     """
 
     def blocks(scalars, leaf):
@@ -66,12 +66,12 @@ def update(
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """How the first axis of a leaf is divided.
+    """A division of the first axis of a leaf into parts.
 
     Args:
-      shape: of the leaf, or of a view of it.
-      length: of a part along the first axis.
-      last: the length of the last part where the others do not divide the axis; else 0.
+      shape: shape of the leaf, or of a reshaped view of it.
+      length: length of a part along the first axis.
+      last: length of an additional last part if it differs; otherwise 0.
     """
 
     shape: tuple[int, ...]
@@ -80,19 +80,19 @@ class Parts:
 
     @property
     def count(self) -> int:
-        """How many parts there are before the last one."""
+        """Number of parts without the last one."""
         return (self.shape[0] - self.last) // self.length
 
 
 def _parts(leaf: Leaf) -> Parts:
-    """The parts of a leaf; a single one if others would have another layout."""
+    """Returns the parts of a leaf, or one part if several would change the layout."""
     shape, is_plain = leaf.shape, not leaf.has_words_or_blocks
     if is_plain:
         size, columns = math.prod(shape), shape[-1]
         shape = (size // columns, columns) if columns <= BLOCK else (size,)
     parts = Parts(shape, *_lengths(shape, leaf.unit(0)))
     if is_plain and parts.last:
-        # Elements may divide where rows do not.
+        # The number of elements may have a divisor that the number of rows lacks.
         flat = (math.prod(shape),)
         return Parts(flat, *_lengths(flat, 1))
     lengths = shape[0], parts.length, parts.last
@@ -101,7 +101,7 @@ def _parts(leaf: Leaf) -> Parts:
 
 
 def _lengths(shape: tuple[int, ...], unit: int) -> tuple[int, int]:
-    """The length of parts, multiples of a unit, and of the last one if it differs."""
+    """Returns the lengths of parts and of a different last part, which may be 0."""
     rows, row = shape[0], math.prod(shape[1:])
     parts = max(1, round(rows * row / BLOCK))
     for count in range(parts, 2 * parts):
@@ -110,7 +110,7 @@ def _lengths(shape: tuple[int, ...], unit: int) -> tuple[int, int]:
     length = max(BLOCK // (unit * row), 1) * unit
     if rows < 2 * length:
         return rows, 0
-    # A remainder lengthens the last part: few rows may have another layout.
+        # A remainder is added to the last part: few rows could have another layout.
     return length, length + rows % length
 
 
@@ -121,15 +121,15 @@ def over_parts(
     arguments: Callable,
     skips: jax.Array | None,
 ) -> list[jax.Array]:
-    """The results of a leaf, part by part of its first axis.
+    """Update a leaf part by part along its first axis and return its results.
 
     Args:
-      body: of the update.
-      leaf: its shape is that of the parts.
-      parts: how it is divided.
-      arguments: gives the body's scalars, and its index, from the first row of a part
-        and the part's length in rows.
-      skips: whether nothing is to be written; None for no.
+      body: body of the update.
+      leaf: leaf with the shape of ``parts``.
+      parts: parts of the leaf.
+      arguments: returns the body's scalars and index for the first row of a part and
+        the number of its rows.
+      skips: whether to skip the update; None if it is never skipped.
     """
     dtypes = [x.dtype for x in leaf.arrays]
     leaf = leaf.with_arrays(list(map(_to_slice, leaf.arrays)))
@@ -158,7 +158,7 @@ def over_parts(
         written = finish(0, written)
     elif parts.last:
         written = lax.fori_loop(0, turns, finish, written)
-    # A view that XLA fuses with writing into it would be written to new memory.
+    # If XLA fused a view with the writes into it, it would write to new memory.
     results = _barrier([written[place] for place in _places(leaf)])
     return [
         _from_slice(x, result.dtype)
@@ -167,7 +167,7 @@ def over_parts(
 
 
 def _places(leaf: Leaf) -> list[int]:
-    """Per result, the operand that it overwrites, or a number past all of them."""
+    """Returns for each result the operand it overwrites, or a number past them all."""
     return [
         len(leaf.operands) + number if result.overwrites is None else result.overwrites
         for number, result in enumerate(leaf.results)
@@ -179,9 +179,8 @@ class _Part:
     """The update of one part of a leaf.
 
     Args:
-      body, leaf, parts, arguments: as of :func:`over_parts`; arrays are as
-        :func:`_to_slice` gives them.
-      dtypes: of the leaf's arrays.
+      body, leaf, parts, arguments: see :func:`over_parts`.
+      dtypes: dtypes of the leaf's arrays before :func:`_to_slice`.
     """
 
     body: Body | BlockBody
@@ -193,7 +192,7 @@ class _Part:
     def update(
         self, number: jax.Array | int, length: int, written: dict[int, jax.Array]
     ) -> dict[int, jax.Array]:
-        """``written`` with the results of a part, by its number and length."""
+        """Return ``written`` with the results of the part of this number and length."""
         leaf, row = self.leaf, self.parts.shape[1:]
         part = dataclasses.replace(leaf, shape=(length, *row))
         whole = dataclasses.replace(leaf, shape=(self.parts.length, *row))
@@ -228,15 +227,15 @@ class _Part:
 
 
 DROPS_BARRIERS = jax.__version_info__ < (0, 11)
-"""XLA:CPU of JAX 0.10 removes barriers before it fuses operations.
+"""In JAX 0.10, XLA:CPU removes barriers before it fuses operations.
 
-It also converts all of a narrow float array to float32 to slice it or to write to it,
-in every turn of a loop.
+In every iteration of a loop, it also converts a whole array of narrow floats to float32
+to slice it or to write to it.
 """
 
 
 def _to_slice(x: jax.Array) -> jax.Array:
-    """The array, or its bits, which XLA slices without converting them."""
+    """Returns the array, or its bits, which XLA slices without a conversion."""
     is_narrow = x.dtype.itemsize < 4 and jnp.issubdtype(x.dtype, jnp.floating)
     if not (DROPS_BARRIERS and is_narrow):
         return x
@@ -244,7 +243,7 @@ def _to_slice(x: jax.Array) -> jax.Array:
 
 
 def _from_slice(x: jax.Array, dtype) -> jax.Array:
-    """The inverse of :func:`_to_slice`."""
+    """Inverts :func:`_to_slice`."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
@@ -253,22 +252,19 @@ def _unfused(
     results: Sequence[tuple[tuple[int, ...], jnp.dtype]],
     array: jax.Array,
 ) -> list[jax.Array]:
-    """The results of ``compute``, which XLA does not fuse with anything outside it.
+    """Returns the results of ``compute``, which XLA fuses with nothing outside of it.
 
-    It is a branch that is always taken, as barriers do not suffice in JAX 0.10.
-
-    Args:
-      results: their shapes and dtypes.
-      array: XLA cannot know that its first element is not below minus infinity.
+    ``compute`` runs in a branch that is always taken, because JAX 0.10 drops barriers.
+    XLA cannot prove that the first element of ``array`` is at least minus infinity.
     """
     first = array[(0,) * array.ndim].astype(jnp.float32)
-    # Zeros from outside the branch would be copied in every turn.
+    # Zeros from outside of the branch would be copied in every iteration.
     zeros = lambda: [_to_slice(jnp.zeros(*each)) for each in results]
     return lax.cond(first < -jnp.inf, zeros, compute)
 
 
 def _apart(array: jax.Array, values: Sequence[jax.Array]) -> list[jax.Array]:
-    """The values, computed before what uses them, and not once more within it."""
+    """Returns the values, computed once and before any operation that uses them."""
     if not DROPS_BARRIERS:
         return _barrier(values)
     values = list(values)
@@ -278,18 +274,18 @@ def _apart(array: jax.Array, values: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _barrier(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """The values, none of which is used before all are computed.
+    """Returns the values, and lets no operation use one before all are computed.
 
-    So no part of a block is overwritten while it is read, and XLA need not copy it.
+    Then no part of a block is overwritten while it is read, and XLA does not copy it.
     """
     return list(lax.optimization_barrier(tuple(values)))
 
 
 def _in_parallel_loop(number: jax.Array, count: int) -> jax.Array:
-    """The same number, taken from a sort of itself and the count, which is larger.
+    """Returns the number, as the smaller of a sorted pair of the number and the count.
 
-    The sort changes no number; it keeps the loop parallel. XLA:CPU of JAX 0.12 compiles
-    a loop into one function, which runs in one thread, but not a loop that contains a
-    sort. XLA does not know that the number is the smaller one, and so cannot drop it.
+    The sort keeps the loop parallel. XLA:CPU of JAX 0.12 compiles a loop into one
+    function, which runs in one thread, unless the loop contains a sort. XLA cannot
+    remove the sort because it cannot prove that the number is below the count.
     """
     return lax.sort(jnp.stack([number, jnp.asarray(count, number.dtype)]))[0]

@@ -1,12 +1,12 @@
-"""The fused update of many small leaves on CPUs, as if they were one leaf.
+"""Fused updates of many small leaves on CPUs, as if they were one leaf.
 
-XLA's CPU compiler takes as long for a small leaf as for a large one. So leaves of
-different shapes are copied into one, which :mod:`.blocked` updates block by block, and
-its results are copied back.
+XLA's CPU compiler is as slow for a small leaf as for a large one. Therefore, small
+leaves of different shapes are copied into one *joined* leaf. :mod:`.blocked` updates it
+block by block, and the results are copied back.
 
-The joined leaf consists of *bands*, each some rows of 128 columns. A band is as high as
-the period of words and blocks. A leaf is cut into strips of that height, which lie side
-by side in its bands; zeros fill the last of these.
+The joined leaf consists of *bands* of 128 columns. A band has the smallest number of
+rows that contains whole words and blocks. Each leaf is cut into *strips* of this
+height, which are concatenated along the columns, padded with zeros and cut into bands.
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ from pallas_kernels.layout import FOLD, TILE_SIZE, WORD, block_shape, period
 from pallas_kernels.platforms import transformable
 
 MAX_ELEMENTS = 2**19
-"""Larger leaves are not joined: copies would cost more than a program of their own."""
+"""Larger leaves are not joined, because copies cost more than separate programs."""
 
 MAX_JOINED = 2**20
-"""Elements of a joined leaf, which is a copy of all that it holds."""
+"""Elements of a joined leaf, which is a copy of all its leaves."""
 
 _COLUMNS = 128
 _MANY_PARTS = 4
 
 
 def accepts(leaf: Leaf) -> bool:
-    """Whether a leaf is small, and its rows and columns are whole words and blocks."""
+    """Return whether a leaf is small and divides into whole words and blocks."""
     size = math.prod(leaf.shape)
     if leaf.stacked or not 0 < size < MAX_ELEMENTS:
         return False
@@ -48,7 +48,7 @@ def accepts(leaf: Leaf) -> bool:
 
 
 def divided(numbers: Sequence[int], leaves: Mapping[int, Leaf]) -> Iterable[list[int]]:
-    """The numbers of leaves, in lists of those that should be joined."""
+    """Yield lists of the numbers of leaves that should be joined."""
     some: list[int] = []
     total = 0
     for number in numbers:
@@ -68,13 +68,13 @@ def update(
     scalars: Sequence[jax.Array],
     when: int | None = None,
 ) -> list[list[jax.Array]]:
-    """See :func:`pallas_kernels.fused_update.xla.update`; of leaves that are accepted.
+    """Run :func:`pallas_kernels.fused_update.xla.update` on joined leaves.
 
     Args:
-      body, when: as there.
-      leaves: with the same kinds of operands and results.
-      keys: the first scalars of the body, vectors with one for each leaf.
-      scalars: the other ones; see :func:`.blocked.update`.
+      body, when: see :func:`.xla.update`.
+      leaves: accepted leaves with the same kinds of operands and results.
+      keys: the first scalars of the body, as vectors with one element for each leaf.
+      scalars: the remaining scalars; see :func:`.blocked.update`.
     """
 
     def joined(keys, scalars, leaves):
@@ -90,7 +90,7 @@ def update(
 
 
 def _unit(leaf: Leaf) -> tuple[int, int]:
-    """The rows of a band, and how many columns a strip is a multiple of."""
+    """Returns the rows of a band, and a number that divides the columns of a strip."""
     rows, columns = block_shape(max(leaf.block_sizes, default=TILE_SIZE))
     rows = math.lcm(rows, *(period(bits)[0] for bits in leaf.packed))
     return rows, columns if leaf.block_sizes else 1
@@ -98,12 +98,12 @@ def _unit(leaf: Leaf) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Bands:
-    """How leaves of one shape lie in bands.
+    """The bands of leaves of one shape.
 
     Args:
-      leaf: the first of them.
-      numbers: of them, among all leaves.
-      rows: of a band.
+      leaf: the first leaf.
+      numbers: numbers of the leaves among all joined leaves.
+      rows: number of rows in a band.
     """
 
     leaf: Leaf
@@ -112,10 +112,10 @@ class _Bands:
 
     @functools.cached_property
     def strips(self) -> tuple[int, int]:
-        """How many strips a leaf has, and their columns."""
+        """Number of strips of a leaf, and of columns in a strip."""
         size = math.prod(self.leaf.shape)
         if not self.leaf.has_words_or_blocks:
-            # In the order of memory: a band is a strip.
+            # Plain elements are used in the order of memory, and a band is a strip.
             return math.ceil(size / (self.rows * _COLUMNS)), _COLUMNS
         layout = self.leaf.layout
         columns = math.prod(layout.matrix_shape[layout.row_axis + 1 :])
@@ -123,16 +123,16 @@ class _Bands:
 
     @property
     def each(self) -> int:
-        """Bands of a leaf."""
+        """Number of bands of each leaf."""
         return math.ceil(math.prod(self.strips) / _COLUMNS)
 
     @property
     def count(self) -> int:
-        """Bands of all of them."""
+        """Number of bands of all leaves."""
         return self.each * len(self.numbers)
 
     def band_shape(self, like: Operand | Result) -> tuple[int, int]:
-        """Rows and columns of a band of an operand or result."""
+        """Return the rows and columns of a band of an operand or result."""
         if like.bits is not None:
             return self.rows * like.bits // WORD, _COLUMNS
         if like.block_size is not None:
@@ -141,7 +141,7 @@ class _Bands:
         return self.rows, _COLUMNS
 
     def of(self, arrays: Sequence[jax.Array], like: Operand | Result) -> jax.Array:
-        """An array of each leaf, as bands ``[count, *band_shape]``."""
+        """Return an array of each leaf as bands ``[count, *band_shape]``."""
         height, width = self.band_shape(like)
         x = jnp.stack(arrays).reshape(len(arrays), -1)
         strips, columns = self.strips
@@ -150,7 +150,7 @@ class _Bands:
         return self._from_strips(x.reshape(len(arrays), strips, height, -1), width)
 
     def leaves_of(self, bands: jax.Array, like: Result) -> list[jax.Array]:
-        """The inverse of :meth:`of`."""
+        """Invert :meth:`of`."""
         height, width = self.band_shape(like)
         strips, columns = self.strips
         columns = columns * width // _COLUMNS
@@ -164,7 +164,7 @@ class _Bands:
         return [each.reshape(shape) for each in x]
 
     def _from_strips(self, x: jax.Array, width: int) -> jax.Array:
-        """Arrays ``[leaves, strips, rows, columns]`` as bands."""
+        """Returns arrays ``[leaves, strips, rows, columns]`` as bands."""
         leaves, strips, height, columns = x.shape
         if columns == width:
             return x.reshape(self.count, height, width)
@@ -175,7 +175,7 @@ class _Bands:
         return x.reshape(self.count, height, width)
 
     def first_rows(self) -> jax.Array:
-        """The indices in the leaf of the elements of bands' first rows."""
+        """Return the leaf's indices of the elements in the first row of each band."""
         strips, columns = self.strips
         strip = lax.iota(jnp.uint32, strips) * np.uint32(self.rows * columns)
         index = strip[:, None, None] + lax.iota(jnp.uint32, columns)[None, None]
@@ -185,17 +185,13 @@ class _Bands:
 
 @dataclasses.dataclass(frozen=True)
 class _Joined:
-    """Where the bands of all leaves lie in the joined one.
-
-    Args:
-      leaves: with the same kinds of operands and results.
-    """
+    """Several leaves with the same kinds of operands and results, as one leaf."""
 
     leaves: Sequence[Leaf]
 
     @functools.cached_property
     def bands(self) -> list[_Bands]:
-        """The bands of the leaves of each shape, one after the other."""
+        """The bands of the leaves of each shape."""
         rows, _ = _unit(self.leaves[0])
         shapes: dict[tuple[int, ...], list[int]] = {}
         for number, leaf in enumerate(self.leaves):
@@ -204,12 +200,12 @@ class _Joined:
 
     @functools.cached_property
     def parts(self) -> blocked.Parts:
-        """Equal parts, the last of which may have more bands than there are."""
+        """Parts with equal numbers of bands; the last part may contain padding."""
         rows, count = self.bands[0].rows, sum(b.count for b in self.bands)
         parts = max(1, round(count * rows * _COLUMNS / blocked.BLOCK))
         length = math.ceil(count / parts)
         if parts >= _MANY_PARTS:
-            # XLA compiles equal parts of several joined leaves once.
+            # XLA compiles equal parts of different joined leaves once.
             length = math.ceil(blocked.BLOCK / (rows * _COLUMNS))
             parts = math.ceil(count / length)
         return blocked.Parts((parts * length * rows, _COLUMNS), length * rows)
@@ -228,13 +224,13 @@ class _Joined:
         return leaf.with_arrays(arrays)
 
     def array(self, bands: Iterable[jax.Array]) -> jax.Array:
-        """An array of the joined leaf, or one with a number per row of columns."""
+        """Return an array of the joined leaf, or an array with a number per row."""
         x = jnp.concatenate(list(bands))
         missing = self.parts.shape[0] // self.bands[0].rows - x.shape[0]
         return jnp.pad(x, ((0, missing), (0, 0), (0, 0))).reshape(-1, x.shape[-1])
 
     def per_band(self, values: jax.Array) -> jax.Array:
-        """What each leaf has, for each of its bands."""
+        """Repeat a value per leaf for each band of the leaf."""
         numbers = [i for b in self.bands for i in b.numbers]
         counts = [b.each for b in self.bands for _ in b.numbers]
         numbers = np.repeat(numbers, counts)
@@ -242,7 +238,7 @@ class _Joined:
         return values[np.pad(numbers, (0, missing))]
 
     def results(self, joined: Sequence[jax.Array]) -> list[list[jax.Array]]:
-        """The results of each leaf."""
+        """Return the results of each leaf from the results of the joined leaf."""
         results: list[list[jax.Array]] = [[] for _ in self.leaves]
         for x, like in zip(joined, self.leaves[0].results, strict=True):
             begin = 0
@@ -256,7 +252,7 @@ class _Joined:
     def updated(
         self, body: Body | BlockBody, keys: Sequence, scalars: Sequence, when
     ) -> list[list[jax.Array]]:
-        """The results of each leaf; see :func:`update`."""
+        """Return the results of each leaf; see :func:`update`."""
         rows = self.bands[0].rows
         first_rows = self.array(b.first_rows() for b in self.bands)
         strides = np.zeros(len(self.leaves), np.uint32)
@@ -265,7 +261,7 @@ class _Joined:
         per_band = [self.per_band(x) for x in (*keys, jnp.asarray(strides))]
 
         def arguments(first, length):
-            """The body's scalars, those per leaf as columns, and the indices."""
+            """Returns the body's scalars, with keys as columns, and the indices."""
             at, bands = first // rows, length // rows
             sliced = lambda x: lax.dynamic_slice_in_dim(x, at, bands)
             *keys, stride = (jnp.repeat(sliced(x), rows)[:, None] for x in per_band)

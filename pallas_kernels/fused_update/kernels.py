@@ -1,4 +1,4 @@
-"""Update whole leaves, with a launcher's kernels on each device or with XLA."""
+"""Updates of whole leaves, with a launcher's kernels on each device or with XLA."""
 
 import dataclasses
 import functools
@@ -21,20 +21,20 @@ from pallas_kernels.fused_update.spec import (
 from pallas_kernels.lowered import for_one_device, for_one_platform
 from pallas_kernels.platforms import transformable
 
-# In older versions, interpreted kernels of several devices can deadlock.
+# In older versions of JAX, interpreted kernels on several devices can deadlock.
 _INTERPRETS_SHARDS = jax.__version_info__ >= (0, 11)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """The update of leaves by a launcher's kernels, on every device's shards of them.
+    """Updates leaves with a launcher's kernels, on the shards of every device.
 
-    Interpreted, one for TPUs is run by Pallas' model of a TPU. It has side effects, for
-    which JAX has no partitioning.
+    If interpreted, Pallas simulates TPU kernels. The simulation has side effects, which
+    JAX cannot partition.
 
     Args:
-      body, room, interpret: as of :class:`.spec.Call`.
-      implementation: which names the launcher.
+      body, room, interpret: see :class:`.spec.Call`.
+      implementation: the implementation whose launcher is used.
     """
 
     body: Body | BlockBody
@@ -44,7 +44,7 @@ class Kernels:
 
     @property
     def transformable(self) -> Callable:
-        """The update as a function, with the derivatives of the reference."""
+        """The update as a function with the derivatives of the reference."""
         return transformable(self._where_kernels_run, self._reference)
 
     @property
@@ -56,7 +56,7 @@ class Kernels:
         return functools.partial(reference, self.body)
 
     def _where_kernels_run(self, *args) -> list[jax.Array]:
-        """The results by kernels; by the reference in a program that has none."""
+        """Runs kernels, or the reference in programs that cannot contain kernels."""
         if self.interpret:
             return self._over_shards(*args)
         *_, leaves = args
@@ -68,8 +68,8 @@ class Kernels:
     def _over_shards(
         self, scalars: Scalars, layer, first, leaves: Sequence[Leaf]
     ) -> list[jax.Array]:
-        """The results of whole leaves."""
-        # Kernels read the table's words alone.
+        """Runs kernels on the shards of whole leaves."""
+        # Kernels read only the table.
         shared = dataclasses.replace(scalars, values=()), layer, first
         if self.interpret and self._is_for_tpus and not _INTERPRETS_SHARDS:
             return self._over_groups(shared, [Shard(x, x.shape) for x in leaves])
@@ -79,13 +79,7 @@ class Kernels:
         )
 
     def _over_groups(self, shared, shards: Sequence[Shard]) -> list[jax.Array]:
-        """The results of one device's shards, by a kernel for each group of them.
-
-        Args:
-          shared: the scalars of all shards, the layer, and the index of the leaf's
-            first element.
-          shards: the leaves' shards on the device.
-        """
+        """Runs one kernel for each group of a device's shards."""
         launcher: Launcher = launcher_of(self.implementation, self.interpret)
         scalars, layer, first = shared
         if first is not None:
@@ -121,14 +115,14 @@ def reference(
     """Update whole leaves with array operations, which define the results of kernels.
 
     Args:
-      body: computes new rows from the rows of a leaf's arrays.
-      scalars: a table of scalars, with a row for each leaf.
-      layer: as of :class:`.spec.Call`.
-      first: the index of the leaf's first element, in an array; None if it is 0.
-      leaves: of one shape.
+      body: body of the update.
+      scalars: table of scalars, and the row of each leaf.
+      layer: see :class:`.spec.Call`.
+      first: array with the index of the leaf's first element; None if it is 0.
+      leaves: leaves with the same shape.
 
     Returns:
-      The results of all leaves, leaf after leaf.
+      The results of one leaf after the other.
     """
     rows = [scalars.rows] if len(leaves) == 1 else [r[None] for r in scalars.rows]
     shape = leaves[0].shape

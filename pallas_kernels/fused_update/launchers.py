@@ -7,15 +7,15 @@ from pallas_kernels.platforms import launcher_name
 
 
 def launcher_of(implementation: str | None, interpret: bool = False) -> typing.Any:
-    """The module of an implementation's launcher, which is a :class:`.spec.Launcher`.
+    """Return the module of a launcher, which is a :class:`.spec.Launcher`.
 
-    It is imported when it is needed: older versions of JAX cannot import Mosaic's, and
-    Pallas takes a tenth of the time that this package takes to import.
+    The module is imported on first use: older versions of JAX cannot import Mosaic
+    GPU's, and importing Pallas would take a tenth of this package's import time.
 
     Args:
       implementation: see :data:`pallas_kernels.platforms.Implementation`.
-      interpret: whether kernels run as ordinary operations, on any platform. JAX can
-        interpret only Triton's kernels for GPUs.
+      interpret: if True, kernels run as ordinary operations on any platform. JAX can
+        interpret only Triton's GPU kernels.
     """
     if implementation == "tpu":
         name = "tpu.kernel"

@@ -1,4 +1,4 @@
-"""``pack`` and ``unpack``: arrays of k-bit fields to words and back, on any device."""
+"""``pack`` and ``unpack``: arrays of k-bit fields and their words, on any device."""
 
 import functools
 
@@ -17,20 +17,19 @@ def pack(
 ) -> jax.Array:
     """Pack an array of k-bit fields into uint32 words.
 
-    :mod:`pallas_kernels.layout` says which field goes where.
+    :mod:`pallas_kernels.layout` defines the word and the bits of each field.
 
     Args:
-      fields: uint32, rank 1 or more, any size, each value below ``2**bits``.
+      fields: uint32 array of rank 1 or more with values below ``2**bits``.
       bits: width k of a field, 1 to 32.
-      implementation: ``"xla"``, ``"pallas"``, or None: the kernel on CUDA and XLA
-        elsewhere; see :func:`pallas_kernels.fused_update`.
+      implementation: None uses kernels on CUDA devices and XLA elsewhere. For other
+        values, see :func:`pallas_kernels.fused_update`.
 
     Returns:
-      uint32 words of shape ``packed_shape(fields.shape, bits)``; fields of the padding
-      are 0.
+      uint32 words of shape ``packed_shape(fields.shape, bits)``; padding fields are 0.
 
     Raises:
-      ValueError: if ``bits`` is out of range, ``fields`` is a scalar, or not uint32.
+      ValueError: if ``bits`` is out of range, or ``fields`` is a scalar or not uint32.
 
     >>> import jax.numpy as jnp
     >>> words = pack(jnp.arange(64, dtype=jnp.uint32).reshape(32, 2), bits=8)
@@ -52,16 +51,16 @@ def unpack(
     """Unpack uint32 words into an array of k-bit fields, the inverse of :func:`pack`.
 
     Args:
-      words: uint32 of shape ``packed_shape(shape, bits)``.
+      words: uint32 array of shape ``packed_shape(shape, bits)``.
       bits: width k of a field, 1 to 32.
-      shape: of the array that was packed.
-      implementation: as in :func:`pack`.
+      shape: shape of the packed array.
+      implementation: see :func:`pack`.
 
     Returns:
-      uint32 fields of that shape.
+      A uint32 array of this shape.
 
     Raises:
-      ValueError: if ``words`` has another dtype or shape than these arguments imply.
+      ValueError: if ``words`` does not match ``bits`` and ``shape``, or is not uint32.
 
     >>> import jax.numpy as jnp
     >>> words = pack(jnp.arange(50, dtype=jnp.uint32), bits=7)
@@ -72,7 +71,7 @@ def unpack(
     return _converted(words, bits, None, tuple(shape), implementation)
 
 
-# Outside of jit one program, not one per operation.
+# Jitted, so that calls outside of jit run one program instead of one per operation.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _converted(
     x: jax.Array,

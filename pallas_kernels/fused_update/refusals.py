@@ -1,4 +1,4 @@
-"""Why no kernel updates a leaf."""
+"""Reasons why no kernel updates a leaf."""
 
 import math
 from collections.abc import Sequence
@@ -10,37 +10,37 @@ from pallas_kernels.layout import MAX_ELEMENTS
 from pallas_kernels.platforms import is_for_tpus, refused_gpu
 
 PARTITIONED = (
-    "XLA:TPU cannot partition kernels over a mesh of automatic axes; say where "
-    "parameters lie by param_shardings, or make the axes explicit"
+    "XLA:TPU cannot partition kernels over a mesh with automatic axes; pass "
+    "param_shardings, or make the axes explicit"
 )
 
 
 def gpu_refusal(leaves: Sequence[Leaf]) -> str | None:
-    """Why no kernel for GPUs updates these leaves, or None."""
+    """Return why no GPU kernel updates these leaves, or None if one does."""
     refusal = refused_gpu()
     if refusal is not None:
         return refusal
     size = max(math.prod(leaf.shape) for leaf in leaves)
     if not 0 < size <= MAX_ELEMENTS:
-        return f"kernels take 1 to {MAX_ELEMENTS} elements, not {size}"
+        return f"kernels need 1 to {MAX_ELEMENTS} elements, got {size}"
     for leaf in leaves:
         if not has_tiling(leaf.packed, leaf.block_sizes):
             return (
-                f"kernels do not take fields of {list(leaf.packed)} bits with blocks "
-                f"of {list(leaf.block_sizes)} elements; accepted are blocks of 32 or "
-                "64, or multiples of 4 bits"
+                f"kernels do not support fields of {list(leaf.packed)} bits with "
+                f"blocks of {list(leaf.block_sizes)} elements; use blocks of 32 or 64 "
+                "elements, or widths that are multiples of 4 bits"
             )
     return None
 
 
 def tpu_refusal(body: Body | BlockBody, leaf: Leaf, scalars: int) -> str | None:
-    """Why no kernel for TPUs updates a leaf; None if one does.
+    """Return why no TPU kernel updates a leaf, or None if one does.
 
-    Where only the lowering knows whether XLA has to partition the program, a kernel
-    updates the leaf in a program for one device.
+    If only the lowering decides whether XLA partitions the program, the result is None.
+    The leaf is then updated with a kernel in programs for one device.
 
     Args:
-      body, leaf, scalars: as of :func:`.tpu.kernel.refusal`.
+      body, leaf, scalars: see :func:`.tpu.kernel.refusal`.
     """
     if sharded.is_partitioned(leaf) and is_for_tpus():
         return PARTITIONED

@@ -1,7 +1,7 @@
-"""Kernels on the local shards of arrays that are spread over a mesh.
+"""Kernels on the local shards of leaves that are distributed over a mesh.
 
-All arrays of a leaf keep its rank, so one PartitionSpec, the leaf's, places them all.
-Where shards hold whole words and blocks, updating one needs nothing from other devices.
+All arrays of a leaf have its rank, so the leaf's PartitionSpec shards all of them. If
+shards consist of whole words and blocks, their updates need no communication.
 """
 
 import math
@@ -18,28 +18,28 @@ from pallas_kernels import platforms, shards
 from pallas_kernels.fused_update.spec import Leaf, Shard
 from pallas_kernels.shards import axes_of, count_of
 
-# What divides into so many shards also divides into any smaller power of two.
+# A length that divides by this number also divides by any smaller power of two.
 _MAX_DEVICES = 256
 
 Run = Callable[[typing.Any, Sequence[Shard]], list[jax.Array]]
-"""``run(shared, shards) -> results``, of all leaves one after the other. ``shared`` is
-a tree of arrays that every device has whole."""
+"""``run(shared, shards)`` returns the results of one leaf after the other. The arrays
+of the tree ``shared`` are replicated on every device."""
 
 
 def over_shards(
     run: Run, shared, leaves: Sequence[Leaf], *, can_partition: bool
 ) -> list[jax.Array]:
-    """``run`` on every device's parts of the leaves.
+    """Call ``run`` on every device with its parts of the leaves.
 
     Args:
       run: see :data:`Run`.
       shared: tree of small arrays.
-      leaves: whole ones.
-      can_partition: whether XLA can partition kernels on axes that are automatic; if
-        not, the arrays must be whole ones there.
+      leaves: whole leaves.
+      can_partition: whether XLA can partition kernels on automatic axes. If False,
+        only leaves with a ``sharding`` may be sharded over such axes.
 
     Returns:
-      What ``run`` returns, as whole arrays placed like their leaves.
+      The results of ``run`` as whole arrays, sharded like their leaves.
     """
     args, structure = jax.tree.flatten((shared, leaves))
     mesh = mesh_of(leaves[0])
@@ -64,7 +64,7 @@ def over_shards(
     if is_known or (mesh is not None and not can_partition):
         local = local_of(args, mesh, _known_spec)
         results = shards.over_known_axes(local, args, mesh)
-        # Shards had to be of whole words and blocks only for the kernel.
+        # Only the kernel needs shards of whole words and blocks.
         return shards.moved(results, _result_specs(leaves, mesh), mesh)
     if not can_partition:
         return whole(*args)
@@ -75,10 +75,10 @@ def over_shards(
 
 
 def _result_specs(leaves: Sequence[Leaf], mesh) -> list[P]:
-    """Where a caller expects the results of leaves on explicit axes.
+    """Returns the PartitionSpecs that a caller expects for the results of leaves.
 
-    What is overwritten stays where it is. New arrays are placed like the leaf, or as
-    the kernel leaves them where they do not divide into so many shards.
+    Overwritten arrays keep their sharding. New arrays are sharded like the leaf, or as
+    the kernel returns them if their shape cannot be divided like that.
     """
     places = []
     for leaf in leaves:
@@ -98,7 +98,7 @@ def _result_specs(leaves: Sequence[Leaf], mesh) -> list[P]:
 
 
 def _shard(leaf: Leaf, spec: P, mesh: Mesh) -> Shard:
-    """The device's part of a leaf, whose arrays are local ones."""
+    """Returns the device's part of a leaf with local arrays."""
     shape, base = list(leaf.shape), None
     for axis, names in enumerate(axes_of(spec, len(shape))):
         shape[axis] //= count_of(mesh, names)
@@ -110,15 +110,15 @@ def _shard(leaf: Leaf, spec: P, mesh: Mesh) -> Shard:
 
 
 def _supported(leaf: Leaf, spec: P, mesh: Mesh) -> P:
-    """The spec, changed so that every shard holds whole words and whole blocks."""
+    """Returns the spec, changed so that shards consist of whole words and blocks."""
     return shards.on_whole_units(spec, leaf.shape, mesh, leaf.unit)
 
 
 def mesh_of(leaf: Leaf) -> Mesh | AbstractMesh | None:
-    """The mesh on which it is known where the leaf lies; None if it is not known.
+    """Return the mesh on which the leaf's sharding is known, or None.
 
-    An array's type knows on explicit axes. On automatic ones the user may say so, but
-    not of the shards in a ``jax.shard_map``.
+    On explicit axes, the types of arrays contain it. On automatic axes, the user may
+    pass it, but it does not describe the shards inside of a ``jax.shard_map``.
     """
     typed = jax.typeof(_anchor(leaf)).sharding.mesh
     if shards.has_explicit_axes(typed):
@@ -129,12 +129,12 @@ def mesh_of(leaf: Leaf) -> Mesh | AbstractMesh | None:
 
 
 def is_partitioned(leaf: Leaf) -> bool | None:
-    """Whether XLA may have to partition the leaf; None if only the lowering knows."""
+    """Return whether XLA may have to partition the leaf; None if unknown yet."""
     return platforms.is_partitioned() if mesh_of(leaf) is None else False
 
 
 def _known_spec(leaf: Leaf) -> P:
-    """Where the leaf lies on the mesh that :func:`mesh_of` gives."""
+    """Returns the leaf's PartitionSpec on the mesh of :func:`mesh_of`."""
     typed = jax.typeof(_anchor(leaf)).sharding.mesh
     if leaf.sharding is not None and not shards.has_explicit_axes(typed):
         return leaf.sharding.spec
@@ -142,7 +142,7 @@ def _known_spec(leaf: Leaf) -> P:
 
 
 def _spec_of(leaf: Leaf) -> P:
-    """Where the leaf lies, by the array whose place its results take."""
+    """Returns the leaf's PartitionSpec, from the first array that is overwritten."""
     anchor: typing.Any = _anchor(leaf)
     spec = anchor.sharding.spec
     return P(*spec[1:]) if leaf.stacked else spec
@@ -153,7 +153,7 @@ def _anchor(leaf: Leaf):
 
 
 def _all_specs(leaves, specs, shared: int) -> tuple[list[P], list[P]]:
-    """The specs of all arguments and of all results."""
+    """Returns the specs of all arguments and of all results."""
     inside, outside = [P()] * shared, []
     for leaf, spec in zip(leaves, specs, strict=True):
         inside += [
@@ -168,19 +168,19 @@ def _all_specs(leaves, specs, shared: int) -> tuple[list[P], list[P]]:
 
 
 def _without(spec: P, repeated: Sequence[int]) -> P:
-    """The spec of an array that every device has whole along some axes."""
+    """Returns the spec of an array that is not sharded along some axes."""
     return P(*(None if axis in repeated else x for axis, x in enumerate(spec)))
 
 
 def _sharding_rule(
     leaves: Sequence[Leaf], shared, devices: int
 ) -> tuple[str, dict[str, int]]:
-    """The einsum-like rule by which XLA spreads placements, and its factors' sizes.
+    """Returns the rule with which XLA propagates shardings, and its factors' sizes.
 
-    XLA's partitioner (Shardy) reads it before it calls ``partition``. Axes of one name
-    are placed alike. A leaf's results have the names of what they overwrite, so that
-    they stay where that is. Other operands, such as gradients, have names of their own:
-    they are brought to the leaf, and a leaf is not moved to them.
+    XLA's partitioner (Shardy) reads this einsum-like rule before it calls
+    ``partition``. Axes with the same name get the same sharding. A leaf's results have
+    the names of the arrays they overwrite, so that these arrays are not moved. Other
+    operands, such as gradients, have separate names, so that they are moved instead.
     """
     inside = [
         " ".join(f"s{number}a{axis}" for axis in range(x.ndim))
@@ -203,7 +203,7 @@ def _sharding_rule(
         for result in leaf.results:
             stacked = result.overwrites in leaf.in_stacks
             add(outside, f"l{number}", leaf, result, stacked)
-    # A factor that is somewhere a whole axis has its size from there.
+    # The size of a factor that is a whole axis elsewhere is known from that axis.
     whole = {name for axes in (*inside, *outside) for name in axes.split()}
     sizes = {name: size for name, size in sizes.items() if name not in whole}
     return f"{', '.join(inside)} -> {', '.join(outside)}", sizes
@@ -212,12 +212,12 @@ def _sharding_rule(
 def _factor(
     name: str, axis: int, leaf: Leaf, like, devices: int, sizes: dict[str, int]
 ) -> str:
-    """An axis in the rule: units, times what an array has for each of them.
+    """Returns an axis in the rule: units, times the array's elements in each unit.
 
-    So arrays of different lengths along an axis, such as elements, words and scales,
-    are placed alike. Where units might not divide into shards, the partitioner would
-    spread them over a part of the mesh's axis, which JAX cannot express. There each
-    array stays where it is.
+    Arrays of different lengths along an axis, such as elements, words and scales, then
+    get the same sharding. If the units might not divide evenly into shards, the
+    partitioner would use a part of a mesh axis, which JAX cannot express. In that case,
+    each array keeps its sharding.
     """
     length, stored = leaf.shape[axis], leaf.stored_shape(like)[axis]
     units, rest = divmod(length, leaf.unit(axis))
@@ -228,7 +228,7 @@ def _factor(
     count = stored // units
     if count == 1:
         return name
-    # Named after the axis too: an array must not have one factor in two axes.
+    # The name contains the axis, because two axes of an array must not share a factor.
     within = f"a{axis}n{count}"
     sizes[name] = units
     sizes[within] = count

@@ -1,4 +1,9 @@
-"""What a fused update reads and writes, and what a launcher is asked for."""
+"""The description of a fused update, and the interface of launchers.
+
+A :class:`Leaf` has operands to read and results to write. A :data:`Body` or a
+:class:`BlockBody` computes the results. A :class:`Call` combines a body with the shards
+of leaves on one device, and a :class:`Launcher` runs it as one kernel.
+"""
 
 import dataclasses
 import functools
@@ -12,7 +17,7 @@ from jax.sharding import NamedSharding
 from pallas_kernels.layout import TILE_ROWS, Layout, block_shape, layout_of, period
 
 MAX_ELEMENTS_OF_SMALL_LEAF = 4 * 4096
-"""Up to so many elements, leaves without words and blocks share smaller programs."""
+"""Leaves without words and blocks share smaller programs up to this size."""
 
 MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -20,55 +25,58 @@ Body = Callable[
     [Sequence[jax.Array], Sequence[jax.Array], jax.Array | None, MultiplyAdd],
     Sequence[jax.Array],
 ]
-"""``body(values, scalars, index, multiply_add) -> results``, elementwise.
+"""Elementwise function ``body(values, scalars, index, multiply_add) -> results``.
 
-``values`` has one array per operand: the elements of a plain one in its own dtype, the
-fields of a packed one as uint32. All have one shape, which the implementation chooses.
-``scalars`` are uint32 scalars. ``index`` holds the elements' row-major indices in the
-leaf as uint32, or is None where the values are the whole leaf.
-``multiply_add(a, b, c)`` is ``a * b + c``, rounded once or twice: Triton does not
-contract a product and a sum unless it is told to.
+``values`` has one array per operand. A plain operand's array contains elements in the
+dtype of the operand, and a packed operand's array contains fields in uint32. All arrays
+have the same shape, which the implementation chooses. ``scalars`` are uint32 scalars.
+``index`` contains the row-major indices of the elements in the leaf as uint32, or is
+None if the values are the whole leaf. ``multiply_add(a, b, c)`` returns ``a * b + c``,
+rounded once or twice. Bodies use it because Triton does not fuse a product and a sum
+automatically.
 
-A body may have an attribute ``differentiable``, the same body with rules for its
-derivatives (``jax.custom_jvp``). XLA runs it in place of the body, and differentiates
-it where the kernel is differentiated. Kernels cannot contain such rules.
+A body may have an attribute ``differentiable``, an equivalent body with derivative
+rules (``jax.custom_jvp``). XLA runs it instead of the body, and differentiates it if
+the kernel is differentiated. Kernels cannot contain such rules.
 """
 
 
 class BlockBody(typing.Protocol):
-    """The body of an update with per-block operands or results, such as scales.
+    """Body of an update with operands or results per block, such as scales.
 
-    First maxima over each block are taken of what :meth:`statistics` returns, then the
-    elements are written. If some maxima can only be taken once others are known,
-    :meth:`statistics` returns the values for the first maxima. It is then called again
-    with the result of :meth:`after` as one more argument, until all maxima are known,
-    and :meth:`after` is called with all maxima known so far.
+    An update has two steps. First, :meth:`statistics` returns values for each element,
+    and the implementation takes their maximum over each block. Then, :meth:`after`
+    turns the maxima into results per block, and :meth:`__call__` computes the elements'
+    results. If some maxima depend on others, :meth:`statistics` returns only the values
+    for the first maxima. The implementation calls :meth:`after` with all maxima so far,
+    and :meth:`statistics` again with the result as an additional argument, until all
+    maxima are known.
 
     Values of blocks have one element per block, or are repeated for each element of the
-    block; the body must not depend on which. So it must not mix values of blocks of
-    different sizes, except in :meth:`statistics` and :meth:`__call__`. What these both
-    compute from the same values, a kernel computes once.
+    block, and the body must work with both. Therefore only :meth:`statistics` and
+    :meth:`__call__` may combine values of blocks of different sizes. If both compute
+    the same expression of the same values, a kernel computes it once.
     """
 
     block_sizes: Sequence[int]
-    """For each maximum the size of its blocks."""
+    """The size of the blocks for each maximum."""
 
     @property
     def kept(self) -> int:
-        """How many numbers of an element wait for the maxima, to be written then.
+        """How many numbers of an element are kept until the maxima are known.
 
-        By it a launcher chooses how many registers a thread may have.
+        Launchers use it to choose the number of registers of a thread.
         """
         ...
 
     def before(self, block_values: Sequence[jax.Array]) -> tuple:
-        """What decoding needs from the values of per-block operands; any tuple."""
+        """Return any tuple that decoding needs from values of per-block operands."""
         ...
 
     def statistics(
         self, values, scalars, index, multiply_add, before, /
     ) -> Sequence[jax.Array]:
-        """For each maximum int32 values of the elements; below 0 they count as 0."""
+        """Return int32 values for each maximum; negative values count as 0."""
         ...
 
     def after(
@@ -76,13 +84,13 @@ class BlockBody(typing.Protocol):
         maxima: Sequence[jax.Array],
         block_values: Sequence[jax.Array],
     ) -> tuple[Sequence[jax.Array], tuple]:
-        """``(values of the per-block results, what encoding needs of the maxima)``."""
+        """Return ``(values of the per-block results, a tuple for encoding)``."""
         ...
 
     def __call__(
         self, values, scalars, index, multiply_add, before, after, /
     ) -> Sequence[jax.Array]:
-        """The elements' results, as :data:`Body`."""
+        """Return the results of the elements, as a :data:`Body` does."""
         ...
 
 
@@ -92,14 +100,16 @@ _STATIC: typing.Any = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """One array that is read.
+    """An array that an update reads.
 
     Args:
-      array: of the leaf's shape, or uint32 words of its ``words_shape``.
-      bits: width of the packed fields, None for a plain array.
-      block_size: elements of a block, for an array with one element per block.
-      repeated: axes along which a plain array has one element, which all of the leaf's
-        elements along them read.
+      array: an array of the leaf's shape, or the leaf's uint32 words, or an array with
+        one element per block.
+      bits: width of the packed fields; None for a plain array.
+      block_size: number of elements in a block, for an array with one element per
+        block.
+      repeated: axes along which a plain array has only one element, which is used for
+        all elements of the leaf along these axes.
     """
 
     array: jax.Array
@@ -110,14 +120,14 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One array that is written.
+    """An array that an update writes.
 
     Args:
-      dtype: of a plain array's elements; uint32 for packed fields.
-      bits: width of the packed fields, None for a plain array.
-      overwrites: number of the operand, of the same dtype and bits, in whose place it
-        is written; None for a new array.
-      block_size: as of an operand.
+      dtype: dtype of a plain array; uint32 for packed fields.
+      bits: width of the packed fields; None for a plain array.
+      overwrites: number of the operand that the result replaces, with the same dtype
+        and bits; None for a new array.
+      block_size: see :class:`Operand`.
     """
 
     dtype: typing.Any
@@ -133,16 +143,16 @@ class Result:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scalars:
-    """The scalars of one update, or of many.
+    """Scalars of the updates of one or more leaves.
 
     Args:
-      table: uint32 vector for the body, or a table with one in each row.
-      rows: which row of the table each leaf has; uint32 vector, or a number for the
-        only leaf. None where the table is a vector.
-      values: what the last scalars of every row are, in any dtypes that the body takes
-        as well. Kernels read the words; derivatives are taken by the values.
-      when: number of a scalar that switches the update off: where it is 0, operands
-        that are overwritten keep their values, and other results are undefined.
+      table: uint32 vector of the body's scalars, or a table with one such row per leaf.
+      rows: uint32 vector of each leaf's row of the table, or a number for a single
+        leaf. None if the table is a vector.
+      values: the last scalars of every row in other dtypes that the body also accepts.
+        Kernels read the table. Derivatives are with respect to these values.
+      when: number of a scalar that can switch the update off. If the scalar is 0,
+        operands that are overwritten keep their values, and new arrays are undefined.
     """
 
     table: jax.Array
@@ -154,17 +164,17 @@ class Scalars:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A leaf, or a layer of a stack of leaves, and what its update reads and writes.
+    """A leaf, or a layer of a stack of leaves, with its operands and results.
 
-    It is a tree of its operands' arrays.
+    As a pytree, it contains the arrays of its operands.
 
     Args:
-      operands, results: of its update.
-      shape: of the whole leaf; of one layer, where results go into a stack.
-      stacked: whether the operands that are overwritten have an axis of layers in
-        front, of which one is updated.
-      sharding: where it lies on a mesh of automatic axes, if the user says so; of one
-        layer, where results go into a stack.
+      operands, results: the arrays that the update reads and writes.
+      shape: shape of the whole leaf, or of one layer if results are written to stacks.
+      stacked: whether the operands that are overwritten are stacks with a leading axis
+        of layers. The update writes one layer.
+      sharding: sharding of the leaf or layer on a mesh with automatic axes, if the user
+        passed it.
     """
 
     operands: tuple[Operand, ...]
@@ -175,22 +185,22 @@ class Leaf:
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """Sizes of blocks for which an operand or a result has an element each."""
+        """The block sizes of all operands and results with one element per block."""
         both = (*self.operands, *self.results)
         return tuple(sorted({x.block_size for x in both if x.block_size is not None}))
 
     @property
     def has_words_or_blocks(self) -> bool:
-        """Whether anything in it is packed or per block."""
+        """Whether an operand or result is packed or per block."""
         return bool(self.packed or self.block_sizes)
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """The layout of its words and blocks; a scalar has none."""
+        """The layout of words and blocks; scalars have none."""
         return layout_of(self.shape)
 
     def stored_shape(self, like: Operand | Result) -> tuple[int, ...]:
-        """The shape of an operand or result of the leaf, or of one layer of it."""
+        """Return the shape of an operand or result of the leaf, or of one layer."""
         if like.bits is not None:
             return self.layout.words_shape(like.bits)
         if like.block_size is not None:
@@ -198,35 +208,35 @@ class Leaf:
         return tuple(1 if a in like.repeated else n for a, n in enumerate(self.shape))
 
     def unit(self, axis: int) -> int:
-        """A shard's length along this axis must be a multiple of it."""
+        """Return a number that must divide a shard's length along this axis."""
         if not self.has_words_or_blocks:
             return 1
         return self.layout.unit(axis, self.packed, max(self.block_sizes, default=None))
 
     @property
     def arrays(self) -> list[jax.Array]:
-        """The operands' arrays."""
+        """The arrays of the operands."""
         return [operand.array for operand in self.operands]
 
     @property
     def packed(self) -> tuple[int, ...]:
-        """Widths of the packed fields in it."""
+        """The widths of all packed fields."""
         both = (*self.operands, *self.results)
         return tuple(sorted({x.bits for x in both if x.bits is not None}))
 
     @property
     def overwritten(self) -> frozenset[int]:
-        """Numbers of the operands that are overwritten."""
+        """The numbers of the operands that are overwritten."""
         numbers = (result.overwrites for result in self.results)
         return frozenset(n for n in numbers if n is not None)
 
     @property
     def in_stacks(self) -> frozenset[int]:
-        """Numbers of the operands that are stacks of layers."""
+        """The numbers of the operands that are stacks of layers."""
         return self.overwritten if self.stacked else frozenset()
 
     def with_arrays(self, arrays: Sequence) -> "Leaf":
-        """The same leaf with other arrays, such as shards."""
+        """Return the leaf with other arrays, such as shards."""
         operands = tuple(
             dataclasses.replace(operand, array=array)
             for operand, array in zip(self.operands, arrays, strict=True)
@@ -235,10 +245,10 @@ class Leaf:
 
 
 def has_tiling(packed: Sequence[int], block_sizes: Sequence[int]) -> bool:
-    """Whether kernels can walk over leaves with such fields and blocks.
+    """Return whether GPU kernels support these fields and blocks in one leaf.
 
-    A lane has the words of its fields. Where their period is longer than a tile, blocks
-    must not be higher than one.
+    A lane processes all fields of its words. If their period has more rows than a tile,
+    blocks must not have more rows than a tile.
     """
     longest = max((period(bits)[0] for bits in packed), default=1)
     highest = max((block_shape(size)[0] for size in block_sizes), default=TILE_ROWS)
@@ -247,12 +257,13 @@ def has_tiling(packed: Sequence[int], block_sizes: Sequence[int]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A leaf's part on one device.
+    """The part of a leaf on one device.
 
     Args:
-      leaf: with the arrays at hand; its ``shape`` is still the whole one.
-      shape: of the part.
-      base: uint32 scalar, index of its first element in the whole; None for 0.
+      leaf: the leaf with its local arrays, and with the shape of the whole leaf.
+      shape: shape of the part.
+      base: uint32 scalar, the index of the part's first element in the whole leaf; 0 if
+        None.
     """
 
     leaf: Leaf
@@ -260,25 +271,25 @@ class Shard:
     base: jax.Array | None = None
 
     def after(self, first: jax.Array) -> "Shard":
-        """The same of a leaf whose first element has this index."""
+        """Return the shard if the leaf's first element has this index."""
         base = first if self.base is None else self.base + first
         return dataclasses.replace(self, base=base)
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What one kernel is asked to update: a leaf, a shard, a layer, or many leaves.
+    """The arguments of one kernel, which updates one shard or layer, or many leaves.
 
     Args:
       body: see :data:`Body`.
-      shards: the arrays on this device, of leaves that can share a kernel.
-      table: uint32, rows of scalars; or one row, for one leaf.
-      rows: uint32 vector, each leaf's row of the table.
-      layer: int32 vector of one element, which layer of the stacks; for one leaf.
-      when: as of :class:`Scalars`.
-      room: how many programs the whole leaves need, and how many a kernel over
-        different leaves should have for them: as many as over other parts of these.
-      interpret: run the kernel's operations with XLA, on any platform.
+      shards: local arrays of leaves that can share a kernel.
+      table: uint32 table with rows of scalars.
+      rows: uint32 vector, the row of each leaf; None if the table has one row.
+      layer: int32 vector with one element, the layer of the stacks to update.
+      when: see :class:`Scalars`.
+      room: how many programs the whole leaves need, and how many programs a kernel over
+        different leaves should have. Kernels with equal numbers can be compiled once.
+      interpret: if True, XLA runs the kernel's operations, on any platform.
     """
 
     body: Body | BlockBody
@@ -292,27 +303,27 @@ class Call:
 
 
 class Launcher(typing.Protocol):
-    """What a launcher's module defines, for one of Pallas' backends."""
+    """The functions of a launcher, a module that runs kernels of one Pallas backend."""
 
     def max_leaves(self, leaves: Sequence[Leaf]) -> int:
-        """How many of these leaves a kernel should update at most."""
+        """Return how many of these leaves one kernel should update at most."""
         ...
 
     def programs(self, leaves: Sequence[Leaf]) -> int:
-        """How many programs a kernel over these leaves needs."""
+        """Return how many programs a kernel over these leaves needs."""
         ...
 
     def groups(self, shards: Sequence[Shard]) -> list[list[int]]:
-        """Which of these leaves, or shards of leaves, share a kernel, by number."""
+        """Return the numbers of the leaves or shards that share each kernel."""
         ...
 
     def update(self, call: Call) -> list[jax.Array]:
-        """The results of a call's kernel, of one leaf after the other."""
+        """Run a kernel and return the results of one leaf after the other."""
         ...
 
 
 def result_shapes(shard: Shard) -> list[tuple[int, ...]]:
-    """The shapes of a shard's results, with which a launcher returns them."""
+    """Return the shapes of a shard's results."""
     leaf = shard.leaf
     return [
         _share(leaf.stored_shape(r), shard)
@@ -323,7 +334,7 @@ def result_shapes(shard: Shard) -> list[tuple[int, ...]]:
 
 
 def _share(stored: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
-    """The shard's share of an array's shape."""
+    """Returns the shape of the shard's part of an array."""
     return tuple(
         n * part // whole if whole else n
         for n, part, whole in zip(stored, shard.shape, shard.leaf.shape, strict=True)
@@ -331,7 +342,7 @@ def _share(stored: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
 
 
 def manual_axes(result: Result, operands: Sequence[Operand]):
-    """How a result varies over a ``jax.shard_map``'s mesh: like what it replaces."""
+    """Return how a result varies over the mesh of a ``jax.shard_map``."""
     if result.overwrites is not None:
         return jax.typeof(operands[result.overwrites].array).manual_axis_type
     types = [jax.typeof(o.array).manual_axis_type for o in operands]

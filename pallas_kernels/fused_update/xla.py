@@ -1,4 +1,8 @@
-"""The fused update in array operations: the reference that defines its numbers."""
+"""The fused update as operations on whole arrays: the reference, which defines results.
+
+It unpacks and decodes the arrays of a leaf, calls the body on them, and packs the
+results. Kernels compute the same results on tiles.
+"""
 
 import math
 import typing
@@ -16,7 +20,7 @@ from pallas_kernels.layout import block_maxima, repeat_blocks
 def row_of(
     table: jax.Array, row: jax.Array | None, values: Sequence[jax.Array] = ()
 ) -> list[jax.Array]:
-    """The scalars of a row, or of the only one; the last of them are these values."""
+    """Return a row of a table of scalars, ending with ``values``."""
     if row is not None:
         table = lax.dynamic_index_in_dim(jnp.asarray(table), row[0], keepdims=False)
     words = list(table)
@@ -32,13 +36,14 @@ def update(
     index: jax.Array | None = None,
     barrier: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] = list,
 ) -> list[jax.Array]:
-    """See :func:`pallas_kernels.fused_update`.
+    """Run :func:`pallas_kernels.fused_update` with array operations.
 
     Args:
-      body, leaf, layer, when: as there.
-      scalars: the body's.
-      index: uint32, the elements' indices, if the leaf is a part of another one.
-      barrier: replaces maxima, and new values before they are packed.
+      body, leaf, layer, when: see :func:`pallas_kernels.fused_update` and
+        :class:`.spec.Scalars`.
+      scalars: scalars of the body.
+      index: uint32 indices of the elements if the leaf is a part of another leaf.
+      barrier: applied to maxima, and to new values before they are packed.
     """
     body = getattr(body, "differentiable", body)
     scalars = list(scalars)
@@ -75,7 +80,7 @@ def _with_blocks(
     block_values: list[jax.Array],
     barrier: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
 ) -> list[jax.Array]:
-    """The results of a body that takes maxima over blocks."""
+    """Returns the results of a body that needs maxima over blocks."""
 
     def repeated(arrays: Sequence, sizes: Sequence[int]) -> list[jax.Array]:
         return [
@@ -112,7 +117,7 @@ def _stored(
     layer: jax.Array | None,
     skip: jax.Array | None,
 ) -> jax.Array:
-    """A result as it is stored, in its stack if it has one."""
+    """Returns a result packed and written into its stack, if it has bits or a stack."""
     if result.bits is not None:
         value = pack(value, result.bits, leaf.layout)
     if result.overwrites is None:
@@ -128,19 +133,19 @@ def _stored(
 
 
 def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-    """``a * b + c``; whether it rounds once or twice is XLA's choice."""
+    """Return ``a * b + c``; XLA chooses whether to round once or twice."""
     return a * b + c
 
 
 def larger_before(number: int, end: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """int32 with the larger one where ``number < end``, and ``x`` elsewhere."""
+    """Return int32 ``max(x, y)`` if ``number < end``, and ``x`` otherwise."""
     return jnp.where(jnp.int32(number) < end, jnp.maximum(x, y), x)
 
 
 def lowest_bits(count: jax.Array) -> jax.Array:
-    """uint32 whose lowest ``count`` bits are set: none below 0, all from 32 on."""
+    """Return uint32 with the lowest ``count`` bits set, clipped to 0 to 32 bits."""
     shift = jnp.maximum(count, jnp.int32(0)).astype(jnp.uint32)
-    # XLA shifts by 32 and more as far as that is.
+    # In XLA, a shift by 32 or more gives 0.
     return ~lax.shift_left(jnp.full_like(shift, 2**32 - 1), shift)
 
 
@@ -150,13 +155,13 @@ def index_of(
     first: jax.Array | None,
     layer: jax.Array | None = None,
 ) -> jax.Array:
-    """The row-major indices of the elements of a part, modulo 2^32.
+    """Return the row-major indices of the elements of a part, modulo 2^32.
 
     Args:
-      shape: of the part.
-      whole: shape of the leaf, or of the layer, that it is a part of.
-      first: uint32 scalar, the index of its first element; 0 if None.
-      layer: int32 vector of one element, of which layer; None for the first.
+      shape: shape of the part.
+      whole: shape of the leaf or layer that contains the part.
+      first: uint32 scalar, the index of the part's first element; 0 if None.
+      layer: int32 vector with one element, the number of the layer; 0 if None.
     """
     index = jnp.full(shape, jnp.uint32(0) if first is None else first)
     if layer is not None:

@@ -1,1 +1,1 @@
-"""What kernels for GPUs share: instructions, branches, and Mosaic's registers."""
+"""Shared code of the GPU kernels: PTX instructions, branches, and Mosaic registers."""

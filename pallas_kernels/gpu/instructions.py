@@ -1,7 +1,8 @@
-"""The GPU's own instructions as functions of arrays, and branches, for kernels.
+"""PTX instructions as functions of arrays, and branches, for GPU kernels.
 
-They are for operations that take Triton or Mosaic several instructions. They work on
-registers: one register holds two neighbours of a 16-bit dtype.
+The functions replace operations that Triton or Mosaic GPU compiles to several
+instructions. A 32-bit register contains one float32 or two neighbouring elements of a
+16-bit dtype.
 """
 
 import functools
@@ -17,19 +18,19 @@ from pallas_kernels import operations
 from pallas_kernels.operations import Operation
 
 Rules = Mapping[Operation | core.Primitive, Callable | None]
-"""Functions of arrays that replace operations, or primitives with their parameters.
+"""Functions that replace operations, or primitives (called with their parameters).
 
-None stands for what an operation is defined to be.
+An operation whose rule is None runs by its definition in :mod:`.operations`.
 """
 
 
 class Instructions:
-    """What a launcher's kernels compute by instructions of their own choice.
+    """Elementwise operations of a launcher's kernels, written with PTX instructions.
 
     Args:
-      assembler: writes inline assembly, elementwise; called as
+      assembler: writes elementwise inline assembly, and has the signature of
         ``jax.experimental.pallas.triton.elementwise_inline_asm``.
-      rules: for primitives that the launcher lacks or lowers badly.
+      rules: more rules, for primitives that the launcher lowers badly or not at all.
     """
 
     def __init__(self, assembler: Callable, rules: Rules | None = None):
@@ -49,14 +50,15 @@ class Instructions:
     def elementwise(
         self, instructions: str, constraints: str, args, dtype, pack: int = 1
     ) -> jax.Array:
-        """Inline assembly, for ``pack`` neighbouring elements at a time.
+        """Apply inline assembly to ``pack`` neighbouring elements at a time.
 
         Args:
-          instructions: PTX in which ``$0``, ``$1``, ... are results and arguments.
-          constraints: LLVM's, of each register of 16 or 32 bits.
+          instructions: PTX in which ``$0``, ``$1``, ... are the result's registers,
+            followed by the arguments' registers.
+          constraints: LLVM constraints of these registers, which have 16 or 32 bits.
           args: arrays of one shape.
-          dtype: of the result.
-          pack: how many elements.
+          dtype: dtype of the result.
+          pack: number of elements.
         """
         (result,) = self._assembler(
             instructions,
@@ -68,23 +70,23 @@ class Instructions:
         return result
 
     def multiply_add(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-        """``a * b + c`` in one instruction, which rounds once."""
+        """``a * b + c`` with one instruction, which rounds once."""
         return self.assemble("fma.rn.f32 $0, $1, $2, $3;", [a, b, c], jnp.float32)
 
     def high_product(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """uint32 with the upper half of the product of two uint32, in 64 bits."""
+        """The upper 32 bits of the 64-bit product of two uint32, as uint32."""
         product = self.assemble("mul.hi.u32 $0, $1, $2;", [x, y], jnp.int32)
         return lax.bitcast_convert_type(product, jnp.uint32)
 
     def to_float32(self, x: jax.Array) -> jax.Array:
-        """bfloat16 as float32: a shift; Triton's conversion permutes bytes too."""
+        """bfloat16 as float32 with a shift; Triton's conversion also permutes bytes."""
         bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
         return lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
 
     def round_to_bfloat16(self, x: jax.Array) -> jax.Array:
-        """See :func:`.operations.round_to_bfloat16`; five instructions for a pair."""
-        # The conversion's NaN is 0x7FFF. Only of that one does adding 1 set the sign,
-        # which then is in all bits of its low byte, to clear those that NAN has not.
+        """See :func:`.operations.round_to_bfloat16`; five instructions per pair."""
+        # cvt returns 0x7FFF for every NaN. Adding 1 sets the sign of this pattern only.
+        # prmt fills the low byte with the sign, to clear the bits that are 0 in NAN.
         return self.elementwise(
             "{ .reg .b32 pair, next, sign, mask;"
             " cvt.rn.bf16x2.f32 pair, $2, $1;"
@@ -99,7 +101,7 @@ class Instructions:
         )
 
     def unless_rounded(self, x: jax.Array, rounded: jax.Array) -> jax.Array:
-        """See :func:`.operations.unless_rounded`; two NaNs always give ``rounded``."""
+        """See :func:`.operations.unless_rounded`; two NaNs return ``rounded``."""
         return self.elementwise(
             "{ .reg .b32 pair, low, high; .reg .pred first, second;"
             " cvt.rn.bf16x2.f32 pair, $3, $2;"
@@ -123,7 +125,7 @@ class Instructions:
     def keep_nan(self, x: jax.Array) -> jax.Array:
         """See :func:`.operations.keep_nan`.
 
-        The GPU's arithmetic gives one NaN only, 0x7FFFFFFF.
+        The GPU's arithmetic returns only one NaN, 0x7FFFFFFF.
         """
         bits = lax.bitcast_convert_type(x, jnp.uint32)
         return jnp.where(jnp.isnan(x), jnp.uint32(operations.LAST_NAN), bits)
@@ -131,8 +133,8 @@ class Instructions:
     def pattern_with_one_nan(self, x: jax.Array) -> jax.Array:
         """See :func:`.operations.pattern_with_one_nan`.
 
-        The one NaN that the GPU's arithmetic gives, 0x7FFFFFFF, is the largest signed
-        integer. So one minimum replaces it and nothing else.
+        The GPU's arithmetic returns only one NaN, 0x7FFFFFFF, which is the largest
+        signed integer, so a minimum replaces it and leaves all numbers unchanged.
         """
         bits = lax.bitcast_convert_type(x, jnp.int32)
         bits = jnp.minimum(bits, jnp.int32(operations.NAN << 16))
@@ -141,21 +143,21 @@ class Instructions:
     def ordered_pattern(self, x: jax.Array) -> jax.Array:
         """See :func:`.operations.ordered_pattern`.
 
-        The one NaN that the GPU's arithmetic gives, 0x7FFFFFFF, is above infinity.
+        The GPU's arithmetic returns only one NaN, 0x7FFFFFFF, which is above infinity.
         """
         return lax.bitcast_convert_type(x, jnp.int32)
 
     def smaller(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """See :func:`.operations.smaller`; Hopper takes the least of three integers."""
+        """See :func:`.operations.smaller`; Hopper has a minimum of three integers."""
         bits = (lax.bitcast_convert_type(a, jnp.int32) for a in (x, y))
         return lax.bitcast_convert_type(jnp.minimum(*bits), jnp.float32)
 
     def larger_before(
         self, number: int, end: jax.Array, x: jax.Array, y: jax.Array
     ) -> jax.Array:
-        """int32 with the larger one where ``number < end``, and ``x`` elsewhere.
+        """int32 ``max(x, y)`` where ``number < end``, and ``x`` elsewhere.
 
-        A selection would be an instruction more.
+        A selection would need one more instruction.
         """
         return self.assemble(
             f"{{ .reg .pred exists; setp.gt.s32 exists, $1, {number};"
@@ -165,8 +167,8 @@ class Instructions:
         )
 
     def lowest_bits(self, count: jax.Array) -> jax.Array:
-        """uint32 whose lowest ``count`` bits are set: none below 0, all from 32 on."""
-        # PTX shifts by 32 and more as far as that is.
+        """uint32 with its lowest ``count`` bits set: none below 0, all from 32 up."""
+        # In PTX, a shift by 32 or more returns 0.
         mask = self.assemble(
             "{ .reg .b32 low; max.s32 low, $1, 0;"
             " shl.b32 low, -1, low; not.b32 $0, low; }",
@@ -176,7 +178,7 @@ class Instructions:
         return lax.bitcast_convert_type(mask, jnp.uint32)
 
     def power_of_five(self, n: jax.Array) -> jax.Array:
-        """See :func:`.operations.power_of_five`; two bytes from two tables."""
+        """See :func:`.operations.power_of_five`; looks up two bytes in two tables."""
         powers = [0, *(5**i for i in range(7))]
         low, high = (
             [
@@ -185,7 +187,8 @@ class Instructions:
             ]
             for shift in (0, 8)
         )
-        # Of n as a selector, all digits but the lowest are 0 or 8: bytes of zeros.
+        # prmt uses the digits of n as selectors. Except for the lowest digit, they are
+        # 0 or 8, which select bytes that are 0.
         power = self.assemble(
             "{ .reg .b32 low, high;"
             f" prmt.b32 low, {low[0]}, {low[1]}, $1;"
@@ -197,9 +200,9 @@ class Instructions:
         return power.astype(jnp.float32)
 
     def opaque(self, x: jax.Array, mark: int) -> jax.Array:
-        """The same array, by instructions that differ for different marks.
+        """The same array, copied with an instruction whose text contains ``mark``.
 
-        LLVM cannot merge the branches that they are in.
+        Different marks keep LLVM from merging the branches that contain them.
         """
         bits = 8 * x.dtype.itemsize
         pattern = lax.bitcast_convert_type(x, f"int{bits}")
@@ -215,7 +218,7 @@ class Instructions:
     def assemble(
         self, instructions: str, args: Sequence[jax.Array], dtype
     ) -> jax.Array:
-        """Inline assembly for one element at a time, in registers of 32 bits."""
+        """Apply inline assembly to one element at a time, in 32-bit registers."""
         letter = "f" if dtype == jnp.float32 else "r"
         constraints = ",".join(["=" + letter, *[letter] * len(args)])
         return self.elementwise(instructions, constraints, args, dtype)
@@ -226,13 +229,13 @@ def by_branches(
 ):
     """``function(choice, *args)`` with a static choice, by a tree of branches.
 
-    A ``lax.switch`` becomes a chain of branches on Triton's backend, which takes
-    several times as long to compile.
+    Triton's backend compiles ``lax.switch`` to a chain of branches, which takes several
+    times as long to compile.
 
     Args:
       number: int32 scalar, the choice.
-      choices: what it can be.
-      function: of a choice, an int, and of arrays.
+      choices: the possible choices.
+      function: called with a choice, an int, and with ``args``.
       *args: arrays.
     """
     if len(choices) == 1:

@@ -1,4 +1,4 @@
-"""Operations that Pallas does not lower for Mosaic GPU, or lowers badly."""
+"""Rules for primitives that Pallas does not lower to Mosaic GPU, or lowers badly."""
 
 import functools
 
@@ -11,15 +11,15 @@ from pallas_kernels.gpu.instructions import Instructions
 
 
 def _multiply(x: jax.Array, y: jax.Array, **_) -> jax.Array:
-    # LLVM would contract a product and a sum, which round once then. It leaves
-    # products alone that say how they round.
+    # LLVM would contract a product and a sum, which then round only once. It does not
+    # contract products with an explicit rounding mode.
     if x.dtype == jnp.float32 and x.shape:
         return INSTRUCTIONS.assemble("mul.rn.f32 $0, $1, $2;", [x, y], jnp.float32)
     return x * y
 
 
 def _power(x: jax.Array, y: int, **_) -> jax.Array:
-    # Like XLA: a product of the repeated squares that are in the exponent.
+    # Like XLA, multiply the repeated squares that the exponent's bits select.
     made, square, rest = None, x, abs(y)
     while rest:
         if rest & 1:
@@ -31,7 +31,7 @@ def _power(x: jax.Array, y: int, **_) -> jax.Array:
 
 
 def _divide(x: jax.Array, y: jax.Array, **params) -> jax.Array:
-    # Correctly rounded ones are a call.
+    # A correctly rounded division would be a function call.
     if x.dtype == jnp.float32 and x.shape:
         return INSTRUCTIONS.assemble("div.full.f32 $0, $1, $2;", [x, y], jnp.float32)
     return p.div_p.bind(x, y, **params)
@@ -60,8 +60,8 @@ def _convert(x: jax.Array, new_dtype, **params) -> jax.Array:
 
 
 def _select(which: jax.Array, *cases: jax.Array, **params) -> jax.Array:
-    # Pallas takes the result for unsigned where the chosen case is one number for all
-    # threads, and then compares, shifts and converts it as such.
+    # If the chosen case is a scalar, Pallas treats the result as unsigned when it
+    # compares, shifts or converts it.
     chosen = p.select_n_p.bind(which, *cases, **params)
     if not chosen.shape or not jnp.issubdtype(chosen.dtype, jnp.signedinteger):
         return chosen
@@ -69,7 +69,7 @@ def _select(which: jax.Array, *cases: jax.Array, **params) -> jax.Array:
 
 
 def _called(primitive, *args, **params) -> jax.Array:
-    """A function of floats that Pallas does not lower, and the compiler knows."""
+    """Compute a function of floats that Pallas does not lower, but MLIR provides."""
     dtype, shape = args[0].dtype, args[0].shape
     if not jnp.issubdtype(dtype, jnp.floating) or not shape:
         return primitive.bind(*args, **params)

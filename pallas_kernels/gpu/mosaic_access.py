@@ -1,7 +1,7 @@
-"""Loads and stores of Mosaic GPU: a thread's elements of an array in global memory.
+"""Loads and stores in Mosaic GPU of a thread's four elements in global memory.
 
-A thread's four elements are one access of 8 to 16 bytes where they are neighbours in
-memory, else four accesses. Pallas has neither masks nor offsets per thread for these.
+If the elements are aligned neighbours in memory, they are one access of 4 to 16 bytes,
+and four accesses otherwise. Pallas has no masks and no offsets per thread here.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ from pallas_kernels.gpu import mosaic_registers as registers
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What an access compiles to.
+    """The static properties of an access, which determine its instructions.
 
     Args:
-      dtype: of the elements.
+      dtype: dtype of the elements.
       width, tiles: see :class:`pallas_kernels.fused_update.gpu.operands.Access`.
-      has_mask: whether it has one.
-      layer_size: elements of the layers of a stack; None if it is none.
-      mark: a comment beside the instructions.
+      has_mask: whether the access has a mask.
+      layer_size: elements of a layer; None if the array is not a stack of layers.
+      mark: a comment in the assembly next to the instructions.
     """
 
     dtype: jnp.dtype
@@ -33,16 +33,15 @@ class Form:
 
     @property
     def bits(self) -> int:
-        """Of an element."""
         return 8 * self.dtype.itemsize
 
     def places(self, pointer, offset, *rest) -> list[tuple[typing.Any, typing.Any]]:
-        """For each element of a register its address, and its mask or None.
+        """The address of each element of a register, with its mask or None.
 
         Args:
-          pointer: to the array.
-          offset: register.
-          *rest: registers of the mask and the layer, if there are such.
+          pointer: pointer to the array.
+          offset: register with the elements' offsets.
+          *rest: registers with the mask and the layer, if the access has them.
         """
         rest = list(rest)
         masks = [None] * registers.COLUMNS
@@ -52,7 +51,7 @@ class Form:
             layer = registers.elements(rest.pop(0))[0]
             start = registers.product(layer, self.layer_size)
             pointer = registers.address(pointer, start, self.bits)
-        # A thread's elements are neighbours, if not always aligned.
+        # A thread's elements are neighbours, but they are not always aligned.
         place = registers.widened(registers.elements(offset)[0])
         first = registers.address(pointer, place, self.bits)
         return [
@@ -62,11 +61,11 @@ class Form:
 
 
 def load(form: Form, pointer, *place):
-    """The register of the elements at a place, as of :meth:`Form.places`."""
+    """Load elements into a register; for ``place`` see :meth:`Form.places`."""
     bits, places = form.bits, form.places(pointer, *place)
     if form.tiles:
         (address, mask), *_ = places
-        # Of a block only one thread reads what it writes.
+        # The block's first thread loads for its warp, since it may overwrite the value.
         together = min(form.tiles, registers.WARP)
         if together > 1:
             mask = registers.both(mask, registers.is_first_of(together))
@@ -88,7 +87,7 @@ def load(form: Form, pointer, *place):
 
 
 def store(form: Form, pointer, value, *place):
-    """Write a register to a place; see :func:`load`."""
+    """Store the elements of a register; see :func:`load`."""
     bits, places = form.bits, form.places(pointer, *place)
     if form.tiles:
         ((address, mask), *_), (word, *_) = places, registers.words(value, bits)

@@ -1,9 +1,9 @@
-"""Mosaic GPU's arrays as the registers of each thread.
+"""Mosaic GPU arrays as one register per thread, for code that Pallas cannot express.
 
-The only place that touches the compiler's intermediate representation: Pallas has no
-loads and stores with masks for Mosaic, no inline assembly, and no shuffles, and says to
-write them with ``inline_mgpu``. An array here has 4 elements per thread of a warpgroup,
-neighbours, which are one vector: *the register* of the array.
+Pallas has no masked loads and stores, no inline assembly and no shuffles for Mosaic
+GPU. Its ``inline_mgpu`` runs functions that write MLIR, the compiler's intermediate
+representation. This is the only module that writes MLIR. Each thread of a warpgroup has
+4 neighbouring elements of an array, as one MLIR vector: *the register* of the array.
 """
 
 import functools
@@ -25,13 +25,13 @@ from jax.extend.mlir.dialects import math as functions
 from jaxlib.mlir.dialects import gpu, llvm
 
 THREADS = 128
-"""Of a warpgroup, which is a program."""
+"""Threads of a warpgroup, which runs one program."""
 
 COLUMNS = 4
 """Elements of a register."""
 
 WARP = 32
-"""Threads that can exchange values."""
+"""Threads of a warp, which can exchange values."""
 
 FUNCTIONS = {
     p.cbrt_p: functions.cbrt,
@@ -42,25 +42,26 @@ FUNCTIONS = {
     p.pow_p: functions.powf,
     p.tan_p: functions.tan,
 }
-"""Functions of float32 that Pallas does not lower, by primitive."""
+"""MLIR functions for primitives on float32 that Pallas does not lower."""
 
 
 def layout(shape: tuple[int, ...]):
-    """The layout of an array of lanes: four neighbours to each thread."""
+    """The layout of an array with 512 elements: four neighbours for each thread."""
     if math.prod(shape) != THREADS * COLUMNS:
-        raise ValueError(f"Mosaic kernels have arrays of 512 lanes, not {list(shape)}")
+        raise ValueError(f"layout: shape must have 512 elements, got {list(shape)}")
     return pallas.Layout.WG_STRIDED(shape, vec_size=COLUMNS)
 
 
 def per_thread(
     function: Callable, arrays: Sequence[jax.Array], shape, dtype, refs: Sequence = ()
 ) -> jax.Array:
-    """An array whose registers are a function of other arrays' registers.
+    """An array whose registers are a function of the registers of other arrays.
 
     Args:
-      function: of the references' pointers and of registers, to a register.
-      arrays: of the shape, or scalars.
-      shape, dtype: of the result.
+      function: called with the references' pointers and with the arrays' registers;
+        returns a register.
+      arrays: arrays with this shape, or scalars.
+      shape, dtype: shape and dtype of the result.
       refs: references to flat arrays in global memory.
     """
     return typing.cast(jax.Array, _inline(function, arrays, shape, refs, dtype))
@@ -69,7 +70,7 @@ def per_thread(
 def do_per_thread(
     function: Callable, arrays: Sequence[jax.Array], shape, refs: Sequence = ()
 ) -> None:
-    """The same of a function without a result."""
+    """Run a function that returns nothing on each thread; see :func:`per_thread`."""
     _inline(function, arrays, shape, refs, None)
 
 
@@ -103,13 +104,13 @@ def _inline(function, arrays, shape, refs, dtype):
 
 
 def elements(register) -> list:
-    """The elements of a register, one value each, in their order."""
+    """The elements of a register in their order, as single values."""
     (count,) = ir.VectorType(register.type).shape
     return [_extract(register, i) for i in range(count)]
 
 
 def register(values: Sequence):
-    """The register of these elements, which are values of one type."""
+    """The register with these elements, which are values of one type."""
     kind = ir.VectorType.get((len(values),), values[0].type)
     made = llvm.mlir_undef(kind)
     for i, value in enumerate(values):
@@ -119,12 +120,12 @@ def register(values: Sequence):
 
 
 def bits_type(bits: int):
-    """The compiler's type of integers of so many bits, signed or not."""
+    """The MLIR type of integers with this number of bits, signed or unsigned."""
     return ir.IntegerType.get_signless(bits)
 
 
 def constant(value: int, kind):
-    """A constant, which is of a type of integers, not of floats."""
+    """An integer constant of an MLIR type."""
     return arith.constant(kind, ir.IntegerAttr.get(kind, value))
 
 
@@ -140,10 +141,10 @@ def assembly(
 
     Args:
       instructions: PTX.
-      results: types of the results, in the order of ``$0``, ``$1``, ...
+      results: MLIR types of the results, in the order of ``$0``, ``$1``, ...
       args: values.
-      constraints: LLVM's.
-      acts: whether it does something beside its results.
+      constraints: LLVM constraints.
+      acts: whether the assembly has side effects.
     """
     if len(results) > 1:
         kind = llvm.StructType.get_literal(list(results))
@@ -161,17 +162,17 @@ def assembly(
 
 
 def element_type(dtype):
-    """The compiler's type of the elements of a NumPy dtype."""
+    """The MLIR type for a NumPy dtype."""
     return mosaic.utils.dtype_to_ir_type(np.dtype(dtype))
 
 
 def bits_of(value) -> int:
-    """The number of bits of a value, which is no vector."""
+    """The number of bits of a value that is not a vector."""
     return mosaic.utils.bitwidth(value.type)
 
 
 def words(register, bits: int = 32) -> list:
-    """The register as integers of so many bits, the first elements lowest."""
+    """The register as integers with this number of bits, the first elements lowest."""
     (count,) = ir.VectorType(register.type).shape
     width = mosaic.utils.bitwidth(ir.VectorType(register.type).element_type)
     kind = ir.VectorType.get((count * width // bits,), bits_type(bits))
@@ -179,7 +180,7 @@ def words(register, bits: int = 32) -> list:
 
 
 def joined(values: Sequence, element):
-    """A register of elements of a type: of values of one, or of words of more bits."""
+    """A register of elements of this type, from single elements or from wider words."""
     held = register(values)
     kind = ir.VectorType.get((COLUMNS,), element)
     return held if held.type == kind else vector.bitcast(kind, held)
@@ -196,24 +197,24 @@ def thread_number():
 
 
 def _thread_of_block():
-    """The number of the thread in its block, which may be of several warpgroups."""
+    """The number of the thread in its block, which can have several warpgroups."""
     return arith.index_cast(bits_type(32), gpu.thread_id(gpu.Dimension.x))
 
 
 def is_first_of(threads: int):
-    """Whether the thread is the first of so many neighbours, a power of two."""
+    """Whether the thread is the first of ``threads`` neighbours, a power of two."""
     kind = bits_type(32)
     rest = arith.andi(thread_number(), constant(threads - 1, kind))
     return arith.cmpi(arith.CmpIPredicate.eq, rest, constant(0, kind))
 
 
 def largest(a, b):
-    """The larger of two values that are signed integers."""
+    """The larger of two signed integers."""
     return arith.maxsi(a, b)
 
 
 def first_thread(value, threads: int):
-    """An integer of at most 32 bits of the first of so many neighbours in a warp."""
+    """The integer of the first of ``threads`` neighbours in a warp."""
     kind, bits = bits_type(32), bits_of(value)
     lane = arith.andi(thread_number(), constant(-threads % WARP, kind))
     wide = value if bits == 32 else arith.extui(kind, value)
@@ -224,11 +225,11 @@ def first_thread(value, threads: int):
 
 
 def other_warp(pointer, value):
-    """A number of 32 bits of the other warp of a pair of neighbours.
+    """The number of the other warp in a pair of neighbouring warps.
 
     Args:
-      pointer: to shared memory with an int32 per warp.
-      value: the same in all threads of a warp.
+      pointer: pointer to shared memory with an int32 per warp.
+      value: a 32-bit number, equal in all threads of a warp.
     """
     kind, bytes_ = bits_type(32), 4
     warp = arith.shrui(_thread_of_block(), constant(5, kind))
@@ -236,38 +237,38 @@ def other_warp(pointer, value):
     llvm.store(value, address(pointer, warp, 32), alignment=bytes_)
     mosaic.warpgroup_barrier()
     found = llvm.load(value.type, address(pointer, other, 32), alignment=bytes_)
-    # Before the next exchange.
+    # Every thread must have read before the next exchange writes.
     mosaic.warpgroup_barrier()
     return found
 
 
 def other_thread(value, distance: int):
-    """An int32 of the thread whose number differs in the bit of the distance."""
+    """The int32 of the thread whose number differs in the bit ``distance``."""
     return mosaic.utils.shfl_bfly(value, distance)
 
 
 def both(a, b):
-    """Whether two conditions hold; None holds."""
+    """The conjunction of two masks; None is a mask that is always true."""
     return b if a is None else arith.andi(a, b)
 
 
 def widened(value):
-    """An integer that is not negative, with 64 bits."""
+    """A non-negative integer as 64 bits."""
     return arith.extui(bits_type(64), value)
 
 
 def product(value, factor: int):
-    """A non-negative int32 times a constant, with 64 bits."""
+    """A non-negative int32 times a constant, as 64 bits."""
     return arith.muli(widened(value), constant(factor, bits_type(64)))
 
 
 def address(pointer, place, bits: int):
-    """The address of an element of so many bits.
+    """The address of an element of an array.
 
     Args:
-      pointer: to the array.
-      place: the element's number, of 64 or 32 bits; or how much further it is, an int.
-      bits: of an element.
+      pointer: pointer to the array, or to an element to start from.
+      place: number of the element, an int or a value with 32 or 64 bits.
+      bits: bits of an element.
     """
     flags, kind = llvm.GEPNoWrapFlags.none, bits_type(bits)
     places, constants = (
@@ -277,14 +278,14 @@ def address(pointer, place, bits: int):
 
 
 def load(address, mask, bits: int, count: int, mark: str) -> list:
-    """``count`` words of so many bits from global memory, or 0 if the mask is off.
+    """Load ``count`` words from global memory; they are 0 if the mask is off.
 
     Args:
-      address: of the first.
+      address: address of the first word.
       mask: a condition, or None.
-      bits: 8, 16 or 32.
+      bits: bits of a word: 8, 16 or 32.
       count: 1, 2 or 4.
-      mark: a comment beside the instruction.
+      mark: a comment in the assembly next to the instruction.
     """
     letter, many = _form(bits, count)
     places = _list(f"${i}" for i in range(count))
@@ -303,7 +304,7 @@ def load(address, mask, bits: int, count: int, mark: str) -> list:
 
 
 def store(address, words: Sequence, mask, mark: str) -> None:
-    """Words to global memory, if the mask is on; see :func:`load`."""
+    """Store words to global memory if the mask is on; see :func:`load`."""
     bits, count = bits_of(words[0]), len(words)
     if bits < 16:
         words = [arith.extui(bits_type(16), x) for x in words]
@@ -330,14 +331,14 @@ def _list(places) -> str:
 def assembler(
     instructions: str, *, args, constraints: str, pack: int, result_shape_dtypes
 ) -> list[jax.Array]:
-    """See :class:`.instructions.Instructions`; there is one result."""
+    """The assembler of :class:`.instructions.Instructions`, with one result."""
     (like,) = result_shape_dtypes
     made = functools.partial(_assembled, instructions, constraints, like.dtype, pack)
     return [per_thread(made, args, like.shape, like.dtype)]
 
 
 def _assembled(instructions: str, constraints: str, dtype, pack: int, *given):
-    """A register, assembled from ``pack`` elements of others at a time."""
+    """A register made from ``pack`` elements of other registers at a time."""
     kinds = [each.strip() for each in constraints.split(",")]
     count = sum(kind.startswith("=") for kind in kinds)
     element = element_type(dtype)
@@ -351,7 +352,7 @@ def _assembled(instructions: str, constraints: str, dtype, pack: int, *given):
 
 
 def _columns(register, pack: int) -> list[list]:
-    """The arguments of each piece of assembly: of 16 bits, pairs in one register."""
+    """The arguments of each piece of assembly; pairs of 16 bits share a register."""
     values = elements(register)
     width = bits_of(values[0])
     if pack == 2 and width == 16:
@@ -360,7 +361,7 @@ def _columns(register, pack: int) -> list[list]:
 
 
 def _type_of(kind: str):
-    """The type of a result with this constraint."""
+    """The MLIR type of a result with this constraint."""
     letter = kind.removeprefix("=")
     if letter == "f":
         return ir.F32Type.get()

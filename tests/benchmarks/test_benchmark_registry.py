@@ -1,4 +1,4 @@
-"""``python -m benchmarks`` lists all benchmarks, and nothing else."""
+"""``python -m benchmarks`` lists all benchmarks and nothing else."""
 
 import importlib
 import json
@@ -15,7 +15,7 @@ FOLDER = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def test_every_benchmark_says_what_it_does(capsys, monkeypatch):
-    """Under ``--help``, without a run."""
+    """``--help`` prints a description and runs nothing."""
     monkeypatch.setattr(sys, "argv", [])
     tried = [name for name, each in BENCHMARKS.items() if not missing(each)]
     assert {"step_time", "release_time"} < set(tried)

@@ -1,4 +1,4 @@
-"""Optimizers and flags of the runs on CIFAR-10, and what its steps store and count."""
+"""Optimizers and flags of the runs on CIFAR-10, and their steps and bytes."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ from tools.models.resnet import ResNet
 
 pytestmark = [pytest.mark.example, pytest.mark.standard_promotion]
 
-# One block a stage keeps compilation short. The large leaves have 9216 parameters.
+# One block per stage keeps compilation short. The large leaves have 9216 parameters.
 WIDTH, BLOCKS = 16, (1, 1)
 QUANTIZED = 16 * 32 * 9 + 32 * 32 * 9
 
@@ -81,7 +81,7 @@ def test_bytes_a_parameter_are_of_the_arrays_that_the_codes_stand_for():
     state, _ = _network("lpmm_sgd", _options(microbatches=2))
     leaves = jax.tree.leaves(jax.eval_shape(lowbit_optax.lpmm.dequantize, state.params))
     size = sum(leaf.size for leaf in leaves)
-    # Codes of weights, momenta and sums of 12, 8 and 8 bits; small leaves in float32.
+    # Weights, momenta and sums have 12, 8 and 8 bits; small leaves are float32.
     least = QUANTIZED * 28 / 8 + 3 * 4 * (size - QUANTIZED)
     found = training_loop.bytes_per_parameter(state) * size
     assert least < found < 1.15 * least  # with scales, counts and blanks
@@ -112,7 +112,7 @@ def _scaled_network(name, loss_scale, **others):
 
 @pytest.mark.parametrize(("name", "microbatches"), [("master_copy_sgd", 1), ("sgd", 2)])
 def test_a_step_that_overflows_leaves_the_network_as_it_was(name, microbatches):
-    # The scale is past float16's largest number, and comes down by halves.
+    # The scale begins above float16's largest number, and overflows halve it.
     state, step = _scaled_network(name, "backoff", microbatches=microbatches)
     large = state.opt_state._replace(scale=jnp.float32(2.0**24))
     state = state.replace(opt_state=large)

@@ -1,4 +1,4 @@
-"""A GPT trained to the end of its schedule: its runs, records and curves."""
+"""The runs, records and curves of a GPT trained to the end of its schedule."""
 
 import sys
 
@@ -56,7 +56,7 @@ def test_each_size_has_a_record_and_other_numbers_are_kept_apart(
     [
         ("float32", "float32"),
         ("lowbit", "bfloat16"),
-        # In float8 small ones would be 0.
+        # In float8, small gradients would be 0.
         ("float8, 8 extra bits", "bfloat16"),
         ("MXFP8, 8 extra bits", "float32"),
         ("LPMM, 12 bits", "float32"),

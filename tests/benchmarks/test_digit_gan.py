@@ -1,4 +1,4 @@
-"""What ``python -m benchmarks digit_gan`` computes with."""
+"""The numerical functions of ``python -m benchmarks digit_gan``."""
 
 import jax.numpy as jnp
 import numpy as np

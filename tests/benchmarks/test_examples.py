@@ -1,4 +1,4 @@
-"""The three examples run as a user runs them: output, resuming, errors as sentences."""
+"""The three examples as users run them: output, resuming, and one-sentence errors."""
 
 import ast
 import os
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.example
 
 @pytest.fixture
 def run(tmp_path, tmp_path_factory):
-    """``run(name, *flags)``: an example's standard output; there is no CIFAR-10."""
+    """``run(name, *flags)`` returns an example's output; CIFAR-10 is missing."""
 
     def run(name, *flags, before="", status=0):
         program = [str(EXAMPLES / name), *TINY[name], *flags]
@@ -206,7 +206,7 @@ def test_the_gpt_shows_its_memory_and_trains_the_same_with_and_without_release(r
         ]
         assert sizes[1] < sizes[0]
         losses.append([float(x) for x in re.findall(r": ([\d.]+) nats", shown)])
-    # XLA may contract the two programs' gradients differently.
+    # XLA may contract the gradients of the two programs differently.
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
     assert len(losses[0]) == 4
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks first_device`` keeps what it found, whatever happens after."""
+"""``python -m benchmarks first_device`` keeps its results, whatever happens later."""
 
 import itertools
 import json
@@ -13,9 +13,9 @@ from places import run_python
 from benchmarks.device import first_device, first_device_page, optimizers
 from benchmarks.device.supervisor import Supervisor, entry_of
 
-# What a job's process says, without JAX. Each trial of its name's letters: a works, b
-# fails, c ends the process, d falls silent, e has the device for a while, f says where
-# it is, g takes a while.
+# A stand-in for a job's process, without JAX. Each letter of its name is a trial: a
+# works, b fails, c ends the process, d prints nothing, e uses the device for a while, f
+# returns its working directory, and g needs some time.
 STAND_IN = """
 import json, os, sys, time
 say = lambda **x: print(json.dumps(x), flush=True)
@@ -90,7 +90,7 @@ def test_a_process_that_falls_silent_is_given_up():
     assert job["trials"]["a"] == {"figures": {}}
 
 
-def test_what_no_time_is_left_for_is_said_to_be_not_run():
+def test_jobs_without_time_left_are_reported_as_not_run():
     seen = []
     entries = supervised("one/ad", "two/a", "three/a", seconds=1.0, workers=1,
                          changed=seen.append)  # fmt: skip
@@ -169,7 +169,7 @@ def test_a_toolkit_without_wheels_is_found(tmp_path, monkeypatch):
 
 
 def test_processes_run_where_mosaic_finds_a_toolkit(tmp_path):
-    """It looks in the working directory, whatever else says where one is."""
+    """Mosaic looks in the working directory, even if other settings name a toolkit."""
     (job,) = supervised("shared/f", folder=tmp_path)
     assert job["trials"]["f"]["figures"]["folder"] == str(tmp_path)
 
@@ -188,7 +188,7 @@ def run(*options, **environment):
         (("--only", "bit/*"), "bit/*"),
     ],
 )
-def test_what_cannot_be_done_is_a_sentence(options, said, tmp_path):
+def test_errors_are_one_sentence(options, said, tmp_path):
     (tmp_path / "file").touch()
     done = run(*(x.replace(".", str(tmp_path)) for x in options))
     assert done.returncode == 2
@@ -209,7 +209,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
-    """All sections at a small size."""
+    """A record of all sections at a small size."""
     folder = tmp_path_factory.mktemp("first_device")
     flags = "--xla_backend_optimization_level=0"
     done = run(
@@ -246,8 +246,8 @@ def test_every_section_runs_at_a_small_size(record):
 @pytest.mark.example
 def test_bytes_of_steps_are_those_counted_by_hand_and_training_learns(record):
     found = trials_of(record, "step_times")["optax, float32 master"]["16x4096"]
-    # bfloat16 parameters, which are written only; float32 master, mu and nu, read and
-    # written; bfloat16 gradients; and a count.
+    # bfloat16 parameters, which are only written; float32 master, mu and nu, which are
+    # read and written; bfloat16 gradients; and a count.
     parameters = 14 * 64 * 64
     assert found["parameters"] == parameters
     assert found["stored_bytes"] == 14 * parameters + 4

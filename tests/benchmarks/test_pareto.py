@@ -1,4 +1,4 @@
-"""``python -m benchmarks pareto``: its front."""
+"""The front of ``python -m benchmarks pareto``."""
 
 from benchmarks.training import pareto
 
@@ -21,7 +21,7 @@ def test_each_run_is_compared_with_float32_of_its_seed():
 
 
 def test_bits_are_of_weights_residuals_and_moments():
-    """Scales of blocks come on top."""
+    """The scales of blocks are additional bits."""
     for name, least in (
         ("float32", 96),
         ("nearest, 32", 80),

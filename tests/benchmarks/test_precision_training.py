@@ -1,4 +1,4 @@
-"""`precision_assignment` makes each run that its flags ask for exactly once."""
+"""`precision_assignment` makes each run for its flags exactly once."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.example, pytest.mark.standard_promotion]
 
 
 class Network(nn.Module):
-    """With BatchNorm, as those it stands for, but compiled in a second or two."""
+    """A network with BatchNorm, like the real ones, that compiles in seconds."""
 
     dtype: Any = jnp.float32
 
@@ -93,7 +93,7 @@ def test_a_run_without_promotion_is_no_stand_in_for_one_with_it():
 
 
 def test_all_high_precision_trains_like_float32_nearly():
-    """fp(6, 9) has 10 significant bits; loss scaling and rounding change the rest."""
+    """fp(6, 9) has 10 significant bits; loss scaling and rounding change the loss."""
     model = Network()
     args = precision_assignment.parse_args(["--batch-size", "16", "--epochs", "2"])
     trainer = precision_assignment.make_trainer(model, args, 4, flip=False)
@@ -117,8 +117,8 @@ def test_all_high_precision_trains_like_float32_nearly():
     assert losses(low, trainer.mixed) != losses(high, trainer.mixed)
 
 
-def test_a_started_state_leaves_what_it_was_made_from():
-    """The training step donates its state: the initial one makes the next run too."""
+def test_a_run_keeps_the_initial_state():
+    """The step donates its state, but the next run needs the initial state again."""
     model = Network()
     tx = mixed_training.make_optimizer(lambda step: 0.1, 5e-4, period=None)
     step = mixed_training.make_train_step(model, flip=False)

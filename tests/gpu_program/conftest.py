@@ -1,4 +1,4 @@
-"""What tests of programs compiled for GPUs share."""
+"""Fixtures for tests of programs compiled for GPUs."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def by_triton(monkeypatch):
-    """Kernels by Triton in every version of JAX, for bounds that are written for them.
+    """Use Triton in every version of JAX, because many bounds are for its kernels.
 
     ``test_launchers.py`` compares Mosaic's kernels with Triton's.
     """
@@ -32,13 +32,13 @@ def by_triton(monkeypatch):
 
 @pytest.fixture
 def launcher(request, monkeypatch):
-    """The launcher of kernels, which tests are parametrised by."""
+    """Use the launcher that a test is parametrised with."""
     monkeypatch.setattr(platforms, "DEFAULT_LAUNCHER", request.param)
     return request.param
 
 
 @pytest.fixture
 def disassembler():
-    """Skips tests that read machine code where the tools for it are not installed."""
+    """Skip tests that read machine code if the tools for it are not installed."""
     if missing_tools():
         pytest.skip(missing_tools())

@@ -1,4 +1,4 @@
-"""An average of the weights is one pass in place, compiled for an H200."""
+"""An average of the weights is updated in place in one pass, compiled for an H200."""
 
 import jax
 import pytest

@@ -1,10 +1,11 @@
-"""Steps compiled for an H200, executed from their PTX, give the reference's bits.
+"""Steps compiled for an H200 and executed from their PTX match the reference's bits.
 
-Of every launcher that this JAX has.
+The tests run with every launcher that this version of JAX supports.
 
-The whole compiled program runs: the fused kernels, and XLA's own around them. Numbers
-are chosen so that products, roots and quotients are exact. Then nothing is left that
-kernels may round differently from the reference: all bits of all results must agree.
+The whole compiled program is executed: the fused kernels, and XLA's kernels around
+them. The numbers are chosen so that products, roots and quotients are exact. Kernels
+then have nothing that they may round differently from the reference, and all bits of
+all results must agree.
 """
 
 import functools
@@ -42,7 +43,7 @@ def launcher(request, monkeypatch):
 SHAPES = {"even": (128, 256), "ragged": (70, 261), "narrow": (80, 149)}
 each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
-# Of gradients that are powers of two its first step is exact: their roots are.
+# The first step is exact for gradients that are powers of two.
 ADAMW = optax.adamw(2.0**-9, b1=0.5, b2=0.75, eps=0.0, weight_decay=2.0**-7)
 
 BFLOAT16 = cast(BF16)
@@ -73,7 +74,7 @@ FAMILIES = {
     "lowbit 8 in blocks of 256": (extra_bits(8), block_quantized(8, block_size=256)),
     "lowbit 4 in blocks of 2048": (extra_bits(8), block_quantized(4, block_size=2048)),
 }
-# Moments of which one is stored relative to another's root.
+# The added families store mu relative to the root of nu.
 EIGHT = block_quantized(8)
 OF_ADAM = FAMILIES | {
     "4-bit mu": (extra_bits(8), {"mu": block_quantized(4), "nu": EIGHT}),
@@ -111,10 +112,10 @@ def powers_of_two(params, seed=0):
 
 
 def compiled(tx, *arguments):
-    """A step as users run it on a GPU: with donated parameters and state."""
+    """A step as users run it on a GPU, with donated parameters and state."""
     step = functools.partial(lowbit_optax.step, tx)
     program = compile_program(lower_for(gpu_mesh(), step, *arguments, donate=(0, 1)))
-    # Only Mosaic's kernels are calls with arguments of their own.
+    # Only Mosaic's kernels are called with explicit arguments.
     assert bool(program.arguments) == (platforms.DEFAULT_LAUNCHER == "mosaic")
     return program
 
@@ -125,14 +126,14 @@ def jitted(tx):
 
 
 def second_step(make, params, bits=16):
-    """Arguments of a step with a state that is no longer zero."""
+    """Arguments of a step whose state is no longer zero."""
     tx = make("xla")
     first, second = dyadic_series(params, 2, bits)
     return *jitted(tx)(params, tx.init(params), first), second
 
 
 def both(make, *arguments):
-    """Results of the compiled step, and the reference's."""
+    """Results of the compiled step and of the reference."""
     got = compiled(make(None), *arguments).run(*arguments)
     return got, jitted(make("xla"))(*arguments)
 
@@ -152,10 +153,10 @@ RANKED = ["kahan", "extra_bits 8", "lowbit 8"]
 EQUAL = [*RANKED, "lowbit 4"]
 DIFFERENT = ["kahan", "lowbit 8", "lowbit 4"]
 SIZES = (1, 2, 40, 127, 512, 513, 1000)
-# Families, and leaves that are stepped together.
+# The families to test, and leaves that one step updates together.
 LEAVES = {
     **{f"one {name}": (FAMILIES, [leaf(*shape)]) for name, shape in SHAPES.items()},
-    # Of fewer than 4096 elements XLA would update packed leaves.
+    # XLA would update packed leaves with fewer than 4096 elements.
     "four axes": (RANKED, [leaf(3, 3, 15, 40)]),
     "vector": (RANKED, [leaf(4103)]),
     "middle axis of 3": (RANKED, [leaf(40, 3, 40)]),
@@ -193,12 +194,12 @@ def test_a_step_with_momentum_has_the_same_bits(name, family):
     program = compiled(make(None), *arguments)
     assert_same_bits(program.run(*arguments), jitted(make("xla"))(*arguments))
     assert is_shared_by_leaves(program) == (len(leaves) > 1)
-    if "equal" in name:  # and is compiled once, also where it is launched twice
+    if "equal" in name:  # XLA compiles it once, even if it is launched twice
         assert len(fused_kernels(program)) == 1
 
 
 def fused_kernels(program):
-    """Names of the kernels that Pallas wrote."""
+    """Names of the kernels written in Pallas."""
     return [name for name in program.sources if name.startswith("fused_update")]
 
 
@@ -208,10 +209,8 @@ def is_shared_by_leaves(program):
 
 @pytest.mark.parametrize("shape", [(70, 261), (76, 149)], ids=str)
 @pytest.mark.parametrize("family", ["lowbit 8", "lowbit 4", "extra_bits 5"])
-def test_what_rows_that_are_missing_would_make_is_in_no_word_and_no_scale(
-    family, shape
-):
-    """The update makes 1 of a gradient of 0, and less of those that are there."""
+def test_words_and_scales_contain_nothing_from_missing_rows(family, shape):
+    """The update is 1 for a gradient of 0, and smaller for the real gradients."""
     one_more = optax.stateless(lambda u, _: jax.tree.map(lambda x: x + F32(1), u))
     inner = optax.chain(one_more, MOMENTUM)
     make = functools.partial(transformation, inner, family)
@@ -221,7 +220,7 @@ def test_what_rows_that_are_missing_would_make_is_in_no_word_and_no_scale(
     assert_same_step(make, params, make("xla").init(params), grads)
 
 
-# The fields of low moments need 16 rows, of which the last leaf has 7.
+# The fields of low moments share words over 16 rows; the last leaf has 7 rows.
 OF_ADAMW = [*itertools.product(OF_ADAM, SHAPES.values()), ("low moments", (7, 3, 261))]
 
 
@@ -251,7 +250,7 @@ def test_gradients_that_are_not_finite_have_the_same_bits_and_harm_nothing_else(
 @each_shape
 @pytest.mark.parametrize("family", ["kahan", "lowbit 8", "lowbit 4"])
 def test_second_moments_have_the_same_bits(family, shape):
-    # Squares of 8 bits and their halves are exact; roots are not, nor what follows.
+    # Squares of 8-bit numbers and their halves are exact, but roots are rounded.
     inner = optax.chain(optax.scale_by_rms(0.5, 2.0**-20), optax.scale(-(2.0**-6)))
     make = functools.partial(transformation, inner, family)
     arguments = second_step(make, {"kernel": normal(shape)}, bits=8)
@@ -261,10 +260,10 @@ def test_second_moments_have_the_same_bits(family, shape):
 
 @pytest.fixture
 def few_programs_are_many(monkeypatch):
-    """Blocks of threads as in large leaves, which would take too long to execute."""
+    """Use the blocks of threads of large leaves, which take too long to execute."""
     mosaic = importlib.import_module("pallas_kernels.fused_update.gpu.mosaic")
     monkeypatch.setattr(mosaic, "_FEW_PROGRAMS", 0)
-    # JAX knows kernels of the same leaves by what other tests traced.
+    # Otherwise, JAX would reuse kernels of the same leaves from other tests.
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -310,8 +309,8 @@ def test_guarded_steps_have_the_same_bits(family, overflow):
     assert_same_step(make, params, state, grads)
 
 
-# Where roots and quotients round, they may round differently, and so may what is
-# computed of them: within a few units of the larger of master and update.
+# If roots and quotients round, kernels may round them differently. Masters then differ
+# by a few units of the larger of master and update.
 
 
 def test_masters_after_adamw_are_close():

@@ -1,4 +1,4 @@
-"""Programs of ``python -m benchmarks first_device`` compile for the GPUs it is for."""
+"""Programs of ``python -m benchmarks first_device`` compile for their target GPUs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Products in the dtypes of their formats, compiled for H200s."""
+"""Matrix products run in the dtypes of their formats, compiled for H200s."""
 
 import collections
 
@@ -17,13 +17,14 @@ def test_a_gpu_multiplies_float8_by_its_float8_units():
     x = jax.ShapeDtypeStruct((256, 128), jnp.float32)
     plan = precision.trace(mlp, w, x)
     assignment = precision.uniform(plan, formats=precision.FLOAT8)
-    # In bfloat16, and with it the two products that read it.
+    # This tensor stays bfloat16, and so do the two products that read it.
     names = [tensor.name for tensor in plan.tensors]
     assignment.low[names.index("params['mid']")] = False
 
     native = precision.apply(mlp, assignment, products="native")
     gradient = jax.value_and_grad(native, has_aux=True)
-    # Triton's products are fusions; a device that is there is asked which are faster.
+    # Without Triton, each product is a library call. XLA chooses between the two with
+    # measurements, which need a device.
     options: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
     compiled = compile_lowered(lower_for(gpu_mesh(), gradient, w, x), options)
 
@@ -33,7 +34,7 @@ def test_a_gpu_multiplies_float8_by_its_float8_units():
     dtypes = {name: collections.Counter() for name in calls}
     for name, operands, precisions in hlo.products(compiled):
         dtypes[name][operands] += 1
-        # Else cuBLASLt keeps sums of float8 products in fewer bits than float32 has.
+        # Otherwise, cuBLASLt sums float8 products in fewer bits than float32.
         assert name != float8 or precisions == ("HIGHEST", "HIGHEST")
     assert dtypes[bfloat16] == {("bf16", "bf16"): 2}
     assert dtypes[float8][("f8e4m3fn", "f8e4m3fn")] == 2

@@ -1,6 +1,6 @@
-"""What inner transformations may compute in a kernel, every launcher's kernels can.
+"""Every launcher's kernels compute all functions that inner transformations may use.
 
-Executed from compiled programs and compared with XLA on the CPU.
+The compiled programs are executed and compared with XLA on the CPU.
 """
 
 import functools
@@ -27,7 +27,7 @@ each_launcher = pytest.mark.parametrize("launcher", LAUNCHERS, indirect=True)
 
 
 def of_integers(function):
-    """A function of numbers from -8000 to 8000."""
+    """A function of integers from -8000 to 8000."""
     return lambda x: function((x * 1000).astype(I32)).astype(F32)
 
 
@@ -88,10 +88,10 @@ FUNCTIONS = {
     p.tanh_p: lax.tanh,
     p.xor_p: of_conditions(lax.bitwise_xor),
 }
-# For large arguments they use memory that the interpreter does not support.
+# For large arguments, these use memory that the interpreter does not support.
 NOT_EXECUTED = (p.cos_p, p.sin_p, p.tan_p)
 
-# Of a program's text XLA leaves out constants of more than ten numbers.
+# The text of an XLA program omits constants with more than ten numbers.
 PROGRAMS = 5
 
 
@@ -124,10 +124,10 @@ def test_trigonometric_functions_compile(launcher):
 
 
 def lowered_step(primitives):
-    """A step whose updates are these functions of gradients, and its arguments."""
+    """A step whose updates are these functions of the gradients, and its arguments."""
     names = {primitive.name: FUNCTIONS[primitive] for primitive in primitives}
     apply = lambda updates, _: {name: f(updates[name]) for name, f in names.items()}
-    # Of weights that are 0, the float32 master is the update.
+    # Weights are 0, so the float32 master equals the update.
     tx = lowbit_optax.lowbit(
         optax.stateless(apply), weights=lowbit_optax.master_copy(), min_size=0
     )

@@ -1,4 +1,4 @@
-"""The reader of HLO, on texts whose sizes are known."""
+"""The reader of HLO returns the right sizes for texts with known sizes."""
 
 import doctest
 import importlib
@@ -25,7 +25,7 @@ ENTRY %main (x: f32[256]) -> f32[256] {{
     ("part", "operand"),
     [
         ("%p = bf16[256]{0} get-tuple-element(%pair), index=1", "%p"),
-        # As JAX 0.12 writes it.
+        # The syntax of JAX 0.12.
         ("", "%pair#1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Kernels of a model are lowered once for equal leaves, and have few texts."""
+"""JAX lowers a model's kernels once for equal leaves, and they have few texts."""
 
 import re
 
@@ -15,7 +15,7 @@ LORA = ((768, 16), (16, 768), (768, 16), (16, 3072)) * 32
 MODELS = {"gpt2": gpt2().shapes, "resnet50": resnet50().shapes, "lora": LORA}
 CALL = r'@(?:__gpu\$xla\.gpu\.triton|mosaic_gpu_v2)\(.*?(?:ir|module) = "([^"]*)"'
 
-# Kernels that are lowered, and the texts of these, each of which XLA compiles once.
+# The numbers of lowered kernels and of different texts; XLA compiles each text once.
 COUNTS = {
     ("triton", "gpt2", "kahan_adamw"): (8, 5),
     ("triton", "gpt2", "lowbit_adamw"): (8, 5),

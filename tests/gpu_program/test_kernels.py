@@ -37,21 +37,22 @@ PARAMETERS = SIDE * SIDE
 
 
 class Bounds(typing.NamedTuple):
-    """A step, and what its kernel takes at most.
+    """A step, and upper bounds for its kernel.
 
-    Memory does not hide all instructions: with 11 more, a step of ``lowbit_adamw`` took
-    11% longer on an H200 (``docs/hardware.md``). Of 80 registers, a multiprocessor
-    holds 12 blocks of 64 threads, of 128 eight.
+    Memory accesses do not hide all instructions: with 11 more, a step of
+    ``lowbit_adamw`` took 11% longer on an H200 (``docs/hardware.md``). A multiprocessor
+    has room for 12 blocks of 64 threads with 80 registers, and for 8 with 128
+    registers.
 
     Args:
       tx: the transformation.
-      moved: bytes per parameter, read and written: of AdamW the gradient (read),
-        parameter, residual, mu and nu.
-      instructions: per parameter.
-      accessed: bytes per parameter that instructions ask for in 64 and in 128 bits, if
-        there are no others.
-      registers: of a thread.
-      lower: makes the step.
+      moved: bytes per parameter, read and written. For AdamW, these are the gradient
+        (only read), parameter, residual, mu and nu.
+      instructions: instructions per parameter.
+      accessed: bytes per parameter that instructions access 64 and 128 bits at a time;
+        None if other widths occur.
+      registers: registers per thread.
+      lower: function that lowers the step.
     """
 
     tx: optax.GradientTransformation
@@ -77,14 +78,14 @@ lower_8_bits = functools.partial(lower_lpmm_step, bits=8)
 
 KAHAN = Bounds(lowbit_optax.kahan_adamw(1e-3), 2 + 4 + 4 + 8, 79, (18, 0), 80)
 EXTRA_8 = Bounds(EXTRA_BITS(bits=8), 2 + 4 + 2 + 16, 36.5, (6, 18), 80)
-# 2 of gradient, and 5.125 of parameter, extra bits, codes and scales, twice.
+# 2 for the gradient; 5.125, read and written, for parameter, extra bits, codes, scales.
 LOWBIT = Bounds(lowbit_optax.lowbit_adamw(1e-3), 12.25, 68.5, registers=128)
 STEPS = {
     "extra_bits 8": EXTRA_8,
     "extra_bits 16": Bounds(EXTRA_BITS(), 2 + 4 + 4 + 16, 28, (6, 20), 80),
     "extra_bits 12": Bounds(EXTRA_BITS(bits=12), 2 + 4 + 3 + 16, 37.5, (6, 19), 80),
-    # 8 rows ask for the two words that their fields may be in, and to write as many,
-    # if they are full.
+    # For 8 rows, the kernel reads the two words that may contain their fields, and
+    # writes two words if they are full.
     "extra_bits 5": Bounds(EXTRA_BITS(bits=5), 2 + 4 + 1.25 + 16, 40, (6, 16 + 2), 80),
     "kahan": KAHAN,
     "sr": Bounds(lowbit_optax.sr_adamw(1e-3), 2 + 4 + 0 + 8, 56, (14, 0), 80),
@@ -121,14 +122,14 @@ def assert_one_pass_in_place(step, moved, beyond=0.1):
 
 
 def assert_whole_accesses(step, accessed, conditional=0):
-    """A thread moves four elements at a time, without masks."""
+    """Assert that a thread moves four elements at a time, without masks."""
     for bits, most in zip((64, 128), accessed, strict=True):
         assert bytes_of_accesses(step.fused, bits) == most * step.parameters
     assert step.fused.masked_stores == conditional
 
 
 def assert_short(step, instructions):
-    """Few instructions per parameter, and no registers that spill."""
+    """Assert that there are few instructions per parameter, and no spills."""
     kernel = step.fused
     assert instructions_per_parameter(kernel, step.parameters) <= instructions
     assert_nothing_spills(kernel)
@@ -154,10 +155,10 @@ def test_a_step_is_one_short_pass_in_place(name):
         assert wide / PARAMETERS > 0.97 * bounds.moved
 
 
-@pytest.mark.parametrize("name", [*STEPS][:7])  # those of aliases
+@pytest.mark.parametrize("name", [*STEPS][:7])  # the aliases
 def test_update_and_apply_updates_write_and_read_one_bfloat16_more(name):
-    # The update that lands exactly is the kernel's result less the parameter: it is
-    # held for the addition, in two bytes, and that reads it and rewrites the parameter.
+    # The update is the difference between the kernel's result and the parameter. It is
+    # stored in two bytes, and the addition reads it and writes the parameter.
     step = step_of(name, make_step=applied)
     assert step.fused_launches == 1
     assert step.moved <= step_of(name).moved + 6.1
@@ -180,22 +181,22 @@ def test_a_step_of_an_odd_width_is_one_short_pass(shape, instructions):
 def test_blocks_of_any_size_are_read_once(block_size):
     moments = lowbit_optax.block_quantized(block_size=block_size)
     step = lower_step(_adamw(lowbit_optax.extra_bits(8), moments), leaf(SIDE, SIDE))
-    # Gradient, parameter and words. Scales come on top. What a thread reads 32 bits of
-    # is the table of scalars.
+    # The gradient, the parameter and words, without the scales. Accesses of 32 bits
+    # read the table of scalars.
     read = sum(bytes_of_accesses(step.fused, bits, store=False) for bits in (64, 128))
     assert 4 + 3 <= read / PARAMETERS <= 4 + 3 + 0.5
     assert_short(step, LOWBIT.instructions)
 
 
 RAGGED = [(4001, 1000), (1000, 4001), (1000003,)]
-# Convolutions, heads and vocabularies, which are like matrices.
+# Convolutions, heads and vocabularies, which kernels update like matrices.
 WHOLE = [(3, 3, 512, 512), (4096, 32, 128), (50304, 768)]
 
 
 @pytest.mark.parametrize("name", ["extra_bits 8", "kahan"])
 @pytest.mark.parametrize("shape", [*RAGGED, *WHOLE], ids=str)
 def test_only_stores_of_a_ragged_shape_are_masked(name, shape):
-    # BlockSpec's stores have no masks on this backend: they would write beyond it.
+    # On this backend, a BlockSpec has no masks, and stores would go beyond the array.
     step = step_of(name, shape)
     assert_one_pass_in_place(step, STEPS[name].moved)
     if shape in WHOLE:
@@ -222,7 +223,7 @@ def test_kernels_are_the_same_with_64_bit_types(name):
     narrow = facts()
     with jax.enable_x64(True):
         wide = facts()
-    # XLA numbers kernels of one name, in different ways.
+    # XLA appends numbers to equal names, in different ways.
     kinds = {kernel.rstrip("_$0123456789") for kernel in narrow}
     assert kinds == {"fused_update", "fused_update_many"}
     assert wide == narrow
@@ -248,7 +249,7 @@ def test_every_format_takes_the_kernel(weights, moments, dtype):
 
 
 def test_a_stack_is_updated_in_place_a_layer_at_a_time():
-    """As a backward pass over the layers would."""
+    """The loop is like a backward pass over the layers."""
     layers, shape = 12, (1024, 1024)
     words = pallas_kernels.packed_shape(shape, 8)
     stacks = (

@@ -1,4 +1,4 @@
-"""Steps of whole models by kernels, compiled for H200s, and of one leaf on eight."""
+"""Kernels of whole models' steps, compiled for one H200 and for eight."""
 
 import collections
 import functools
@@ -32,10 +32,10 @@ SCALED = lowbit_optax.with_loss_scale(
     CLIPPED, lowbit_optax.loss_scaling.backoff_scale()
 )
 
-# A model, a transformation, launches at most, and bytes that a step moves at most. Of
-# GPT-2 two matrices have a kernel each; the other 48 and the 98 vectors share some.
-# ResNet-18 has 62 leaves. Gradients are read once for the update, once for the norm,
-# and once for overflows.
+# A model, a transformation, and the maximum of launches and of moved bytes. In GPT-2,
+# two matrices have a kernel each, and the other 48 matrices and the 98 vectors share
+# kernels. ResNet-18 has 62 leaves. Gradients are read once for the update, once for the
+# norm, and once for overflows.
 MODELS = [
     ("gpt2", EXTRA_BITS_8, 26, 24.2),
     ("gpt2", KAHAN, 26, 18.2),
@@ -66,21 +66,21 @@ def test_twelve_equal_leaves_run_the_instructions_of_one():
     assert many.registers <= 128
     assert many.spill_stores == many.spill_loads == many.stack == 0
     count = functools.partial(instructions_per_parameter, many, shared.parameters)
-    # Of the code of four branches a thread executes one's.
+    # A thread executes one of four branches.
     common = count(conditional=False)
     executed = common + (count() - common) / 4
     one = instructions_per_parameter(alone.fused, alone.parameters)
     assert executed <= 1.05 * one
     accesses = collections.Counter(access.bits for access in many.accesses)
     assert set(accesses) <= {16, 32, 64, 128}
-    # Besides scales, of 2 bytes each, and the table of scalars.
+    # The other accesses are scales of 2 bytes each and the table of scalars.
     assert accesses[64] + accesses[128] >= 4 * 32
 
 
 @pytest.mark.parametrize(("name", "kernels"), [("lpmm_adam", 2), ("lpmm_sgd", 1)])
 def test_equal_quantised_leaves_share_kernels(name, kernels):
-    # Adam's second moments have small blocks. With blocks of two sizes a kernel takes
-    # long to compile, and has fewer leaves.
+    # Adam's second moments have smaller blocks. A kernel with blocks of two sizes takes
+    # long to compile, so it updates fewer leaves.
     options = {"momentum": 0.9} if name == "lpmm_sgd" else {}
     tx = getattr(lowbit_optax, name)(1e-3, **options)
     step = lower_lpmm_step(tx, [leaf(96, 256)] * 6)
@@ -93,9 +93,10 @@ def arguments_of(step):
 
 
 def test_eight_h200s_each_update_their_eighth_of_gpt2():
-    """By rows, but for the vocabulary, whose rows do not divide: it goes by columns.
+    """Leaves are sharded by rows, but the vocabulary is sharded by columns.
 
-    The vectors, a parameter in a thousand, are not shared out.
+    The number of its rows is not divisible by 8. Vectors, a thousandth of all
+    parameters, are not sharded.
     """
     by_rows = lambda x: P(None, "d") if x.shape[0] > 4096 else P("d")
     alone, shared = (

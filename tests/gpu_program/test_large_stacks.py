@@ -1,4 +1,4 @@
-"""Stacks of more elements than a kernel counts, compiled for H200s."""
+"""Stacks with more elements than int32 can count, compiled for H200s."""
 
 import jax
 import pytest
@@ -11,7 +11,7 @@ from tools.gpu_program.targets import gpu_mesh
 from tools.hlo import collectives
 
 LLAMA_70B = leaf(80, 8192, 28672)
-"""The gates of all layers of Llama 70B: 18.8 billion elements."""
+"""The gate weights of all layers of Llama 70B: 18.8 billion elements."""
 
 
 @pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -21,11 +21,11 @@ def test_kernels_update_a_large_stack_in_place(make_step, axis):
     step = lower_step(
         tx, LLAMA_70B, make_step, mesh=gpu_mesh(8, axis), spec=P(None, "d")
     )
-    # `update` returns updates, which are float32, and reads the old parameters.
+    # `update` returns float32 updates, and reads the old parameters.
     extra = 0 if make_step is fast else 4
     assert step.fused_launches == 1
     assert not collectives(step.compiled)
-    # JAX 0.10 copies a layer's gradient; with 0.12 kernels read it in its stack.
+    # JAX 0.10 copies a layer's gradient; with JAX 0.12, kernels read it in its stack.
     of_layer = 2 / LLAMA_70B.shape[0] if jax.__version_info__ < (0, 12) else 0
     assert step.temporary * 8 < extra + of_layer + 0.01
 

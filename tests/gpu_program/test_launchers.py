@@ -1,6 +1,6 @@
-"""Kernels by Mosaic GPU beside Triton's: programs compiled for H200s.
+"""Mosaic GPU kernels compared with Triton kernels, compiled for H200s.
 
-In one process Mosaic compiles for one kind of GPU only.
+Mosaic GPU can only compile for one kind of GPU in a process.
 """
 
 import functools
@@ -94,7 +94,7 @@ def test_shards_exchange_nothing(devices, shape, spec, monkeypatch):
 def test_a_model_takes_few_launches_and_spills_nothing(monkeypatch):
     monkeypatch.setattr(platforms, "DEFAULT_LAUNCHER", "mosaic")
     step = lower_step(LOWBIT, gpt2())
-    assert len(step.launches) <= 22  # four large leaves at most share a kernel
+    assert len(step.launches) <= 22  # at most four large leaves share a kernel
     assert step.temporary < 0.001
     assert step.in_place
     kernels = [k for n, k in step.machine_code.items() if n.startswith("fused_update")]

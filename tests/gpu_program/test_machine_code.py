@@ -1,4 +1,4 @@
-"""The reader of machine code, tested on kernels whose counts are known."""
+"""The reader of machine code, tested on kernels with known counts."""
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ def code_of(body, **kwargs):
 
 
 def sines(kernel, **kwargs):
-    """How many of the sines in ``kernel``'s loops a thread executes."""
+    """The number of sines in the loops of ``kernel`` that a thread executes."""
     return kernel.opcodes(**kwargs)["MUFU.SIN"]
 
 
@@ -132,7 +132,7 @@ def test_a_pallas_loop(trips):
     assert kernel.name == "small"
     assert kernel.launches == (Launch((SIDE**2 // 512, 1, 1), (128, 1, 1), 0),)
     assert kernel.opcodes()["MUFU.RSQ"] + kernel.opcodes()["MUFU.SQRT"] == 4 * trips
-    # All else in the loop is executed as often as the square roots.
+    # Everything else in the loop is executed as often as the square roots.
     inside = sum(
         block.visits * len(block.opcodes)
         for block in kernel.blocks
@@ -233,7 +233,7 @@ NESTED = f"""
         (TESTED_AT_ITS_TOP, 33),
         (SHIFTED, 10),
         (NESTED.format(inner=0), 63),
-        # Where another loop sets the trips:
+        # Another loop sets the number of trips.
         (NESTED.format(inner="%r2"), sum(9 - i for i in range(7))),
     ],
     ids=lambda x: str(x) if isinstance(x, int) else "loop",
@@ -283,7 +283,7 @@ def test_a_call_is_counted_as_often_as_it_is_made():
     loop = counted(0, 1, "lt.s32", 50)
     kernel = code_of(loop.replace(SINE, "div.rn.f32 %f1, %f1, 0f40490FDB;"))
     rounds = kernel.opcodes()
-    # The slow path, for numbers near the ends of the range, ends in a return.
+    # The slow path, for numbers near the ends of the range, ends with a return.
     assert sum(n for opcode, n in rounds.items() if opcode.startswith("RET")) >= 50
     fast = kernel.executed(conditional=False)
     assert 50 * 5 < fast < 50 * 25

@@ -1,4 +1,4 @@
-"""Every format's step compiles for meshes, and its shards exchange nothing."""
+"""Every format's step compiles for meshes, and its shards exchange no data."""
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,17 @@ from tools.hlo import collectives, entry, text
 IN_BLOCKS = lowbit_optax.lowbit(optax.adamw(1e-3), weights=lowbit_optax.extra_bits(16))
 ALL = STEPS | {"16 bits, blocks": IN_BLOCKS}
 PLACES = {(512, 96): P("d"), (64, 256): P(None, "d"), (64, 160): P()}
-# A shard of columns has a kernel of its own. Whole rows and a whole leaf share one, but
-# where nothing is packed and one of these leaves is small, or in words of 5 bits.
+# A leaf sharded by columns has a kernel of its own. A leaf sharded by rows and a whole
+# leaf share one, except in these formats: no leaf is packed and one is small, or fields
+# have 5 bits.
 ALL_ALONE = {"5 bits", "kahan", "stochastic rounding", "low moments"}
 
 
 def place(x):
-    """The PartitionSpec of an array of a leaf: which leaf, its columns tell.
+    """The PartitionSpec of an array of a leaf, which its number of columns identifies.
 
-    An array has a column for each of the leaf's, or for 4, or for LPMM's 32; blanks,
-    which nothing reads, have others.
+    An array has as many columns as the leaf, or one for 4 of them, or for 32 with LPMM.
+    Blanks, which nothing reads, have other shapes.
     """
     if x.dtype in (NO_RESIDUAL, NOT_HELD):
         return jax.P()
@@ -45,14 +46,14 @@ def test_shards_by_rows_and_columns_and_whole_leaves_exchange_nothing(name, axis
     step = lower(ALL[name], leaves, mesh=gpu_mesh(8, axis), spec=place)
     assert step.fused_launches == (3 if name in ALL_ALONE else 2)
     assert not collectives(step.compiled)
-    # Scalars, keys, and tables of sizes: no array of a leaf.
+    # Only scalars, keys and tables of sizes, and no arrays of leaves.
     outside = [x for x in entry(step.compiled) if x.op != "custom-call"]
     assert sum(x.moved for x in outside) < 512
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_kernels_run_in_the_users_shard_map(check_vma):
-    # Where types tell shards from whole leaves, their kernels draw different bits.
+    # If types distinguish shards from whole leaves, kernels draw different random bits.
     tx, mesh = STEPS["lowbit"], gpu_mesh(8)
     params = {"rows": leaf(512, 64), "whole": leaf(64, 64)}
     arguments = params, jax.eval_shape(tx.init, params), params

@@ -1,4 +1,4 @@
-"""GPU programs of one step have one text, so that the persistent cache finds them."""
+"""A step's GPU program always has the same text, so the persistent cache finds it."""
 
 from cached_step import printed
 

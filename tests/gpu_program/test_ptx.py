@@ -1,4 +1,4 @@
-"""The interpreter of PTX, tested on kernels whose results are known."""
+"""The interpreter of PTX, tested on kernels with known results."""
 
 import fractions
 import math
@@ -28,7 +28,7 @@ THREADS = 64
 
 
 def kernel(body):
-    """A kernel in which ``%d1`` points to the thread's own word, which is ``%r1``."""
+    """A kernel in which ``%d1`` points to the thread's word, whose value is ``%r1``."""
     return parse(f"""
         .extern .shared .align 16 .b8 scratch[];
         .visible .entry k(.param .u64 pointer) {{
@@ -46,9 +46,9 @@ def kernel(body):
 
 
 def run(body, words, blocks=1, writable=True):
-    """The words after a run of a kernel, one thread for each.
+    """The words after a kernel ran with one thread per word.
 
-    The 64 bytes behind the words may be written, and not read.
+    The 64 bytes behind the words can be written but not read.
     """
     words = np.asarray(words, np.uint32)
     memory = Memory(words.nbytes + 64)
@@ -247,7 +247,7 @@ def test_exchanges_in_a_block_smaller_than_a_warp():
     code = "shfl.sync.down.b32 %r2, %r1, 2, 31, -1;"
     got = run(code + STORE, np.arange(8), blocks=2)
     assert got[[0, 1, 4, 5]].tolist() == [2, 3, 6, 7]
-    assert not set(got[[2, 3, 6, 7]].tolist()) & set(range(8))  # from no thread
+    assert not set(got[[2, 3, 6, 7]].tolist()) & set(range(8))  # not from any thread
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("code", FAULTS)
-def test_what_no_kernel_may_do_is_an_error_that_names_the_instruction(code):
+def test_faults_raise_errors_that_name_the_instruction(code):
     fault, message = FAULTS[code]
     with pytest.raises(fault, match=message) as error:
         run(code, np.arange(THREADS))

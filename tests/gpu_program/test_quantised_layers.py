@@ -1,4 +1,4 @@
-"""Scans over quantised layers, compiled for an H200: how many are dequantised."""
+"""The number of dequantised layers in scans over them, compiled for an H200."""
 
 import functools
 
@@ -16,11 +16,11 @@ from tools.gpu_program.targets import compile_for, gpu_mesh
 
 BF16 = jnp.bfloat16
 LAYERS, SIDE, BATCH = 12, 2048, 32
-LAYER = 2 * SIDE * SIDE  # bytes of one, dequantised in bfloat16
+LAYER = 2 * SIDE * SIDE  # bytes of a layer, dequantised in bfloat16
 
 
 def through(layers, x):
-    """What a scan over quantised layers gives."""
+    """The result of a scan over quantised layers."""
 
     @jax.checkpoint
     def body(x, layer):
@@ -37,13 +37,13 @@ def temporary(lazy):
     fn = value_and_grad(loss_fn, BF16, lazy=lazy)
     compiled = compile_for(gpu_mesh(), fn, params, leaf(BATCH, SIDE))
     memory = hlo.memory(compiled)
-    # The gradients of a stack come out in one piece, and are no temporary memory.
+    # The gradients of a stack are one result, and not temporary memory.
     assert memory.output_size_in_bytes >= LAYERS * LAYER
     return memory.temp_size_in_bytes / LAYER
 
 
 def test_lazily_one_layer_is_dequantised_at_a_time_and_otherwise_all():
-    # One layer and its gradient in bfloat16, and the words, sliced out of the stack.
+    # One layer and its gradient in bfloat16, and its words, sliced out of the stack.
     assert temporary(lazy=True) < 3
     assert temporary(lazy=False) > LAYERS
 
@@ -77,7 +77,7 @@ def test_released_quantised_layers_keep_one_gradient_beside_the_activations():
     make_step = functools.partial(release.value_and_update, dtype=BF16)
     step = compile_step(make_step, model, lowbit_optax.lpmm_adam(1e-3))
     # Codes of weights and moments; one dequantised layer, whose memory its gradient
-    # takes; the layer's codes, copied out of their stacks; the batch, and the
+    # reuses; the layer's codes, copied out of their stacks; the batch; and the
     # activations: 12 arrays of 4 MiB are kept, and three are in use.
     assert step.stored / MIB < 12 * 16 * 3.57
     layer = step.stored / MIB / LAYERS

@@ -1,4 +1,4 @@
-"""Kernels that read what XLA has computed, compiled for an H200."""
+"""Kernels that read results of XLA, compiled for an H200."""
 
 import optax
 import pytest
@@ -24,14 +24,14 @@ FEW = {
     "uneven": leaf(1000, 1024),
     "bias": leaf(1024),
 }
-# Of vectors along rows or columns, which a step with a master may fuse away.
+# Bytes of vectors along rows or columns; in a step with a master, XLA may fuse them.
 VECTORS = 0.005
 
 
-# A kernel reads the gradient, 2 bytes, and reads and writes the weight, 6. The kernels
-# of adafactor and sm3 read vectors too, and the sums for these vectors move 18 and 10
-# bytes; sm3 has a float32 momentum. Muon's kernel reads the result of XLA's products.
-# XLA chooses some of the bytes that these products move.
+# A kernel reads the gradient, 2 bytes, and reads and writes the weight, 6 bytes. The
+# kernels of adafactor and sm3 also read vectors, and the sums for these vectors move 18
+# and 10 bytes; sm3 has a float32 momentum. Muon's kernel reads the result of matrix
+# products, and XLA chooses some of the bytes that these products move.
 MOVED = {"adafactor": 18 + 8, "muon": 369.3, "sm3": 10 + 8 + 8}
 
 
@@ -41,7 +41,7 @@ def test_no_step_moves_or_holds_more_than_with_a_float32_master(name, params):
     usual = lower_step(with_master(INNERS[name]), params, replaced)
     own = lower_step(lowbit_optax.lowbit(INNERS[name]), params)
     assert own.moved <= usual.moved
-    # XLA computes the products of several leaves at once, in an order of its own.
+    # XLA computes the products of several leaves together, in an order that it chooses.
     is_mixed = name == "muon" and params is FEW
     assert own.temporary <= usual.temporary + (2.1 if is_mixed else VECTORS)
     assert own.in_place

@@ -42,7 +42,7 @@ OPTIMIZERS = {
         lambda *_: None,
     ),
 }
-# Scanned ones have a stack of layers, unrolled ones a list.
+# Scanned models have a stack of layers, and unrolled models have a list.
 MODELS = {
     "scanned": matrices,
     "scanned float16": lambda: in_float16(matrices()),
@@ -73,12 +73,12 @@ def activations(model):
 
 
 def gradient(model) -> int:
-    """Bytes of one layer's."""
+    """Bytes of one layer's gradient."""
     return bytes_of(model.params) // model.layers
 
 
 def by_hand(*_):
-    """A step of matrices whose layers are written with the public wrapper."""
+    """A step with matrices whose layers use the public wrapper."""
     update = functools.partial(lowbit_optax.step, LOWBIT)
 
     def loss_fn(params, states, h):
@@ -94,13 +94,13 @@ def by_hand(*_):
     return train_step
 
 
-# A layer of a stack is copied out of it for its update, and back: beside it there are
-# the layer's gradients, and MiB of scalars and of the loop's.
+# A layer of a stack is copied out of it for its update, and back. In addition, there
+# are the layer's gradients, and some MiB for scalars and for the loop.
 IN_LOOP = [
     ("scanned", name, release.value_and_update, 1, 5)
     for name in ("adamw", "extra_bits_adamw", "lowbit_adamw")
 ]
-# A clipped gradient is in float32, as large as two.
+# A clipped gradient is float32, and as large as two others.
 OF_SCALED = [
     (model, "scaled", make_step, gradients, 1 / 8)
     for model in ("scanned float16", "unrolled float16")
@@ -112,7 +112,7 @@ ALIVE = [
     ("unrolled", "lowbit_adamw", release.value_and_update, 2, 1 / 8),
     ("unrolled", "lowbit_adamw", CLIPPED, 2, 1 / 8),
     ("unrolled", "by hand", by_hand, 2, 1 / 8),
-    # The gradient of a layer, and what its backward pass computes with: 3.0 gradients.
+    # The gradient of a layer and the arrays of its backward pass: 3.0 gradients.
     ("small", "accumulated", release.value_and_update, 3.1, 0),
 ]
 
@@ -141,13 +141,13 @@ def test_beside_activations_few_gradients_are_alive(
 def test_without_release_all_gradients_are_alive(name, optimizer, make_step):
     model, step = MODELS[name](), compiled(make_step, name, optimizer)
     assert step.temporary >= activations(model) + (model.layers - 2) * gradient(model)
-    if optimizer == "accumulated":  # and no float32 sums of them
+    if optimizer == "accumulated":  # without float32 sums of the gradients
         most = activations(model) + 2.4 * model.layers * gradient(model)
         assert step.temporary <= most
 
 
 def test_by_the_scheduler_that_hides_latencies_it_is_the_same():
-    # It ignores memory; a layer's weights are gone before their gradient is there.
+    # The scheduler ignores memory; a layer's weights are freed before the gradient.
     hiding = {"xla_gpu_enable_latency_hiding_scheduler": True}
     step = compile_step(release.value_and_update, matrices(), LOWBIT, options=hiding)
     other = released("scanned", "lowbit_adamw")
@@ -157,11 +157,11 @@ def test_by_the_scheduler_that_hides_latencies_it_is_the_same():
 
 def test_beside_carries_of_a_transformer_one_layers_working_set_is_alive():
     model, one = transformer(), transformer(layers=1)
-    # Its gradients and all that lives while they are computed.
+    # The layer's gradients, and all arrays that exist while they are computed.
     program = compile_for(gpu_mesh(), jax.grad(one.loss_fn), one.params, one.batch)
     found = program.memory_analysis()
     working_set = found.temp_size_in_bytes + found.output_size_in_bytes
-    # The loop also has the cotangent that it is given and the one it passes on.
+    # The loop also has the cotangent that it receives and the one that it returns.
     most = activations(model) + working_set + 2 * model.carry + MIB
     assert released("scanned transformer", "adamw").temporary <= most
     others = (model.layers - 1) * model.one_layer
@@ -174,7 +174,7 @@ def test_lowbit_adamw_peaks_at_little_more_than_a_third_of_the_usual_mixed_preci
     step = released("scanned", "lowbit_adamw")
     assert step.temporary <= 170 * MIB < bytes_of(matrices().params) / 2
     assert step.peak <= 1.15 * 1024 * MIB
-    # Activations are in both: without them, and the batch, it is 2.85 times.
+    # Both include activations and the batch; without them, the ratio is 2.85.
     others = 60 * MIB + matrices().carry
     assert usual.peak - others >= 2.8 * (step.peak - others)
     assert usual.peak >= 2.7 * step.peak
@@ -185,8 +185,8 @@ def test_eight_h200s_hold_an_eighth_of_the_layers_and_of_one_layers_gradient(opt
     alone = released("scanned", optimizer)
     step = released("scanned", optimizer, 8)
     other = unreleased("scanned", optimizer, 8)
-    # A product of sharded rows is a sum over devices, and so whole on each of them: its
-    # terms and its sum, in each direction.
+    # A product over sharded rows is a sum over devices. Each device has its terms and
+    # the whole sum, in each direction.
     whole = 4 * matrices().carry
     assert step.temporary <= alone.temporary / 8 + whole
     stack = bytes_of(matrices().params) / 8
@@ -204,5 +204,5 @@ def test_all_gradients_but_two_of_unrolled_layers_are_saved(name):
 
 
 def test_barriers_keep_the_order_of_a_transformers_updates():
-    # 19.8 MiB, and 33.3 without release.
+    # It is 19.8 MiB, and 33.3 MiB without release.
     assert released("small transformer", "lowbit_adamw").temporary <= 20.5 * MIB

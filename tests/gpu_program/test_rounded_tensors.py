@@ -1,4 +1,4 @@
-"""Precision assignments, compiled for H200s: roundings stay, storage is small."""
+"""Precision assignments, compiled for H200s: roundings stay, and storage is small."""
 
 import jax
 import jax.numpy as jnp
@@ -84,5 +84,5 @@ def test_stored_tensors_of_layers_take_the_bits_of_their_formats():
         (temporary(12, **options) - temporary(4, **options)) / 8
     )
     assert per_layer() > 4.9
-    # A product and an activation, in 8 bits each.
+    # A product and an activation with 8 bits each.
     assert per_layer(stored=True) < 2.1

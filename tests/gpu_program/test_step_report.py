@@ -1,4 +1,4 @@
-"""What a step's report costs when it is asked for, compiled for an H200."""
+"""The cost of a step's report, compiled for an H200."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""What is compiled for a GPU is that GPU's code, by the newest compiler at hand."""
+"""Programs contain code for their target GPU, made with the newest compiler found."""
 
 import functools
 
@@ -15,7 +15,7 @@ from tools.gpu_program.machine_code import (
 from tools.gpu_program.steps import leaf, lower_lpmm_step, lower_step
 from tools.hlo import memory
 
-# In one process Mosaic compiles for one kind of GPU only.
+# Mosaic GPU can only compile for one kind of GPU in a process.
 pytestmark = pytest.mark.usefixtures("by_triton", "disassembler")
 
 
@@ -29,8 +29,8 @@ ARCHITECTURES = {
     "B200": "sm_100a",
 }
 if not platforms.has_mosaic():
-    # From JAX 0.11 Pallas compiles for described GPUs of names that it knows, and it
-    # knows this one only where one is at hand.
+    # From JAX 0.11, Pallas compiles for absent GPUs only if it knows their names, and
+    # this name is not among them.
     ARCHITECTURES["RTX_5090"] = "sm_120"
 
 
@@ -84,7 +84,7 @@ def test_a_b200_gets_a_kernel_as_good_as_an_h200(name):
 
 
 def test_the_newest_of_several_compilers_is_taken(tmp_path, monkeypatch):
-    # By the names of their folders the order would be another.
+    # The order of the folders' names differs from the order of the releases.
     for folder, release in {"a": "9.9", "b": "13.10", "cuda_nvcc": "13.9"}.items():
         tool = tmp_path / "nvidia" / folder / "bin" / "some_tool"
         tool.parent.mkdir(parents=True)

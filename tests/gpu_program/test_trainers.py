@@ -1,4 +1,4 @@
-"""Steps of trainers that call `update` and add updates, compiled for a GPU."""
+"""Steps of trainers that call `update` and add the updates, compiled for a GPU."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""What shards cost that are not whole blocks or words, on eight H200s."""
+"""The cost of shards that split blocks or words, on eight H200s."""
 
 import jax
 import pytest
@@ -16,7 +16,7 @@ DEVICES, COLUMNS = 8, 4096
 
 
 def _compiled(tx, rows, uneven, columns=COLUMNS, axis=AxisType.Auto):
-    """A step on a leaf whose rows are spread over the devices."""
+    """A step on a leaf whose rows are sharded over the devices."""
     params = leaf(rows, columns)
     by_rows = NamedSharding(gpu_mesh(DEVICES, axis), P("d"))
     of_state = lowbit_optax.state_shardings(tx, params, by_rows, uneven=uneven)
@@ -41,12 +41,12 @@ def _costs(compiled, rows, columns):
 
 
 LOWBIT = lowbit_optax.lowbit_adamw(1e-3)
-# As in docs/sharding.md. On JAX 0.12 the temporary bytes are others.
+# The figures of docs/sharding.md. JAX 0.12 has different temporary bytes.
 ROWS = [
     (LOWBIT, 4096, (5.1, 12.3, 0, 0)),
     (LOWBIT, 4128, (6, 39.6, 7, 10)),
     (LOWBIT, 4072, (27, 108.6, 17.6, 6)),
-    # What packs nothing shards as its parameter.
+    # Without packed arrays, the state is sharded like its parameter.
     (lowbit_optax.kahan_adamw(1e-3), 4072, (8, 18.05, 0, 0)),
 ]
 
@@ -71,8 +71,8 @@ OTHER_AXIS = [
 
 @pytest.mark.parametrize(("rows", "columns", "axis"), OTHER_AXIS)
 def test_over_another_axis_a_step_exchanges_and_gathers_nothing(rows, columns, axis):
-    # The gradient, the old and the new parameter are brought to the state's columns:
-    # 2 bytes each, which are read and written to be sent in pieces.
+    # The gradient, the old and the new parameter are moved to the state's columns: 2
+    # bytes each, which are read and written in order to be sent in pieces.
     compiled = _compiled(LOWBIT, rows, "other_axis", columns, axis)
     sent = {kind: size * DEVICES for kind, size in exchanged(compiled).items()}
     assert sent == {"all-to-all": 3 * 2 * rows * columns}

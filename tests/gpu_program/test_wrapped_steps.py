@@ -1,4 +1,4 @@
-"""What wrappers do around a step costs what it costs inside, compiled for H200s."""
+"""Wrappers cost the same around a step as inside it, compiled for H200s."""
 
 import re
 
@@ -50,7 +50,7 @@ OF_ADAMW = {
     "apply_if_finite and clip": optax.apply_if_finite(clipped(ADAMW), 5),
     "loss scale and clip": loss_scaled(clipped(ADAMW)),
 }
-# Two that read gradients twice more. XLA writes partial maxima of scaled ones.
+# These read gradients twice more, and XLA writes partial maxima of scaled gradients.
 MORE = {"apply_if_finite and clip": 4.01, "loss scale and clip": 4.011}
 WRAPPED = {name: (tx, ADAMW) for name, tx in OF_ADAMW.items()}
 WRAPPED |= {f"loss scale, {name}": (loss_scaled(tx), tx) for name, tx in SCALED.items()}
@@ -63,7 +63,7 @@ def test_a_wrapped_step_makes_no_new_gradients_and_copies_nothing(name):
     assert step.temporary < 0.01
     assert step.moved < plain.moved + MORE.get(name, 2.01)
     assert step.fused_launches == plain.fused_launches
-    # XLA:GPU runs these by asking the device and waiting.
+    # For these operations, XLA:GPU waits for a value from the device.
     assert not re.search(r" (conditional|while)\(", step.compiled.as_text())
 
 
@@ -79,7 +79,7 @@ def test_a_scaled_kernel_spills_no_registers_and_is_hardly_longer(name):
     for kernel, k in scaled.items():
         assert k.registers <= plain[kernel].registers + 8
         assert k.stack == k.spill_stores == k.spill_loads == 0
-        # The factor, and whether there is a step.
+        # The kernel also reads the factor, and a flag that skips the step.
         assert k.instructions < 1.05 * plain[kernel].instructions
 
 
@@ -118,7 +118,7 @@ CLIPPING = {
 
 @pytest.mark.parametrize("where", CLIPPING)
 def test_what_clipping_costs_is_what_the_recipe_says(where):
-    # As in docs/recipes.md: kernels, bytes moved and temporary bytes per parameter.
+    # The figures of docs/recipes.md: moved and temporary bytes per parameter.
     model = gpt2()
     step = lower_step(CLIPPING[where], model | {"blocks": model["blocks"][:2]})
     assert len(step.launches) == pytest.approx(46, abs=4.6)
@@ -126,7 +126,7 @@ def test_what_clipping_costs_is_what_the_recipe_says(where):
     assert step.temporary == pytest.approx(0, abs=0.06)
 
 
-# As in docs/recipes.md.
+# The figures of docs/recipes.md.
 @pytest.mark.parametrize(
     ("skipping", "moved", "temporary"),
     [(masked, 14.3, 0.0), (conditional, 12.3, 5.1)],
@@ -153,8 +153,8 @@ def test_accumulation_is_two_kernels_in_place_of_which_one_runs(name):
     step = lower_step(tx, PARAMS)
     assert step.in_place
     assert step.temporary < 0.01
-    # Weights, residual and moments take 5.13 bytes and the accumulator one. To add
-    # moves 4, to update the other 14.25: both kernels are counted.
+    # Weights, residual and moments need 5.13 bytes, and the accumulator needs one.
+    # Adding moves 4 bytes and the update moves 14.25 bytes; both kernels are counted.
     assert step.stored / step.parameters < 6.14
     assert step.moved < moved
     assert step.fused_launches <= 2 * len(PARAMS)
@@ -162,7 +162,7 @@ def test_accumulation_is_two_kernels_in_place_of_which_one_runs(name):
 
 
 def test_a_training_step_that_accumulates_peaks_below_multi_steps():
-    # As in docs/recipes.md.
+    # The figures of docs/recipes.md.
     gpt = GPT(12, 1024, 16, 1024, "full", BF16, 16384)
     params = jax.eval_shape(lambda: to_bfloat16(gpt.init(jax.random.key(0))))
     tokens = jax.ShapeDtypeStruct((4, 1025), jnp.int32)

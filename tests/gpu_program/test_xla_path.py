@@ -1,4 +1,4 @@
-"""The XLA path, compiled for H200s: what is rounded, moved and communicated."""
+"""Steps without kernels, compiled for H200s: rounding, memory, communication."""
 
 import re
 
@@ -29,8 +29,8 @@ FORMATS = WEIGHTS | {
 @pytest.mark.parametrize("make_step", [fast, applied])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_rounding_survives_xla_gpu(name, make_step):
-    # With powers of two every product is exact, so that the order of operations and
-    # contraction cannot matter and the two programs must agree in every bit.
+    # With powers of two, every product is exact. The order of operations and
+    # contraction cannot matter, and the two programs must agree in every bit.
     tx = lowbit_optax.lowbit(
         optax.sgd(2.0**-10, momentum=0.5),
         weights=FORMATS[name],
@@ -58,8 +58,8 @@ def test_every_rounding_survives_xla_gpu(name, make_step):
 )
 @pytest.mark.parametrize("make_step", [fast, applied])
 def test_kahan_and_stochastic_steps_are_one_pass_in_place(tx, moved, make_step):
-    # kahan_adamw reads and writes param, compensation, mu and nu, and reads the
-    # gradient: 9 times 2 bytes. update with apply_updates fuses to the same.
+    # kahan_adamw reads and writes the parameter, compensation, mu and nu, and reads the
+    # gradient: 9 times 2 bytes. XLA fuses update and apply_updates to the same traffic.
     step = lower_step(tx, leaf(SIDE, SIDE), make_step)
     assert step.large == 1
     assert step.moved <= moved
@@ -68,7 +68,7 @@ def test_kahan_and_stochastic_steps_are_one_pass_in_place(tx, moved, make_step):
 
 
 def stacks_both_read_and_written(text):
-    """By fusion, the arrays from which it reads a slice and in which it writes one."""
+    """For each fusion, the arrays in which it both reads and writes a slice."""
     found = {}
     for name, body in re.findall(r"^%(\S+) \(.*?\{\n(.*?)^\}", text, re.S | re.M):
         written = set(re.findall(r" dynamic-update-slice\(%([\w.-]+)", body))
@@ -81,7 +81,7 @@ def stacks_both_read_and_written(text):
 
 @pytest.mark.parametrize("moments", ["float32", lowbit_optax.block_quantized(8)])
 def test_no_kernel_of_a_released_loop_reads_a_stack_that_it_writes(moments):
-    """Its threads would read packed words that others have written already."""
+    """Its threads would read packed words that other threads have already written."""
     tx = lowbit_optax.lowbit(
         optax.sgd(2.0**-10, momentum=0.5),
         weights=lowbit_optax.extra_bits(8),

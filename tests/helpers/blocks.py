@@ -23,7 +23,7 @@ BLOCKS = {
 
 
 def blocks_of(shape, block_size):
-    """The shape of an array with one element per block, and each element's place."""
+    """The shape of an array with one element per block, and each element's position."""
     height, width = BLOCKS[block_size]
     axis = layout_of(shape).axis
     places = list(np.indices(shape))
@@ -42,12 +42,12 @@ def blocks_of(shape, block_size):
 
 @dataclasses.dataclass(frozen=True)
 class Maxima:
-    """A body of integers whose every result depends on maxima over blocks.
+    """A body of integers whose results all depend on maxima over blocks.
 
-    The operands are an array and, for each size, a number per block. The results
-    are new versions of all: the numbers become the sum of the old one and the block's
-    maximum, and the array adds to itself the new numbers of its blocks, each times
-    another factor.
+    The operands are an array and, for each size, a number per block. The results are
+    new versions of the operands. A number per block becomes the sum of the old number
+    and the block's maximum. Each element of the array adds the new numbers of its
+    blocks, each times a different factor.
     """
 
     sizes: tuple[int, ...]
@@ -75,7 +75,7 @@ class Maxima:
         return [total]
 
     def arrays(self, shape, seed=0):
-        """Arguments: an array of this shape, and a number per block of each size."""
+        """An array of this shape, and a number per block of each size."""
         random = np.random.default_rng(seed)
         draw = lambda shape: random.integers(0, 1000, shape).astype(np.int32)
         layout = layout_of(shape)
@@ -113,10 +113,10 @@ class Maxima:
 
 @dataclasses.dataclass(frozen=True)
 class BlockMixture(Mixture):
-    """A body of integers: each result depends on the maxima over the element's block.
+    """A body of integers whose results depend on the maxima over the element's block.
 
     Operands are fields, a plain array, and one value per block. Results are their new
-    versions, in their places, and the index.
+    versions, written in place, and the index.
     """
 
     block_size: int
@@ -139,7 +139,8 @@ class BlockMixture(Mixture):
         del multiply_add
         field, plain = values
         mixed = (field ^ plain ^ before[0] ^ scalars[0]) & jnp.uint32(0xFFFF)
-        # The second is below 0 in half of the smallest blocks, and counts as 0 there.
+        # The second statistic is negative in half of the smallest blocks, and counts as
+        # 0 there.
         return mixed.astype(jnp.int32), mixed.astype(jnp.int32) - 0xFA00
 
     def after(self, maxima, block_values):
@@ -173,7 +174,7 @@ class BlockMixture(Mixture):
         ]
 
     def arrays(self, shape, seed=0):
-        """The operands, and the numbers that they hold."""
+        """The operands, and the numbers that they contain."""
         count, _ = blocks_of(shape, self.block_size)
         held = [
             fields_of(shape, self.bits, seed),
@@ -184,7 +185,7 @@ class BlockMixture(Mixture):
         return [jnp.asarray(x) for x in (words, *held[1:])], held
 
     def want(self, held, scalars, index):
-        """The results as they are stored, computed in numpy."""
+        """The stored results, computed in numpy."""
         field, plain, old = (x.astype(np.uint32) for x in held)
         _, places = blocks_of(field.shape, self.block_size)
         before = (old * np.uint32(5))[places]

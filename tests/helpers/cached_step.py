@@ -1,4 +1,4 @@
-"""Processes that step, or lower a step for a GPU, and what they print.
+"""Processes that run a step, or lower it for a GPU, and print one line.
 
 python tests/helpers/cached_step.py run FOLDER    # cache misses and hits of a step
 python tests/helpers/cached_step.py lower         # a digest of its GPU program
@@ -16,7 +16,7 @@ import lowbit_optax
 
 
 def main(action: str, folder: str = "") -> None:
-    """Does what is asked for, and prints a line."""
+    """Run the action and print a line."""
     tx = lowbit_optax.lowbit_adamw(1e-3)
     shapes = ((256, 64), (64,), (96, 64), (32,))
     params = {f"{n}": jnp.ones(shape, jnp.bfloat16) for n, shape in enumerate(shapes)}
@@ -34,7 +34,7 @@ def main(action: str, folder: str = "") -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     events: list[str] = []
     jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
-    # As where a CPU is the only device: its leaves are updated as if they were one.
+    # With a single CPU device, leaves are updated as if they were one leaf.
     one_device = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Auto,))
     with jax.set_mesh(one_device):
         state = jax.jit(tx.init)(params)
@@ -44,7 +44,7 @@ def main(action: str, folder: str = "") -> None:
 
 
 def printed(hash_seed: int, *arguments: str) -> str:
-    """What a process with another order of strings in sets prints."""
+    """The output of a process that orders strings in sets differently."""
     output = printed_by(__file__, *arguments, PYTHONHASHSEED=str(hash_seed))
     return output.strip()
 

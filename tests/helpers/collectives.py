@@ -1,4 +1,4 @@
-"""What devices send each other in a compiled program."""
+"""The collectives of a compiled program."""
 
 import re
 
@@ -9,5 +9,5 @@ _COLLECTIVE = re.compile(
 
 
 def collectives(compiled) -> set[str]:
-    """The kinds of instructions by which devices exchange data; empty if none does."""
+    """The kinds of instructions that exchange data between devices."""
     return set(_COLLECTIVE.findall(compiled.as_text()))

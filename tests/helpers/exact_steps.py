@@ -1,4 +1,4 @@
-"""Steps that float32 computes exactly: all implementations give the same bits."""
+"""Steps that are exact in float32, so all implementations give the same bits."""
 
 import functools
 
@@ -11,7 +11,7 @@ from optimizers import initial
 import lowbit_optax
 from lowbit_optax import extra_bits, lowbit
 
-# Compiled quickly rather than well.
+# Quick compilation is more important than fast programs.
 QUICK = {"xla_backend_optimization_level": "0"}
 
 MOMENTUM = optax.sgd(0.25, momentum=0.5)
@@ -23,7 +23,7 @@ def normal(shape, dtype=jnp.bfloat16, seed=0):
 
 
 def dyadic_series(params, steps, bits=16):
-    """Gradients of few bits: float32 sums of these are exact, narrow ones are not."""
+    """Gradients with few bits; sums of these are exact in float32 but not narrower."""
     largest = 2 ** (bits - 1)
 
     def draw(leaf, seed):
@@ -56,11 +56,11 @@ def trained(
 
 
 def apply_any(tx, params, state, grads):
-    """A step by ``update``, whose updates are added to float8 parameters too."""
+    """A step that calls ``update``, and also adds updates to float8 parameters."""
     updates, state = tx.update(grads, state, params)
     return lowbit_optax.apply_updates(params, updates), state
 
 
 def both(params, series, others="pallas", **options):
-    """Parameters and state by kernels, and by XLA."""
+    """Parameters and state from kernels, and from XLA."""
     return [trained(name, params, series, **options) for name in (others, "xla")]

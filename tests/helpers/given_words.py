@@ -10,7 +10,7 @@ from lowbit_optax._numerics.random_bits import RandomBits
 
 @dataclasses.dataclass(frozen=True)
 class Given(RandomBits):
-    """Words that are given, and the same for all streams."""
+    """A source of random words that returns the given words for all streams."""
 
     given: jax.Array | None = None
 
@@ -19,5 +19,5 @@ class Given(RandomBits):
 
 
 def random_of(words):
-    """Random bits whose words are these."""
+    """Random bits that consist of these words."""
     return Given(jnp.uint32(0), jnp.uint32(0), given=words)

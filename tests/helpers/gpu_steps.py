@@ -1,4 +1,4 @@
-"""Formats and optimizers whose steps are compiled for GPUs in several ways."""
+"""Formats and optimizers for tests that compile their steps for GPUs."""
 
 import jax.numpy as jnp
 import optax
@@ -7,7 +7,7 @@ import lowbit_optax
 from pallas_kernels import Operand, Result, fused_update, platforms
 
 LAUNCHERS = ["triton", "mosaic"] if platforms.has_mosaic() else ["triton"]
-"""Of kernels for GPUs, those that this JAX has."""
+"""The GPU launchers that the installed JAX supports."""
 
 WEIGHTS = {
     "nearest": lowbit_optax.nearest(),

@@ -21,7 +21,7 @@ from pallas_kernels import (
 
 EACH = pytest.mark.parametrize("implementation", ["xla", "pallas"])
 
-# Compiled quickly rather than well.
+# Quick compilation is more important than fast programs.
 QUICK = {"xla_backend_optimization_level": "0"}
 
 SHAPES = [
@@ -43,7 +43,7 @@ def fields_of(shape, bits, seed=0):
 
 
 def words_of(fields, bits):
-    """Fields packed into words by Python's integers; the padding's fields are 0."""
+    """Fields packed into words with Python's integers; fields of the padding are 0."""
     return reference_pack(fields, bits, layout_of(fields.shape).axis)
 
 
@@ -95,7 +95,7 @@ class Mixture:
         ]
 
     def arrays(self, shape, seed=0):
-        """The operands, and the numbers that they hold."""
+        """The operands, and the numbers that they contain."""
         numbers = [fields_of(shape, bits, seed) for bits in (*self.widths, 32)]
         words = [
             words_of(x, bits) for x, bits in zip(numbers, self.widths, strict=False)
@@ -103,7 +103,7 @@ class Mixture:
         return [jnp.asarray(x) for x in (*words, numbers[-1])], numbers
 
     def model(self, numbers, scalars, index):
-        """The numbers that the results must hold, computed with Python's integers."""
+        """The numbers that the results must contain, computed with Python integers."""
         *fields, plain = (np.asarray(x, object) for x in numbers)
         new = [
             (field * 3 + plain + scalars[0]) % 2**bits
@@ -112,11 +112,11 @@ class Mixture:
         mixed = plain ^ (sum(fields, scalars[1]) % 2**32)
         index = index.astype(object)
         marks = [(2**32 - 1 - index) % 2**bits for bits in self.widths[:1]]
-        # A number in place of an array of rank 0.
+        # For rank 0, numpy returns numbers instead of arrays.
         return [np.asarray(x, np.uint32) for x in (*new, mixed, index, *marks)]
 
     def want(self, numbers, scalars, index):
-        """The results as they are stored."""
+        """The stored results."""
         stored = [*self.widths, None, None, *self.widths[:1]]
         values = self.model(numbers, scalars, index)
         return [
@@ -168,7 +168,7 @@ def stacks_of(body, shape, layers=3):
 
 
 def assert_layer_written(got, stacks, layer, want):
-    """That results are stacks with one new layer, and then new arrays of one layer."""
+    """Assert that the results are stacks with one new layer, and then new arrays."""
     count = sum(a.shape == b.shape for a, b in zip(got, stacks, strict=False))
     new = [x.at[layer].set(y) for x, y in zip(stacks, want, strict=False)]
     assert_equal(got, [*new[:count], *want[count:]])

@@ -1,4 +1,4 @@
-"""Updates by transformations whose moments are stored in few bits, and by float32's."""
+"""Updates of transformations with few-bit moments, compared with float32 moments."""
 
 import functools
 
@@ -12,14 +12,14 @@ import lowbit_optax
 
 
 def transformation(moments, inner):
-    """``lowbit`` of float32 weights; ``moments`` may be items of a dict."""
+    """``lowbit`` with float32 weights; ``moments`` may be the items of a dict."""
     moments = dict(moments) if isinstance(moments, tuple) else moments
     return lowbit_optax.lowbit(inner, moments=moments, implementation="xla", min_size=0)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def updates(moments, grads, b2=0.999, inner=None):
-    """The updates of every step, by Adam at a rate of 1 or by another."""
+    """The updates of all steps, for Adam with a rate of 1 or for ``inner``."""
     tx = transformation(moments, inner or optax.adam(1.0, b2=b2))
     params = jnp.zeros(grads.shape[1:])
 
@@ -31,7 +31,7 @@ def updates(moments, grads, b2=0.999, inner=None):
 
 
 def compared(got, want):
-    """Largest update, and size of all, over those of float32; and their cosine."""
+    """The largest update and the norm, relative to those of ``want``; the cosine."""
     got, want = (np.asarray(x, np.float64) for x in (got, want))
     norms = np.linalg.norm(got), np.linalg.norm(want)
     cosine = np.vdot(got, want) / (norms[0] * norms[1])

@@ -1,4 +1,4 @@
-"""A network of flax' nnx whose kernels are annotated with a mesh axis."""
+"""A flax nnx network whose kernels are annotated with a mesh axis."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ class Network(nnx.Module):
     """Two layers and a normalisation between them.
 
     Args:
-      axis: of the mesh, along which rows of kernels are split.
+      axis: mesh axis over which rows of kernels are sharded.
     """
 
     def __init__(self, axis):

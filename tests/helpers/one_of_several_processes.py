@@ -1,4 +1,4 @@
-"""A process of the runs of ``test_several_processes.py``: it trains, saves, resumes.
+"""A process for ``test_several_processes.py`` that trains, saves and resumes.
 
     python tests/helpers/one_of_several_processes.py RANK COUNT PORT FOLDER save|resume
 
@@ -14,7 +14,7 @@ from pathlib import Path
 if __name__ == "__main__":
     RANK, COUNT, PORT = map(int, sys.argv[1:4])
     devices = f"--xla_force_host_platform_device_count={8 // COUNT}"
-    # The last one counts, and the others stay: the tests' level of optimisation.
+    # The last flag wins, and the other flags stay: the tests' level of optimisation.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
 
 import jax
@@ -36,7 +36,7 @@ STEPS = 3
 
 
 def weights(seed: int = 0):
-    """Float32 weights, as numpy has them: the same in every process."""
+    """Float32 weights as numpy arrays, equal in every process."""
     random = np.random.default_rng(seed)
     shapes = {"kernel": (512, 32), "norm": (32,)}
     return {
@@ -45,20 +45,20 @@ def weights(seed: int = 0):
 
 
 def step(tx, params, state, target):
-    """A step towards a target: its gradients need no sums, whose order would round."""
+    """A step towards a target, whose gradients need no sums, which might round."""
     grads = jax.tree.map(lambda p, t: p.astype(t.dtype) - t, params, target)
     return lowbit_optax.step(tx, params, state, grads)
 
 
 def views(tx, params, state, target):
-    """What else is made of a run: float32 weights, plain optax's run, a report."""
+    """Float32 weights, the run converted to optax, and a step report's ``lost``."""
     converted = lowbit_optax.convert(params, state, tx, PLAIN)
     report = lowbit_optax.step_report(tx, params, state, target)
     return lowbit_optax.master_weights(params, state), converted, report.lost
 
 
 def train(tx, params, state, target):
-    """Half of the run."""
+    """Train for half of the run."""
     advance = jax.jit(functools.partial(step, tx))
     for _ in range(STEPS):
         params, state = advance(params, state, target)
@@ -66,7 +66,7 @@ def train(tx, params, state, target):
 
 
 def _targets(tx, mesh):
-    """Shapes of parameters and state, with the shardings that they have on the mesh."""
+    """Shapes of parameters and state, with their shardings on the mesh."""
     start = functools.partial(lowbit_optax.from_master, tx)
     params, state = jax.eval_shape(start, weights())
     specs = {"kernel": P("data"), "norm": P()}
@@ -77,7 +77,7 @@ def _targets(tx, mesh):
 
 
 def _global(tree, shardings):
-    """Arrays over all processes; each gives the shards of its own devices."""
+    """Arrays over all processes; each process adds the shards of its own devices."""
     return jax.tree.map(
         lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index]),
         tree,

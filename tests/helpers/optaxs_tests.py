@@ -1,7 +1,7 @@
 """Optax's own tests, from the installed optax, for the aliases of this package.
 
-The wheel of optax holds its tests. The functions below call their bodies with our
-aliases in place of optax's.
+The wheel of optax contains its tests. The functions below run the bodies of these tests
+with this package's aliases instead of optax's.
 """
 
 import functools
@@ -30,13 +30,13 @@ ALIASES = {
     "lowbit_adamw": ADAMW,
     "lowbit_lion": {"learning_rate": 1e-2, "weight_decay": 1e-4},
 }
-"""Every alias that takes plain arrays, with the arguments of optax's tests."""
+"""Every alias that works on plain arrays, with the arguments of optax's tests."""
 
 UNWRAPPED = {"wrapper_name": None, "wrapper_kwargs": None}
 
 
 def alias(name):
-    """An alias that packs small leaves too, as those of optax's tests are."""
+    """An alias that also packs small leaves, such as the leaves of optax's tests."""
     made = getattr(lowbit_optax, name)
 
     @functools.wraps(made)
@@ -48,7 +48,7 @@ def alias(name):
 
 @functools.cache
 def module(name):
-    """A module of tests, such as ``_src.alias_test``, which sets no flags of XLA."""
+    """A test module, such as ``_src.alias_test``, that cannot set flags of XLA."""
     flags = os.environ.get("XLA_FLAGS")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -59,7 +59,7 @@ def module(name):
 
 
 def run(module_name, class_name, test, **arguments):
-    """Run the body of a parametrised test of optax's with other arguments."""
+    """Run the body of a parametrised optax test with other arguments."""
     of_class = getattr(module(module_name), class_name)
     case = types.new_class("Case", (of_class,))("id")
     _body(of_class, test)(case, **arguments)
@@ -74,12 +74,12 @@ def _body(of_class, test):
 
 
 def run_with(aliases, module_name, class_name, test):
-    """Run a test of optax's, with our aliases where its module names optax's.
+    """Run an optax test with this package's aliases where its module names optax's.
 
     Args:
-      aliases: by the names of optax's, such as ``{"sgd": kahan_sgd}``.
-      module_name, class_name: where the test is.
-      test: its name; a parametrised one is run in all its cases.
+      aliases: aliases by the names of optax's, such as ``{"sgd": kahan_sgd}``.
+      module_name, class_name: module and class of the test.
+      test: name of the test; all cases of a parametrised test run.
     """
     tests = module(module_name)
     of_class = getattr(tests, class_name)
@@ -103,9 +103,9 @@ def _is_case_of(test, name):
 
 
 def keeping_params(make):
-    """An alias whose ``update`` may be called without params, as optax's SGD may.
+    """An alias whose ``update`` may be called without params, like optax's SGD.
 
-    Then it takes those of ``init``: SGD's updates do not depend on them.
+    Without params, it uses those from ``init``. SGD's updates do not depend on params.
     """
 
     @functools.wraps(make)
@@ -126,9 +126,9 @@ def keeping_params(make):
 
 
 def patch(monkeypatch):
-    """Put our optimizers into the two tables of optax's tests."""
+    """Put this package's optimizers into the two tables of optax's tests."""
     common, of_alias = module("contrib._common_test"), module("_src.alias_test")
     monkeypatch.setattr(common, "_get_opt_factory", alias)
     monkeypatch.setattr(of_alias, "_get_opt", lambda _, name: alias(name))
-    # They compare versions as strings, and take 0.10 for older than 0.7.2.
+    # The tests compare versions as strings, so 0.10 would be older than 0.7.2.
     monkeypatch.setattr(jax, "__version__", "0.9.9")

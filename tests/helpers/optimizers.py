@@ -26,14 +26,14 @@ BFLOAT16_MOMENTS = lowbit_optax.cast(jnp.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """A lowbit transformation and the float32 one that it stands for."""
+    """A lowbit transformation and the float32 transformation that it corresponds to."""
 
     make: Callable
     reference: Callable
     peak: float = 0.02
 
     def __call__(self, learning_rate=None):
-        """The transformation; the same one for the same rate, so that jit caches."""
+        """The transformation, the same object for equal rates, so that jit caches."""
         return _made(self, self.peak if learning_rate is None else learning_rate)
 
 
@@ -70,21 +70,21 @@ ALIASES = {
     "lowbit_adamw": _like_adamw(lowbit_optax.lowbit_adamw, **_bits(8)),
     "lowbit_lion": _like_adamw(lowbit_optax.lowbit_lion, optax.lion, **_bits(8)),
 }
-"""Every alias as users write it, bits 8 and 16, packed however small the leaf."""
+"""Every alias as users write it, with 8 and 16 bits; small leaves are packed too."""
 
 EVERY_ALIAS = {
     name: getattr(lowbit_optax, name)
     for name in lowbit_optax.__all__
     if name.endswith(("_sgd", "_adamw", "_lion", "_adam"))
 }
-"""The functions by name; those of LPMM take quantised weights."""
+"""The aliases' functions by name; LPMM's need quantised weights."""
 
 OF_OPTAX = {
     name: getattr(optax, name.split("_")[-1])
     for name in EVERY_ALIAS
     if not name.startswith("lpmm_")
 }
-"""The optax alias that each of the others stands for."""
+"""The optax alias that corresponds to each of the other aliases."""
 
 VARIANTS = {
     "kahan_adamw_stochastic": _like_adamw(
@@ -100,7 +100,7 @@ VARIANTS = {
         lowbit_optax.extra_bits_adamw, **_bits(8, moments=BFLOAT16_MOMENTS)
     ),
 }
-"""Other roundings and moments."""
+"""Aliases with other roundings and moments."""
 
 _adamw_of_the_unit = functools.partial(optax.adamw, b2=0.997)
 UNIT = {
@@ -115,7 +115,7 @@ UNIT = {
         emulation.sixteen_bit_adamw, _adamw_of_the_unit, rounding="stochastic"
     ),
 }
-"""The paper's 16-bit unit."""
+"""The 16-bit unit of the paper."""
 
 INNERS = {
     "lion": (optax.lion, 0.003),
@@ -142,12 +142,12 @@ ALL_FORMATS = {**FORMATS, "nearest": lowbit_optax.nearest()}
 
 
 def weights_only(inner, weights, **options):
-    """``lowbit`` that stores weights in a format, and moments in float32."""
+    """``lowbit`` with a format for weights, and with float32 moments."""
     return lowbit_optax.lowbit(inner, weights=weights, moments="float32", **options)
 
 
 def adamw(rate, weights, moments="float32", **options):
-    """``lowbit`` around AdamW, with leaves packed however small they are."""
+    """``lowbit`` around AdamW that also packs small leaves."""
     options = {"min_size": 0, **options}
     return lowbit_optax.lowbit(
         optax.adamw(rate), weights=weights, moments=moments, **options
@@ -159,7 +159,7 @@ def _wrapped(inner, weights):
     return lambda rate: lowbit_optax.lowbit(inner(rate), **options)
 
 
-# All but one meet three kinds of format only: compiling takes the tests' time.
+# Only Lion is tested with all formats, because compilation dominates the tests' time.
 _FEW = ("extra_bits_8", "kahan", "stochastic_rounding")
 
 WRAPPED = {
@@ -169,13 +169,13 @@ WRAPPED = {
     for inner in INNERS
     for weights in (FORMATS if inner == "lion" else _FEW)
 }
-"""``lowbit`` around other transformations in each format, moments bfloat16."""
+"""``lowbit`` around other transformations in each format, with bfloat16 moments."""
 
 OPTIMIZERS = {**ALIASES, **VARIANTS, **UNIT}
 
 
 def each(table):
-    """A parametrisation over a table, with its keys as test names."""
+    """A parametrisation over a table, with the table's keys as test names."""
     return pytest.mark.parametrize("optimizer", table.values(), ids=table.keys())
 
 
@@ -190,7 +190,7 @@ def _model(dtype):
 
 
 def model_params(dtype=jnp.bfloat16):
-    """A kernel, and a bias of 40 elements, which is not a multiple of 32."""
+    """A kernel, and a bias with 40 elements, which is not a multiple of 32."""
     return dict(_model(dtype))
 
 
@@ -200,7 +200,7 @@ def normal(seed, shape=(64, 64), dtype=jnp.float32):
 
 
 def random_grads(params, seed, dtype=jnp.float32):
-    """Normal gradients of standard deviation 0.1."""
+    """Normal gradients with a standard deviation of 0.1."""
     random = np.random.default_rng(seed)
     draw = lambda leaf: jnp.asarray(0.1 * random.standard_normal(leaf.shape), dtype)
     return jax.tree.map(draw, params)
@@ -217,10 +217,10 @@ def apply(tx, params, state, grads, **extra_args):
 
 
 def initial(tx, params):
-    """The transformation's state by a jitted ``init``.
+    """The transformation's state from a jitted ``init``.
 
-    Else each of its operations, some hundred, is compiled by itself. That the state is
-    the same is tested in ``test_lowbit.py``.
+    Without jit, some hundred operations would be compiled separately.
+    ``test_lowbit.py`` tests that the state is the same.
     """
     return jax.jit(tx.init)(params)
 
@@ -231,7 +231,7 @@ def jitted(tx, advance):
 
 
 def train(tx, params, state, series, advance=apply):
-    """Jitted steps over a series of gradients."""
+    """Run jitted steps over a series of gradients."""
     advance = jitted(tx, advance)
     for grads in series:
         params, state = advance(params, state, grads)
@@ -251,7 +251,7 @@ def bits(tree):
 
 
 def assert_same_bits(got, want):
-    """Equal in structure, shape, dtype and every bit."""
+    """Assert that structure, shapes, dtypes and every bit are equal."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     got_leaves = jax.tree_util.tree_flatten_with_path(got)[0]
     for (path, a), b in zip(got_leaves, jax.tree.leaves(want), strict=True):
@@ -262,13 +262,13 @@ def assert_same_bits(got, want):
 
 
 def spec_of(tree):
-    """Structure, shapes and dtypes, weak types included."""
+    """Structure, shapes and dtypes, including weak types."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, [jax.api_util.shaped_abstractify(leaf) for leaf in leaves]
 
 
 def relaxed(inner):
-    """An optax transformation that promotes dtypes, inside code that may not."""
+    """An optax transformation that may promote dtypes, even if its caller may not."""
     inner = optax.with_extra_args_support(inner)
 
     def update(updates, state, params=None, **extra_args):

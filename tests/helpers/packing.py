@@ -1,4 +1,4 @@
-"""Packed fields, from the definition of the layout."""
+"""Packed fields, written from the definition of the layout."""
 
 import numpy as np
 
@@ -10,11 +10,11 @@ PERIODS = {
 def reference_pack(fields, bits, axis):
     """The fields of a period as one big integer each, cut into 32-bit digits.
 
-    Python integers in object arrays, so no width, shift or mask can be wrong by
-    overflow; and written from the layout's definition, not from the library.
+    Python integers in object arrays cannot overflow with a wrong width, shift or mask.
+    The code follows the layout's definition, and uses nothing from the library.
 
     Args:
-      axis: of the rows, counted from the end; -1 folds the last one into rows of 32.
+      axis: rows' axis, counted from the end; -1 folds the last axis into rows of 32.
     """
     fields = np.asarray(fields)
     if axis == -1:

@@ -1,4 +1,4 @@
-"""Floats by their bits: numpy's comparisons warn at signalling NaNs."""
+"""Comparisons of floats by their bits, because numpy warns at signalling NaNs."""
 
 import functools
 
@@ -28,7 +28,7 @@ def patterns_of(x):
 
 
 def every(dtype):
-    """All values of a narrow dtype, infinities and NaNs among them."""
+    """All values of a narrow dtype, including infinities and NaNs."""
     width = 8 * np.dtype(dtype).itemsize
     return np.arange(2**width, dtype=f"uint{width}").view(dtype)
 
@@ -48,7 +48,7 @@ def is_nan(x):
 
 
 def assert_same(got, expected):
-    """Equal in every bit, including the signs of zeros; all NaNs count as equal."""
+    """Assert that all bits are equal, including signs of zeros; NaNs count as equal."""
     got, expected = np.asarray(got), np.asarray(expected)
     assert got.dtype == expected.dtype
     same = patterns_of(got) == patterns_of(expected)
@@ -62,7 +62,7 @@ def cast(x, dtype):
 
 
 def float_casts(closed):
-    """(from, to) of every cast between floats in a jaxpr, at any depth."""
+    """(from, to) for every cast between floats in a jaxpr, at any depth."""
     found = []
     for equation in closed.jaxpr.eqns:
         if equation.primitive.name in ("convert_element_type", "reduce_precision"):

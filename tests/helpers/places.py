@@ -1,4 +1,4 @@
-"""Where the repository is, and programs that run in a process of their own."""
+"""The repository's folder, and functions that run Python in a separate process."""
 
 import os
 import pathlib
@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def printed_by(*arguments, timeout=300, **environment):
-    """What Python prints with these arguments, and with the paths of this process."""
+    """The output of Python with these arguments, and with the paths of this process."""
     path = os.pathsep.join(filter(None, sys.path))
     done = run_python(*arguments, timeout=timeout, PYTHONPATH=path, **environment)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -17,7 +17,7 @@ def printed_by(*arguments, timeout=300, **environment):
 
 
 def run_python(*arguments, cwd=ROOT, timeout=None, **environment):
-    """Run Python with these arguments, and return its status and what it printed."""
+    """Run Python with these arguments, and return its status and its output."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         env=os.environ | environment,

@@ -12,7 +12,7 @@ from lowbit_optax._numerics import linear_code
 
 @functools.cache
 def quantizer(bits, **options):
-    """``quantize_params``, jitted: else each operation is compiled for each shape."""
+    """A jitted ``quantize_params``; without jit, each operation compiles per shape."""
     quantize = functools.partial(
         lowbit_optax.lpmm.quantize_params, bits=bits, **options
     )
@@ -23,9 +23,9 @@ values_of = jax.jit(lowbit_optax.lpmm.dequantize, static_argnums=1)
 
 
 def quantised(shape, bits, block_size):
-    """Weights whose steps are powers of two, and stay so when they shrink a little."""
+    """Weights whose steps are powers of two, even after the weights shrink a little."""
     weights = np.random.default_rng(0).standard_normal(shape).clip(-1, 1) * 0.9
-    # A number per tile, so in every block, and in folded rows of 32.
+    # One number per tile, and therefore in every block, and in every folded row of 32.
     weights.reshape(-1)[::32] = 1.0
     weights.reshape(-1, shape[-1])[::8, ::4] = 1.0
     weights *= linear_code.largest_code(bits) * 2.0**-bits
@@ -36,11 +36,11 @@ def quantised(shape, bits, block_size):
 
 
 def shrinking(params, seed):
-    """Dyadic gradients that take numbers nearer to 0.
+    """Dyadic gradients that move numbers closer to 0.
 
-    The largest that :func:`quantised` makes lose a 16th at a rate of 0.25. Their step
-    size is then kept, although a new one would be smaller. (Weights of few bits lose
-    less: they would need a new one.)
+    The largest numbers from :func:`quantised` lose a 16th at a rate of 0.25. They keep
+    their step size, although a new one would be smaller. (Weights with few bits lose
+    less, because otherwise they would need a new step size.)
     """
     random = np.random.default_rng(seed)
 

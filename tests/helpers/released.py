@@ -1,9 +1,9 @@
-"""The step with gradient release and the ordinary one, side by side.
+"""The step with gradient release and the ordinary step, side by side.
 
 Both compute the same operations in the same order. They are compiled one operation at a
-time, so that equal operations are equal machine code. Fused, they need not be: XLA
-contracts a product and a sum in one loop and not in another, and turns a division by a
-scalar into a product in one program only, which also depends on the processor.
+time, so that equal operations have equal machine code. If XLA fused them, results could
+differ: it contracts a product and a sum in one loop and not in another, and turns a
+division by a scalar into a product in only one program, depending on the processor.
 """
 
 import functools
@@ -23,7 +23,7 @@ OPERATION_BY_OPERATION = {
 }
 SGD = optax.sgd(RATE, momentum=0.5)
 WIDTH = 64
-"""Layers of 64 x 64 are the smallest that are updated in the loop."""
+"""Layers of 64 x 64 are the smallest that the loop updates."""
 
 
 def ordinary(loss_fn, tx, has_aux=False):
@@ -50,11 +50,10 @@ def run(step, tx, params, batches, state=None):
 
 
 def assert_equal_steps(loss_fn, tx, params, batches, *, in_loop=None, has_aux=False):
-    """Losses, parameters and state are bit for bit those of the ordinary step.
+    """Assert that losses, parameters and state have the bits of the ordinary step.
 
     Args:
-      in_loop: the paths that must have been updated in the loop; None does not check
-      them.
+      in_loop: the paths that the loop must have updated; None skips this check.
     """
     if in_loop is not None:
         found = updated_in_loop(loss_fn, tx, params, *batches[0], has_aux=has_aux)
@@ -69,32 +68,32 @@ def assert_equal_steps(loss_fn, tx, params, batches, *, in_loop=None, has_aux=Fa
 
 
 def explained(loss_fn, tx, params, *batch, **options):
-    """The report of ``explain``, which needs only shapes."""
+    """The report of ``explain``, which only needs shapes."""
     state = jax.eval_shape(tx.init, params)
     return release.explain(loss_fn, tx, **options)(params, state, *batch)
 
 
 def updated_in_loop(loss_fn, tx, params, *batch, **options):
-    """Paths of the leaves that are updated in the loop."""
+    """Paths of the leaves that the loop updates."""
     reasons = explained(loss_fn, tx, params, *batch, **options)
     return {name for name, reason in reasons.items() if reason == "in the loop"}
 
 
 class Models(dict):
-    """Losses by name, with which released steps are compared with ordinary ones.
+    """Losses by name, for comparisons of released steps with ordinary steps.
 
-    Calling it makes a decorator that adds a loss.
+    Calling it returns a decorator that adds a loss.
     """
 
     def __call__(self, *in_loop, name=None, params=None, has_aux=False, waits=""):
         """Add a loss.
 
         Args:
-          name: by default that of the function.
-          in_loop: the paths that must be updated in the loop.
-          params: makes the parameters; those of :func:`simple_loss` by default.
-          has_aux: of the loss.
-          waits: what the reason must be why the layers wait.
+          name: the loss's name; the function's name if None.
+          in_loop: the paths that the loop must update.
+          params: a function that makes the parameters; :func:`simple_params` if None.
+          has_aux: whether the loss returns an auxiliary value.
+          waits: text that must be in the reason why layers wait.
         """
 
         def register(loss_fn):
@@ -105,7 +104,7 @@ class Models(dict):
         return register
 
     def check(self, name):
-        """Released steps are ordinary ones, and leaves are updated where they must."""
+        """Assert that released steps are exact, and where leaves are updated."""
         loss_fn, make, in_loop, has_aux, waits = self[name]
         params, inputs = make(), batches(3)
         if waits:
@@ -127,12 +126,12 @@ def normal(*shape, dtype=jnp.float32, seed=0, scale=1.0):
 
 
 def weights(*depth, dtype=jnp.float32, seed=0):
-    """Stacked square matrices that keep the scale of what goes through them."""
+    """Stacked square matrices that keep the scale of their inputs."""
     return normal(*depth, WIDTH, WIDTH, dtype=dtype, seed=seed, scale=WIDTH**-0.5)
 
 
 def batches(count, rows=4):
-    """Inputs, one after another."""
+    """A list of inputs."""
     return [(normal(rows, WIDTH, seed=100 + n),) for n in range(count)]
 
 
@@ -142,7 +141,7 @@ def dense(x, w):
 
 
 def simple_body(x, w):
-    """A scan's body of one layer."""
+    """The body of a scan over layers."""
     return dense(x, w), None
 
 
@@ -159,7 +158,7 @@ def simple_loss(params, x, body=simple_body, xs=None, **options):
 
 
 def head_loss(params, x):
-    """A scalar."""
+    """A scalar loss."""
     return jnp.mean((x @ params["head"].astype(jnp.float32)) ** 2)
 
 
@@ -183,7 +182,7 @@ MIXED_IN_LOOP = {f"['layers']['{name}']" for name in ("wide", "brain", "half")}
 
 
 def mixed_loss(params, x):
-    """A loss over the parameters above."""
+    """A loss with the parameters of :func:`mixed_params`."""
 
     def body(x, layer):
         x = dense(x, layer["wide"]) + layer["bias"]

@@ -1,8 +1,8 @@
-"""The process of ``test_memory_of_restore.py``: restores, and prints how much it took.
+"""The process of ``test_memory_of_restore.py``: restores, and prints its memory use.
 
     python tests/helpers/restore_and_measure.py FOLDER SPEC [GIGABYTES]
 
-It prints the bytes of what it restored, and by how many bytes the process grew at most.
+It prints the bytes of the restored run, and the largest growth of the process in bytes.
 """
 
 import sys
@@ -48,9 +48,9 @@ def _restore(folder: Path, target, gigabytes: float | None):
 
 
 def _memory(field: str) -> int:
-    """Bytes of the process: ``VmRSS`` at present, ``VmHWM`` at most.
+    """Bytes of the process: ``VmRSS`` now, or ``VmHWM`` at most.
 
-    Not ``resource.getrusage``, whose maximum counts the process that started this one.
+    The maximum of ``resource.getrusage`` includes the process that started this one.
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     (found,) = (line for line in lines if line.startswith(f"{field}:"))
@@ -59,7 +59,7 @@ def _memory(field: str) -> int:
 
 def _main(folder: str, spec: str, gigabytes: str | None = None) -> None:
     limit = None if gigabytes is None else float(gigabytes)
-    # What it takes to restore anything at all is taken before.
+    # A first restore allocates all memory that does not depend on the size.
     _restore(Path(folder) / "small", shapes(*SMALL, SPECS[spec]), limit)
     before = _memory("VmRSS")
     run = _restore(Path(folder) / "large", shapes(*LARGE, SPECS[spec]), limit)

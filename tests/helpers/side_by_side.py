@@ -1,7 +1,7 @@
-"""The same training by optax's AdamW in float32 and by ours, through a trainer.
+"""The same training with optax's AdamW in float32 and with this package's optimizers.
 
-What is found is a row of ``docs/integrations.md``: with ``TRAINERS_ROWS`` in the
-environment, :func:`compare` leaves it in that folder.
+Each trainer's result is a row of ``docs/integrations.md``. If ``TRAINERS_ROWS`` is in
+the environment, :func:`compare` writes the row to that folder.
 """
 
 import importlib.metadata
@@ -22,7 +22,7 @@ import lowbit_optax
 STEPS = 40
 WIDTH, HIDDEN = 64, 128
 LEARNING_RATE = 3e-3
-NEAR = 0.01  # of float32's loss
+NEAR = 0.01  # relative to the loss in float32
 
 OURS = {
     "lowbit_adamw": lowbit_optax.lowbit_adamw,
@@ -32,9 +32,9 @@ OURS = {
 
 
 def batches(steps: int = STEPS) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of a teacher, the step before the batch; the last is held out.
+    """Inputs and a teacher's targets for each step; the last step is held out.
 
-    Its outputs are a fixed network's, so that there is something to learn.
+    The teacher is a fixed network, so that there is something to learn.
     """
     random = np.random.default_rng(0)
     inputs = random.standard_normal((steps + 1, 64, WIDTH)).astype(np.float32)
@@ -53,7 +53,7 @@ def kernels(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def network(weights, inputs):
-    """The outputs of that network, computed in float32."""
+    """The outputs of this network, computed in float32."""
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), weights)
     return jnp.tanh(inputs @ wide["first"]) @ wide["second"]
 
@@ -63,13 +63,13 @@ def squared_error(outputs, targets):
 
 
 def narrow(tree: Any, dtype: Any = jnp.bfloat16) -> Any:
-    """Floating-point leaves in ``dtype``."""
+    """The tree with floating-point leaves in ``dtype``."""
     is_float = lambda x: jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)
     return jax.tree.map(lambda x: jnp.asarray(x, dtype) if is_float(x) else x, tree)
 
 
 def bytes_per_parameter(params: Any, state: Any) -> float:
-    """Bytes of the parameters and of the optimizer's state, over their number."""
+    """Bytes of the parameters and the optimizer's state, per parameter."""
     arrays = lambda tree: [x for x in jax.tree.leaves(tree) if hasattr(x, "nbytes")]
     size = sum(x.size for x in arrays(params))
     return sum(x.nbytes for x in arrays((params, state))) / size
@@ -94,17 +94,17 @@ def compare(
     does_not_work: Sequence[str] = (),
     near: float = NEAR,
 ) -> None:
-    """Assert that each of ours trains like optax in float32, and note the row.
+    """Assert that all optimizers train like optax in float32, and note the row.
 
     Args:
       trainer: the name of the row.
-      package: whose version it has.
-      lines: what a user changes.
-      run: from an optimizer and the dtype of the parameters: the loss at the end,
-        parameters and state.
-      dtype: of the parameters, for ours.
-      does_not_work: what the tests of this trainer show to fail.
-      near: how far the loss may be from float32's, as a part of it.
+      package: the package whose version is in the row.
+      lines: the lines that a user changes.
+      run: a function of an optimizer and the parameters' dtype that returns the final
+        loss, the parameters and the state.
+      dtype: dtype of the parameters with this package's optimizers.
+      does_not_work: features that this trainer's tests show to fail.
+      near: the allowed relative difference to the loss in float32.
     """
     loss, params, state = run(optax.adamw(LEARNING_RATE), jnp.float32)
     usual = {"loss": float(loss), "bytes": bytes_per_parameter(params, state)}
@@ -132,15 +132,15 @@ def compare(
         raise ExceptionGroup(trainer, errors)
     for name, each in found.items():
         assert abs(each["loss"] / usual["loss"] - 1) < near, (name, each, usual)
-        # With 16 extra bits, those of float32.
+        # With 16 extra bits, there are as many bytes as in float32.
         assert each["bytes"] < 1.01 * usual["bytes"], (name, each, usual)
 
 
 def note(trainer: str, **figures: Any) -> None:
-    """Leave figures of a trainer for the record, if one is being made."""
+    """Write a trainer's figures, if a record is being made."""
     folder = os.environ.get("TRAINERS_ROWS")
     if folder:
-        # A file for each: tests run in several processes.
+        # Tests run in several processes, so each note is a file.
         with tempfile.NamedTemporaryFile(
             "w", dir=folder, suffix=".json", delete=False
         ) as file:
@@ -148,5 +148,5 @@ def note(trainer: str, **figures: Any) -> None:
 
 
 def note_restored(trainer: str, name: str, where: str) -> None:
-    """Leave that a restored run with this optimizer went on as it should."""
+    """Note that a restored run with this optimizer continued correctly."""
     note(trainer, restored={f"{where}: {name}": True})

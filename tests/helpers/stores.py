@@ -1,4 +1,4 @@
-"""Libraries that save a run and restore it."""
+"""Libraries that save and restore a run."""
 
 import jax
 import orbax.checkpoint as ocp
@@ -7,7 +7,7 @@ from flax import serialization
 
 
 def orbax(folder, saved, like):
-    """Saves a tree; restores it with the shapes, dtypes and shardings of ``like``."""
+    """Save a tree, and restore it with the shapes, dtypes and shardings of ``like``."""
     target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "checkpoint", saved)
@@ -16,7 +16,7 @@ def orbax(folder, saved, like):
 
 
 def flax(folder, saved, like):
-    """The same by flax's serialization, whose structure is that of ``like``."""
+    """Save and restore with flax's serialization, with the structure of ``like``."""
     file = folder / "checkpoint.msgpack"
     file.write_bytes(serialization.to_bytes(saved))
     return serialization.from_bytes(like, file.read_bytes())

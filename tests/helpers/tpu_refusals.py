@@ -1,10 +1,10 @@
-"""Which leaves the kernels for TPUs take."""
+"""A record of the leaves that TPU kernels support."""
 
 from pallas_kernels.fused_update.tpu import kernel as tpu
 
 
 def noted(monkeypatch) -> list[bool]:
-    """A list that grows by whether a kernel takes a leaf, each time that is asked."""
+    """A list of booleans: for each query about a leaf, whether a kernel supports it."""
     taken, refusal = [], tpu.refusal
 
     def asked(*args):

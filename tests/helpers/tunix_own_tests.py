@@ -1,8 +1,8 @@
-"""Runs Tunix' tests of its trainer with one of our optimizers; prints what failed.
+"""Runs Tunix's tests of its trainer with an alias of this package; prints failures.
 
     python tunix_own_tests.py FILE ALIAS
 
-It is a process of its own: those tests want four devices.
+It is a separate process, because the tests need four devices.
 """
 
 import importlib.util
@@ -18,13 +18,13 @@ import lowbit_optax
 
 
 def _optax_with(make):
-    """Optax whose optimizers are this one.
+    """Optax with its optimizers replaced.
 
-    It is the alias itself, for ``inject_hyperparams`` reads its signature.
+    It uses the alias itself, because ``inject_hyperparams`` reads its signature.
     """
 
     def sgd(learning_rate, momentum=None):
-        del momentum  # AdamW has one
+        del momentum  # AdamW always has momentum
         return make(learning_rate)
 
     ours = {"sgd": sgd, "adam": make, "adamw": make}
@@ -59,7 +59,7 @@ def main(file: str, alias: str) -> None:
 
 
 if __name__ == "__main__":
-    from absl import flags  # which the tests read
+    from absl import flags  # the tests read flags
 
     flags.FLAGS(sys.argv[:1])
     main(*sys.argv[1:])

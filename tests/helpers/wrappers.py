@@ -1,4 +1,4 @@
-"""Wrappers around a transformation, which keep its state inside theirs."""
+"""Wrappers around a transformation, whose state contains the transformation's state."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ RATE = 0.1
 
 
 def kernel_or_other(params):
-    """Labels for ``optax.partition``: which leaf is the kernel."""
+    """Labels for ``optax.partition`` that distinguish the kernel from other leaves."""
 
     def label(path, _):
         return "kernel" if jax.tree_util.keystr(path) == "['kernel']" else "other"
@@ -19,7 +19,7 @@ def kernel_or_other(params):
 
 
 def _only(label):
-    """A mask, as a function of the parameters."""
+    """A mask for the leaves with a label, as a function of the parameters."""
     return lambda params: jax.tree.map(lambda x: x == label, kernel_or_other(params))
 
 
@@ -42,5 +42,6 @@ WRAPPERS = {
         make(RATE), 2, lowbit_optax.block_quantized(8), min_size=0
     ),
 }
-"""``wrap(make, other)``: ``make(learning_rate)`` is wrapped; some wrappers hand it the
-kernel alone, and the other leaves to ``other``."""
+"""``wrap(make, other)`` wraps ``make(learning_rate)``. Some wrappers apply it to the
+kernel only, and apply ``other`` to all other leaves.
+"""

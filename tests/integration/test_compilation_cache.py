@@ -1,7 +1,7 @@
-"""What one process has compiled, another finds in JAX's persistent cache.
+"""A process finds programs of another process in JAX's persistent cache.
 
-So a step's program must not depend on the order of sets, on addresses of objects, or on
-what was traced before.
+A step's program therefore must not depend on the order of sets, on addresses of
+objects, or on previous traces.
 """
 
 import pytest

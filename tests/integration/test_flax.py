@@ -35,7 +35,7 @@ LOW = lowbit_optax.extra_bits_adamw(0.01, min_size=0)
 
 
 def _float32_model():
-    """A linen network as flax makes it, and its float32 variables."""
+    """A flax linen network, and its float32 variables."""
     model = nn.Sequential([nn.Dense(32), nn.LayerNorm(), nn.Dense(4)])
     return model, jax.jit(model.init)(jax.random.key(0), jnp.ones((1, 16)))
 
@@ -68,7 +68,7 @@ def test_train_state_is_flaxs_in_every_bit(make_params, tx):
     assert_same_bits(ours.opt_state, theirs.opt_state)
     assert int(ours.step) == int(theirs.step) == 5
     key = "_overwrite_with_gradient"
-    if key in params:  # what flax's float8 layers hand over
+    if key in params:  # from flax's float8 layers
         assert_same_bits(ours.params[key], series[-1][key])
 
 

@@ -13,7 +13,7 @@ from optaxs_tests import ALIASES, UNWRAPPED, alias, keeping_params
 
 import lowbit_optax
 
-# Not in README's run: optax's tests import much, and compile for each alias.
+# README's run leaves these out: they import much, and compile for each alias.
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.slow_to_compile]
 
 FLOAT32_UPDATES = "updates are float32, so that they land exactly"
@@ -55,7 +55,7 @@ def test_it_finds_the_minimum(request, name, target):
 
 @pytest.mark.parametrize("name", [x for x in ALIASES if x != "lowbit_lion"])
 def test_it_finds_the_minimum_of_complex_numbers_too(name):
-    """Lion does not, nor does optax's."""
+    """Lion is excluded, because optax's Lion does not find it either."""
     setup = optaxs_tests.module(_alias_test[0])._setup_parabola
     arguments = of(name) | {"target": setup, "dtype": jnp.complex64}
     optaxs_tests.run(*_alias_test, "test_optimization", **arguments)
@@ -76,8 +76,8 @@ STABILITY = "test_state_shape_dtype_shard_stability"
 EVERY_SCHEDULE = (
     "test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such"
 )
-# Optax runs these tests on each of its optimizers. They pass extra arguments, schedules
-# and wrappers, and check that a conditional can return the old state or the new one.
+# Optax runs these tests with each of its optimizers. They pass extra arguments,
+# schedules and wrappers, and check that a conditional can return the old or new state.
 OF_EACH = [
     (_common_test, "test_optimizers_accept_extra_args", UNWRAPPED | {"wrap": False}),
     (_common_test, EVERY_SCHEDULE, UNWRAPPED),
@@ -104,7 +104,7 @@ def test_updates_do_not_have_the_dtype_of_narrow_gradients(request, name):
 
 @each_alias
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_with_16_bits_it_does_so_if_updates_are_cast(monkeypatch, name, dtype):
+def test_state_stays_stable_if_updates_are_cast(monkeypatch, name, dtype):
     def cast(updates, params):
         return jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
 
@@ -150,7 +150,7 @@ WRAPPERS = {
 @pytest.mark.parametrize("name", [x for x in ALIASES if x != "lowbit_lion"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_wrapped_it_finds_the_minimum(name, wrapper):
-    """Not Lion, whose steps by signs do not shrink: optax tests no such pair."""
+    """Lion is excluded: its steps do not shrink, and optax tests no such pair."""
     setup = optaxs_tests.module(_common_test[0])._setup_parabola
     optaxs_tests.run(
         *_common_test,
@@ -241,7 +241,7 @@ def tx_of_adam(learning_rate, b1=0.9, b2=0.999):
         ("test_masked_state_structure", "the state is a LowbitState around optax's"),
     ],
 )
-def test_what_is_not_meant_to_pass(request, test, reason):
+def test_intended_differences_are_expected_to_fail(request, test, reason):
     expected_to_fail(request, reason, pytest.fail.Exception)
     masking = ("transforms._masking_test", "MaskedTest")
     optaxs_tests.run_with({"sgd": alias("kahan_sgd")}, *masking, test)

@@ -1,7 +1,7 @@
-"""Every kind of kernel is compiled by the libtpu at hand, for TPUs by turns.
+"""The installed libtpu compiles every kind of kernel; the cases alternate the targets.
 
-What one libtpu compiles another may refuse: an operation that it cannot legalise is an
-error of the compiler and no result that is wrong.
+Another libtpu may not compile the same kernels. If it does not support an operation,
+the compiler raises an error; the results are never wrong.
 """
 
 import functools
@@ -69,7 +69,7 @@ WIDE, TRANSPOSED = (256, 256), (1024, 72)
 
 
 def by_turns(*names):
-    """Pairs of these and one of the targets; what fails on one mostly fails on all."""
+    """Pair each name with one target, since most failures occur on all of them."""
     return list(zip(names, itertools.cycle(TARGETS), strict=False))
 
 

@@ -38,10 +38,10 @@ def test_the_device_holds_two_or_three_layers_of_the_state_copied_by_themselves(
     makers = streamed, release.value_and_update
     on_host, on_device = (compiled(make_step, name) for make_step in makers)
     state = bytes_of_state(name)
-    # Rows of scales are padded in the compiler's figures.
+    # The compiler's figures include padded rows of scales.
     assert state <= on_host.host <= 1.05 * state
     assert on_host.arguments <= on_device.arguments - state
-    # XLA keeps a part of what it decodes, too.
+    # XLA also keeps a part of the decoded arrays.
     layers = 3 if name == "lowbit" else 2
     assert on_host.temporary <= on_device.temporary + layers * state / LAYERS + 2**19
     stacks = {"float32": 2, "extra_bits": 3, "lowbit": 5}[name]

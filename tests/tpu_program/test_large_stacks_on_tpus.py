@@ -1,4 +1,4 @@
-"""Stacks of more elements than a kernel counts, compiled for TPUs."""
+"""Stacks with more elements than int32 can count, compiled for TPUs."""
 
 import jax
 import pytest
@@ -15,7 +15,7 @@ from tools.hlo import COLLECTIVES, memory, text
 from tools.tpu_program.targets import tpu_mesh
 
 GATES = leaf(40, 8192, 28672)
-"""Of half of the layers of Llama 70B: 9.4 billion elements."""
+"""The gate weights of half of the layers of Llama 70B: 9.4 billion elements."""
 
 
 def test_kernels_update_a_large_stack_in_place():

@@ -1,4 +1,4 @@
-"""Steps compiled for TPUs as people write them: plain ``jit``, and no mesh in force."""
+"""Steps compiled for TPUs as users write them: plain ``jit``, and no active mesh."""
 
 import contextlib
 import functools
@@ -22,26 +22,26 @@ from tools.tpu_program.targets import TARGETS, tpu_mesh
 LEAF = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
 STACK = jax.ShapeDtypeStruct((4, 1024, 2048), jnp.bfloat16)
 MOVED = 12.26
-"""Bytes per parameter of ``lowbit_adamw`` by kernels."""
+"""Bytes per parameter of ``lowbit_adamw`` with kernels."""
 _OF_SCALARS = 2**18
-"""Bytes that a step takes whatever its size, most of them on a TPU7x."""
+"""Bytes that every step moves, whatever its size; a TPU7x moves the most."""
 
 
 def _lying(tx, place, params, grads):
-    """Arguments of a step, of arrays that lie like this."""
+    """Arguments of a step, sharded with ``place``."""
     lying = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x))
     return jax.tree.map(lying, (params, jax.eval_shape(tx.init, params), grads))
 
 
 def _compiled(tx, place, params=LEAF, grads=None, step=None):
-    """A donated step on them."""
+    """A step with these arguments and donated parameters and state."""
     arguments = _lying(tx, place, params, params if grads is None else grads)
     step = step or functools.partial(lowbit_optax.step, tx)
     return jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
 
 
 def _assert_by_kernels(compiled, parameters, kernels=1):
-    """``parameters`` are those of one device."""
+    """Assert that kernels update all ``parameters`` of one device."""
     moved = sum(x.moved for x in hlo.entry(compiled))
     assert compiled.as_text().count('"tpu_custom_call"') == kernels
     assert moved <= MOVED * parameters + _OF_SCALARS
@@ -51,7 +51,7 @@ def _assert_by_kernels(compiled, parameters, kernels=1):
 
 @contextlib.contextmanager
 def _host_of(monkeypatch, devices):
-    """JAX as on a host with these TPUs, which are described and not at hand."""
+    """Pretend that JAX runs on a host with these TPUs."""
     left_to_xla.warn_once.cache_clear()
     with monkeypatch.context() as patch, jax.default_device(devices[0]):
         patch.setattr(jax, "default_backend", lambda: "tpu")
@@ -86,7 +86,7 @@ def test_accumulators_and_quantised_weights_are_told_too():
     told = {"param_shardings": NamedSharding(mesh, P("d"))}
     tx = lowbit_optax.accumulate_gradients(lowbit_optax.lowbit_adamw(1e-3, **told), 4)
     step = _compiled(tx, _rows(mesh))
-    assert step.as_text().count('"tpu_custom_call"') == 2  # the sum's and the step's
+    assert step.as_text().count('"tpu_custom_call"') == 2  # the sum and the step
     assert hlo.memory(step).temp_size_in_bytes < 0.1 * LEAF.size / 4
     assert hlo.collectives(step) == []
     params = quantized_like(LEAF, 12, 2048)
@@ -124,7 +124,7 @@ def test_stacked_layers_over_256_chips_need_no_collectives(spec):
 
 
 @pytest.mark.parametrize("is_told", [False, True])
-def test_what_is_told_is_not_of_the_shards_in_a_users_shard_map(is_told):
+def test_param_shardings_change_nothing_in_a_users_shard_map(is_told):
     mesh = tpu_mesh("v6e:2x2", (4,))
     told = NamedSharding(mesh, P("d")) if is_told else None
     tx = lowbit_optax.lowbit_adamw(1e-3, param_shardings=told)

@@ -1,4 +1,4 @@
-"""Cycles of kernels by the compiler's schedule; numbers per 1,024 parameters."""
+"""Cycles of kernels in the compiler's schedule, per 1,024 parameters."""
 
 import pytest
 from places import printed_by
@@ -14,7 +14,7 @@ CYCLES = {
 
 
 def test_kernels_take_few_cycles():
-    # A process of its own: libtpu reads where to write schedules as it is loaded.
+    # In a separate process, because libtpu reads the schedules' folder when it loads.
     steps = sorted({step for step, _ in CYCLES})
     printed = printed_by(
         "-m", "benchmarks", "tpu_cycles", "--steps", *steps, timeout=None

@@ -1,4 +1,4 @@
-"""The reader of TPU programs, on texts whose sizes are known."""
+"""The reader of TPU programs, on texts with known sizes."""
 
 from unittest import mock
 
@@ -52,7 +52,7 @@ def test_an_asynchronous_pair_and_each_part_of_a_tuple_count_once():
     ]
 
 
-def test_padding_counts_and_what_stays_on_the_chip_is_told_apart():
+def test_padding_counts_and_bytes_on_the_chip_are_separate():
     padded, column = 4096 * 128 * 4, 4096 * 8 * 4
     facts = [
         (x.name, x.without_padding, x.moved, x.of_memory)
@@ -63,7 +63,7 @@ def test_padding_counts_and_what_stays_on_the_chip_is_told_apart():
         ("bytes", 4096 + padded, 4096 + padded, 4096 + padded),
         ("a", 2 * 1024, 2 * 1024, 1024),  # a slice reads no more than it writes
         ("b", 2 * padded, 2 * padded, padded),
-        ("d", 2 * column, 2 * padded, padded),  # of %x to the chip
+        ("d", 2 * column, 2 * padded, padded),  # %x is copied to the chip
     ]
 
 

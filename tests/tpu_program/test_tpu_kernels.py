@@ -1,4 +1,4 @@
-"""Steps compiled for TPUs: what they move, and that they work in place."""
+"""Steps compiled for TPUs move few bytes, and work in place."""
 
 import functools
 import itertools
@@ -46,12 +46,12 @@ def assert_in_place(step, launches=1):
 def assert_each_byte_once(step, moved, launches=1):
     assert_in_place(step, launches)
     assert step.moved <= moved
-    # Up to 194 KB of a TPU7x (by the libtpu of JAX 0.12), whatever the leaf's size.
+    # A TPU7x needs up to 194 KB with JAX 0.12's libtpu, whatever the leaf's size.
     assert step.temporary * step.parameters <= 2**18
     assert step.seconds_to_compile < 60
 
 
-# No other instruction moves anything, and nothing is padded by more than a tenth.
+# No other instruction moves data, and padding adds at most a tenth.
 TAKEN_AS_STORED = {
     "layers": (2048, 16, 1024),
     "layers of no whole tile": (2048, 12, 1024),
@@ -98,12 +98,12 @@ SHAPES = {
     "transposed": (4096, 1376),
     "columns of 16": (11008, 16),
 }
-# Steps, shapes, dtypes, and bytes besides padding.
+# Steps, shapes, dtypes, and bytes without padding.
 OTHER_LEAVES = [
     *(("lowbit_adamw", shape, jnp.bfloat16, 12.26) for shape in SHAPES.values()),
     # 72 rows are padded to 96.
     *(("5 extra bits", shape, jnp.bfloat16, 23.67) for shape in SHAPES.values()),
-    # A byte less of gradients, and of weights that are read and written.
+    # Gradients have one byte less, and so do the weights, which are read and written.
     *(
         (name, shape, dtype, STEPS[name][1] - 3)
         for name in ("lowbit_adamw", "extra_bits_adamw")
@@ -124,7 +124,7 @@ def test_other_shapes_and_dtypes_have_a_kernel_in_place(name, shape, dtype, move
 
 
 COPIED = {
-    # Mosaic loads no float16. By XLA it would be 51 bytes, and 8 of temporary memory.
+    # Mosaic cannot load float16. With XLA, it would be 51 bytes, and 8 temporary bytes.
     "float16": (
         lowbit_optax.extra_bits_adamw(1e-3, bits=8),
         jax.ShapeDtypeStruct((4096, 4096), jnp.float16),
@@ -175,7 +175,7 @@ SPECS = {
 def test_256_chips_need_no_collectives(name, spec):
     alias, moved = STEPS[name]
     mesh = tpu_mesh("v6e:16x16", (16, 16), ("a", "b"), AxisType.Explicit)
-    # Fields of odd widths share words over 32 rows, which a shard must have.
+    # Fields of odd widths share words over 32 rows, so a shard needs multiples of 32.
     rows = 32 * 256 if name == "5 extra bits" else 4096
     like = jax.ShapeDtypeStruct((rows, 4096), LEAF.dtype)
     step = lower_step(alias(1e-3), like, mesh=mesh, spec=spec)
@@ -190,8 +190,8 @@ def test_narrow_shards_are_left_to_xla_on_their_devices():
     step = lower_step(tx, LEAF, mesh=mesh, spec=P(None, ("a", "b")))
     assert step.fused_launches == 0
     assert not collectives(step.compiled)
-    # By a kernel they would take 82 bytes per parameter, as their layouts are padded.
-    # It is 2 from libtpu 0.0.52 on.
+    # A kernel would move 82 bytes per parameter, because the layouts are padded.
+    # From libtpu 0.0.52, it is 2.
     assert step.temporary <= 4
 
 

@@ -1,7 +1,10 @@
-"""What a fused kernel computes for one leaf, on rows of its arrays.
+"""``LeafBody``: the computation of a fused kernel for one leaf, on rows of its arrays.
 
-grad, param, residual, moments --> join, decode, program, split, encode
-schedule, count, global norm ----> scalars -------^
+    grad, param, residual, moments --> join, decode, program, split, encode
+    schedule, count, global norm ----> scalars -------^
+
+:func:`.plan.plan_kernels` creates the bodies, and :mod:`.launches` passes them to
+``pallas_kernels.fused_update``, which calls them on rows of these arrays.
 """
 
 import dataclasses
@@ -27,35 +30,34 @@ from lowbit_optax.formats.quantized_weights import result_of
 from pallas_kernels.fused_update import Leaf, Operand, Result
 
 KEYS = 2
-"""How many random keys a leaf's row of the table of scalars begins with."""
+"""The number of random keys at the start of a leaf's row in the table of scalars."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafBody:
     """The update of one leaf, on rows of its arrays.
 
-    It is static and hashable, so that equal leaves share one kernel. If anything has
+    It is static and hashable, so that equal leaves share one kernel. If any array has
     scales, it is a :class:`pallas_kernels.BlockBody`.
 
     Args:
-      program: from (gradient, master, moments) to (result, moments), in float32. The
-        result, which is output 0, is the updated master. It is the update instead if
-        the weight format adds updates by itself, or if a float32 leaf's update is asked
-        for. After the moments it reads what is computed outside.
+      program: maps (gradient, master, moments, arrays that XLA computes) to (result,
+        moments), in float32. Output 0, the result, is the updated master. It is the
+        update if the weight format adds updates itself, or if a float32 leaf returns
+        its update.
       weight, moments: how they are stored.
-      landing: how the new parameter takes the old one's place.
-      is_guarded: whether the first scalars after the keys are those of a guard: the
-        factor of the gradients, and whether the step happens.
-      from_stored: the program of the result alone, if the result is computed from the
-        rounded moments that are stored. Its rows are these moments, decoded, and then
-        the rows of ``program``, whose output 0 is not used.
-      phase: the scalar that is the phase of moments that are rounded evenly; None if no
-        moment is.
-      takes_error: which output is the moment that takes what storing the weight has
-        lost. The result is then the update, and the last outputs are ``rate``,
-        ``growth`` and ``reach`` of :class:`lowbit_optax._step.error_feedback.Feedback`.
-      is_differentiable: whether what rounds has derivatives. A kernel cannot contain
-        their rules.
+      landing: whether the leaf's result is the new parameter or an update.
+      is_guarded: whether the first scalars after the keys belong to a guard: the factor
+        for the gradients, and whether the step happens.
+      from_stored: the program for the result, if it is computed from rounded moments.
+        Its inputs are these moments, decoded, followed by the inputs of ``program``,
+        whose output 0 is not used.
+      phase: the scalar with the phase of evenly rounded moments; None if there are
+        none.
+      takes_error: the output to which the weight's rounding error is added, or None. If
+        set, the result is the update, and the last outputs are ``rate``, ``growth`` and
+        ``reach`` of :class:`lowbit_optax._step.error_feedback.Feedback`.
+      is_differentiable: whether rounding has derivatives. Kernels do not support them.
     """
 
     program: Program
@@ -75,14 +77,13 @@ class LeafBody:
 
     @property
     def differentiable(self) -> "LeafBody":
-        """The same with derivatives, for XLA; see :mod:`.straight_through`."""
+        """The same body with derivatives, for XLA; see :mod:`.straight_through`."""
         return dataclasses.replace(self, is_differentiable=True)
 
     def arrays(self, leaf: StoredLeaf, parts: Sequence, outside: Sequence = ()) -> Leaf:
-        """What a kernel reads and writes of a leaf, whose moments are these parts.
+        """Return the arrays of a leaf and its moments that a kernel reads and writes.
 
-        ``outside`` are the arrays that are computed outside; without them the leaf is
-        what is stored of it.
+        ``outside`` contains the arrays that XLA computes, if they are known.
         """
         stored = [leaf.param, *parts]
         fields = [
@@ -97,8 +98,8 @@ class LeafBody:
             for number, rows in self._scaled.items()
         ]
         operands = [Operand(leaf.grad), fields[0], *residual, *fields[1:], *scales]
-        # Every operand but the gradient has a result that overwrites it. If updates are
-        # returned, the old parameter is still needed, and its result is a new array.
+        # Every operand except the gradient is overwritten by a result. If updates are
+        # returned, the old parameter is still needed, so its result is a new array.
         needed = set()
         if not self.landing.is_direct:
             needed = {1}
@@ -115,7 +116,7 @@ class LeafBody:
         )
 
     def stored(self, leaf: StoredLeaf, arrays: Sequence) -> tuple:
-        """``(result, residual, moments)`` of a leaf, from what a kernel has written."""
+        """Return ``(result, residual, moments)`` of a leaf, from a kernel's results."""
         count = len(arrays) - len(self._scaled)
         scales = dict(zip(self._scaled, arrays[count:], strict=True))
         new, *moments = arrays[:count]
@@ -132,28 +133,29 @@ class LeafBody:
 
     @property
     def block_sizes(self) -> list[int]:
-        """The block sizes of the maxima, which determine the scales."""
+        """The block size of each maximum that determines a scale."""
         scaled = self._by_maxima.values()
         return [rows.blocks.block_size for rows in scaled for _ in range(rows.maxima)]
 
     @property
     def kept(self) -> int:
-        """How many numbers per element wait for the maxima over their block.
+        """The numbers per element that wait for the maxima of their block.
 
-        A relative moment counts twice: its quotient takes a root.
+        A relative moment counts twice, because its quotient takes a root.
         """
         relative = sum(x.relative_to is not None for x in self._scaled.values())
         return len(self._scaled) + relative + (self.takes_error is not None)
 
     def before(self, block_values):
-        """The stored scales, prepared for decoding."""
+        """Return the stored scales in the form that decoding needs."""
         pairs = zip(self._scaled.values(), block_values, strict=False)
         return tuple(rows.prepare(scale) for rows, scale in pairs)
 
     def statistics(self, values, scalars, index, multiply_add, before, after=None):
-        """The arrays whose maxima per block determine the next scales.
+        """Return the arrays whose maxima per block determine the new scales.
 
-        With ``from_stored`` the weight's maxima need the moments' scales first.
+        With ``from_stored``, the maxima of the weight depend on the scales of the
+        moments.
         """
         scaled = self._scaled
         if self.from_stored is not None:
@@ -180,9 +182,10 @@ class LeafBody:
         ]
 
     def after(self, maxima, block_values):
-        """``(new scales, the same prepared for encoding)``.
+        """Return ``(new scales, the scales in the form that encoding needs)``.
 
-        A scale whose maxima are not known yet is left out, and None as prepared.
+        Scales with unknown maxima are omitted from the first list and None in the
+        second.
         """
         maxima, olds, scales = list(maxima), self._by_number(block_values), {}
         for n, rows in self._by_maxima.items():
@@ -195,7 +198,7 @@ class LeafBody:
         return [scales[n] for n in olds if n in scales], prepared
 
     def __call__(self, values, scalars, index, multiply_add, before=(), after=()):
-        """The new parameter, residual and moments."""
+        """Return the new parameter, residual and moments."""
         opened = self._opened(values, scalars, multiply_add, before)
         param, residual, _ = opened
         outputs = range(len(self.program.outputs))
@@ -208,7 +211,7 @@ class LeafBody:
             how = new[0], random, multiply_add, self._by_number(after).get(0)
             return self._stored(param, residual, *how)
 
-        # Kernels may use more registers in another order.
+        # Another order may need more registers.
         first = stored_weight() if self.from_stored is None else None
         moments = self._encoded(new, opened, scalars, random, multiply_add, after)
         result, new_residual = first or stored_weight()
@@ -216,9 +219,9 @@ class LeafBody:
         return [result, *residuals, *moments]
 
     def _encoded(self, new: dict, opened, scalars, random, multiply_add, after) -> list:
-        """The new moments in their stored form.
+        """Return the new moments in their stored form.
 
-        With ``from_stored`` it also adds the result to ``new``, as output 0.
+        With ``from_stored``, this also adds the result to ``new``, as output 0.
         """
         prepared = self._by_number(after or ())
         phase = self.phase and scalar_value(self.phase, scalars[KEYS:])
@@ -240,12 +243,12 @@ class LeafBody:
 
     @property
     def _scaled(self) -> dict[int, WeightRows | MomentRows]:
-        """What has a scale per block, by output."""
+        """The weight and moments with a scale per block, by output."""
         return {n: x for n, x in enumerate(self._rows) if x.has_scales}
 
     @property
     def _by_maxima(self) -> dict[int, WeightRows | MomentRows]:
-        """The same in the order of the maxima that determine the scales."""
+        """The same rows, in the order of the maxima that determine the scales."""
         if self.from_stored is None:
             return self._scaled
         return dict(sorted(self._scaled.items(), key=lambda item: not item[0]))
@@ -256,21 +259,21 @@ class LeafBody:
 
     @property
     def _of_feedback(self) -> tuple[int, int, int]:
-        """The outputs of the program that a moment needs to take an error."""
+        """The program's outputs for error feedback: rate, growth and reach."""
         first = len(self._rows)
         return first, first + 1, first + 2
 
     def _by_number(self, per_scale: Sequence) -> dict:
-        """Values per block by output, as far as they are known."""
+        """Return the known values per block by output."""
         return dict(zip(self._scaled, per_scale, strict=False))
 
     def _opened(self, values, scalars, multiply_add, before) -> tuple:
-        """``(param, residual, rows of the program)``."""
+        """Return ``(param, residual, inputs of the program)``."""
         grad, param, *rest = values
         residual = rest.pop(0) if self.weight.has_residual else None
         prepared = self._by_number(before)
         rest, outside = rest[: len(self.moments)], rest[len(self.moments) :]
-        # First: in another order LPMM's kernel takes more registers.
+        # Decode the moments first, because another order needs more registers for LPMM.
         moments = self._decoded(rest, prepared, multiply_add)
         is_wide = not (is_narrow(grad.dtype) or is_narrow(param.dtype))
         if self.weight.has_scales or not is_wide:
@@ -282,13 +285,13 @@ class LeafBody:
         return param, residual, [grad, master, *moments, *outside]
 
     def _new(self, outputs: Iterable[int], opened, scalars, multiply_add) -> dict:
-        """Some outputs of the program, by number."""
+        """Return some outputs of the program, by number."""
         program = self.program.only(outputs)
         results = program.run(opened[2], scalars[KEYS:], multiply_add)
         return dict(zip(outputs, results, strict=True))
 
     def _feed(self, new: dict, param, residual, random, multiply_add):
-        """Store the weight, and add what that has lost to the moment that takes it."""
+        """Store the weight, and add its rounding error to a moment."""
         rate, growth, reach = (new[n] for n in self._of_feedback)
         moment = new[self.takes_error]
         how = new[0], random, multiply_add, None, ahead_of(moment, reach)
@@ -301,7 +304,7 @@ class LeafBody:
     def _stored(
         self, param, residual, result, random, multiply_add, prepared, ahead=None
     ):
-        """The new parameter and residual, see :meth:`.WeightRows.stored`."""
+        """Return the new parameter and residual; see :meth:`.WeightRows.stored`."""
 
         def store(result, param, residual, random, prepared, ahead):
             how = prepared, random, self.landing, multiply_add, ahead
@@ -320,12 +323,12 @@ class LeafBody:
         function: Callable,
         *tangent: Callable,
     ) -> Callable:
-        """A function that rounds the values of these rows, with its derivative."""
+        """Return a function that rounds these rows, with a derivative if needed."""
         has_rule = self.is_differentiable and rows.format and not rows.has_scales
         return straight_through(function, *tangent) if has_rule else function
 
     def _decoded(self, stored: Sequence, prepared: dict, multiply_add) -> list:
-        """All moments in float32, from what is stored."""
+        """Return all moments in float32, from their stored form."""
         decoded = []
         for n, (moment, x) in enumerate(zip(self.moments, stored, strict=True), 1):
             decode = functools.partial(moment.decoded, multiply_add=multiply_add)
@@ -340,12 +343,12 @@ class LeafBody:
 
 
 def _quotient(rows: WeightRows | MomentRows, new: Mapping, n: int) -> jax.Array:
-    """New output n, or its quotient by the root of the one it is relative to."""
+    """Return new output n, divided by the root of the moment that it is relative to."""
     second = rows.relative_to
     return new[n] if second is None else quotient(new[n], new[second])
 
 
 def _read_only(array: jax.Array, shape: tuple[int, ...]) -> Operand:
-    """An operand of a leaf's shape, or with one element along some axes."""
+    """Return an operand of a leaf's shape, which may have length 1 along some axes."""
     lengths = enumerate(zip(array.shape, shape, strict=True))
     return Operand(array, repeated=tuple(axis for axis, (n, m) in lengths if n != m))

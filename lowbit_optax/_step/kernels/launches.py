@@ -1,9 +1,10 @@
-"""The launches of a step's kernels: which leaves share one, and what each is given.
+"""``Launches``: groups the leaves of a step into kernel launches, and runs them.
 
-Small leaves share launches. A kernel counts the elements of an array in int32, so a
-leaf has less than 2^31 of them. A larger one, such as the stacked layers of a model of
-70 billion parameters, is updated layer by layer along its first axis. Each kernel
-writes its layer into the stacks, in place.
+:meth:`.run.Kernels.run` passes the arrays of each leaf to :meth:`Launches.run`, and
+:mod:`lowbit_optax.lpmm.sums` passes sums of gradients. Small leaves share launches. A
+kernel counts elements in int32, so it supports fewer than 2^31 elements. A larger leaf,
+such as the stacked layers of a model with 70 billion parameters, is updated layer by
+layer along its first axis, and each kernel writes its layer into the stacks in place.
 """
 
 import dataclasses
@@ -37,20 +38,20 @@ from pallas_kernels.fused_update import (
 from pallas_kernels.platforms import Implementation
 
 MIN_ELEMENTS_ALONE = 2**22
-"""A leaf with as many elements has a kernel of its own: its launch costs little beside
-the work, and a kernel over many leaves takes longer to compile."""
+"""A leaf with at least this many elements has its own kernel: the launch costs little
+compared with the update, and a kernel for many leaves takes longer to compile."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Launches:
-    """The kernels of a step.
+    """The kernel launches of a step.
 
     Args:
-      bodies: by the numbers of the leaves; static and hashable, with the number of the
-        scalar that is their switch as ``when``.
+      bodies: the static, hashable bodies by leaf number; ``when`` is the column of the
+        scalar that is zero in a skipped step.
       step: the step.
       scalars: the values that all leaves share.
-      implementation: as in :func:`pallas_kernels.fused_update`, or ``"blocks"`` for
+      implementation: see :func:`pallas_kernels.fused_update`, or ``"blocks"`` for
         :mod:`pallas_kernels.fused_update.blocked`.
     """
 
@@ -60,7 +61,7 @@ class Launches:
     implementation: Implementation | typing.Literal["blocks"]
 
     def run(self, leaves: Mapping[int, Leaf]) -> dict[int, list[jax.Array]]:
-        """The results of each leaf; leaves that can share a kernel are one launch."""
+        """Return the results of each leaf. Similar leaves share a launch."""
         if self.implementation == "blocks":
             return self._by_blocks(leaves)
         groups: dict[typing.Any, list[int]] = {}
@@ -74,7 +75,7 @@ class Launches:
         return written
 
     def _by_blocks(self, leaves: Mapping[int, Leaf]) -> dict[int, list[jax.Array]]:
-        """The results by XLA on a CPU; small leaves are joined."""
+        """Return the results with XLA on a CPU; small leaves are joined."""
         written: dict[int, list[jax.Array]] = {}
         groups: dict[typing.Any, list[int]] = {}
         keys, scalars = self.step.keys, self._plain_scalars
@@ -88,14 +89,14 @@ class Launches:
         for (body, _), numbers in groups.items():
             for part in joined.divided(numbers, leaves):
                 some = [leaves[i] for i in part]
-                # One after the other, so that all use the same temporary memory.
+                # Run one after the other, so that all use the same temporary memory.
                 some, _ = lax.optimization_barrier((some, new))
                 new = _joined(body, some, keys, np.array(part, np.uint32), scalars)
                 written |= zip(part, new, strict=True)
         return written
 
     def _group(self, number: int, leaf: Leaf):
-        """What leaves that share a kernel have in common."""
+        """Return a key that is equal for leaves that share a kernel."""
         size = math.prod(leaf.shape)
         if self._is_layer(number) or size >= MIN_ELEMENTS_ALONE:
             return number
@@ -103,14 +104,15 @@ class Launches:
         implementation = typing.cast(Implementation, self.implementation)
         kind = sharing_kind(leaf, implementation)
         if any(x.repeated for x in leaf.operands):
-            # Where their elements lie depends on the shape.
+            # The positions of their elements depend on the shape.
             kind = tuple(x.repeated for x in leaf.operands), leaf.shape
         return self.bodies[number], dtypes, kind, self._axes(number)
 
     def _launch(self, numbers: list[int], leaves: Sequence[Leaf]):
-        """The results of leaves that share a kernel, or of a leaf that needs many."""
+        """Return the results of leaves that share a kernel, or of a very large leaf."""
         number, leaf = numbers[0], leaves[0]
-        # Rows have constant numbers: a slice of the table would be one more kernel.
+        # Rows have constant numbers, because slicing the table would need another
+        # kernel.
         rows, table = np.array(numbers, np.uint32), self._tables[self._axes(number)]
         first = None
         if self._is_layer(number):
@@ -136,9 +138,9 @@ class Launches:
 
     @functools.cached_property
     def _tables(self) -> dict[tuple[str, ...], jax.Array]:
-        """By the axes of the user's ``jax.shard_map`` over which shards differ.
+        """The tables of scalars, by the axes of ``jax.shard_map`` that change them.
 
-        Each table is uint32, with a row per leaf: its keys, and what all leaves share.
+        A table is uint32 and has a row per leaf, with its keys and the shared scalars.
         """
         words = encode_scalars(self.scalars) if self.scalars else None
         tables = {}
@@ -159,12 +161,7 @@ class Launches:
 
 
 def _over_layers(leaf: Leaf, update: Callable[[Leaf, jax.Array], list]) -> list:
-    """The results of a leaf, updated layer by layer.
-
-    Args:
-      leaf: the whole leaf, whose results are stored like operands 1, 2 and so on.
-      update: gives the results of one layer in its stacks, from its int32 number.
-    """
+    """Update a leaf layer by layer; ``update`` returns the results of one layer."""
     overwritten = {
         number: result.overwrites
         for number, result in enumerate(leaf.results)
@@ -178,7 +175,7 @@ def _over_layers(leaf: Leaf, update: Callable[[Leaf, jax.Array], list]) -> list:
             else lax.dynamic_index_in_dim(x, layer, keepdims=False)
             for n, x in enumerate(leaf.arrays)
         ]
-        # What is overwritten is read from the stack that the layer before has written.
+        # Overwritten operands are read from the stack that the previous layer wrote.
         for number, operand in overwritten.items():
             arrays[operand] = stacks[number]
         place = of_a_layer(leaf.sharding)
@@ -203,12 +200,7 @@ def _over_layers(leaf: Leaf, update: Callable[[Leaf, jax.Array], list]) -> list:
 
 
 def _tables_of_layers(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The rows of a leaf's layers, which may have their own keys.
-
-    Args:
-      row: the row of the leaf in the table.
-      shape: of the leaf, with the layers first.
-    """
+    """Return the rows of a leaf's layers, which may have their own keys."""
     numbers = jnp.arange(shape[0], dtype=jnp.int32)
     keys = keys_at_layer(row[0], row[1], numbers, shape[0], shape[1:])
     table = jnp.broadcast_to(row, (shape[0], row.size))
@@ -255,6 +247,6 @@ def _blocked(body: LeafBody, leaf: Leaf, keys, number, scalars) -> list[jax.Arra
 def _joined(
     body: LeafBody, leaves: Sequence[Leaf], keys, numbers, scalars
 ) -> list[list[jax.Array]]:
-    """Update leaves as if they were one."""
+    """Update leaves as if they were one leaf."""
     keys = [key[numbers] for key in keys]
     return joined.update(body, leaves, keys, scalars, when=body.when)

@@ -1,4 +1,7 @@
-"""Which leaves and results kernels can read and write at all."""
+"""Limits of the fused kernels: which leaves and results they support.
+
+:func:`.plan.plan_kernels` calls these functions, which raise NotElementwise.
+"""
 
 import math
 
@@ -15,22 +18,22 @@ from pallas_kernels.fused_update import MAX_ELEMENTS, Leaf, has_tiling
 from pallas_kernels.layout import layout_of
 
 MIN_PACKED_SIZE = 4096
-"""Packed leaves with fewer elements are left to XLA."""
+"""XLA updates packed leaves with fewer elements."""
 
 _LEAST_OF_LAYER = 2**16
-"""With smaller layers a loop would take longer than XLA does without kernels."""
+"""For smaller layers, a loop takes longer than XLA without kernels."""
 
 
 def needs_loop(shape: tuple[int, ...]) -> bool:
-    """Whether a leaf of this shape has more elements than a kernel counts."""
+    """Return whether a leaf has more elements than a kernel can count."""
     return math.prod(shape) > MAX_ELEMENTS
 
 
 def has_layers(leaf: StoredLeaf) -> bool:
-    """Whether a leaf can be updated layer by layer.
+    """Return whether a leaf can be updated layer by layer along its first axis.
 
-    That is, words and blocks lie within layers, and no known axis of the mesh spreads
-    the layers over devices.
+    Words and blocks must be within layers, and no known mesh axis may distribute
+    layers.
     """
     shape = leaf.param.shape
     if len(shape) < 3 or not _LEAST_OF_LAYER <= math.prod(shape[1:]) <= MAX_ELEMENTS:
@@ -44,20 +47,23 @@ def has_layers(leaf: StoredLeaf) -> bool:
 
 
 def is_small(leaf, weight: WeightRows) -> bool:
-    """Whether a parameter is a scalar or too small for a kernel of its own."""
+    """Return whether a parameter is a scalar or too small for a kernel."""
     fewest = MIN_PACKED_SIZE if weight.is_packed else 1
     return not leaf.shape or math.prod(leaf.shape) < fewest
 
 
 def check_leaf(stored: StoredLeaf) -> None:
-    """Raise unless a kernel can read and write a parameter."""
+    """Raise NotElementwise unless a kernel supports a parameter."""
     leaf = stored.param
     if isinstance(leaf, BlockScaledTensor):
-        raise NotElementwise("kernels do not take block-scaled float8")
+        raise NotElementwise("kernels do not support block-scaled float8")
     if trees.is_quantized(leaf) and leaf.layout != layout_of(leaf.shape):
-        raise NotElementwise("it is a QuantizedTensor whose rows are another axis")
+        raise NotElementwise(
+            "it is a QuantizedTensor with rows along an axis that kernels do not "
+            "support"
+        )
     if not trees.is_float(leaf) or leaf.dtype.itemsize > 4:
-        raise NotElementwise(f"it is a leaf of {leaf.dtype}")
+        raise NotElementwise(f"kernels do not support {leaf.dtype}")
     if needs_loop(leaf.shape) and not has_layers(stored):
         raise NotElementwise(
             f"it has more than {MAX_ELEMENTS} elements, and no layers along its first "
@@ -66,7 +72,7 @@ def check_leaf(stored: StoredLeaf) -> None:
 
 
 def check_fields(arrays: Leaf) -> None:
-    """Raise unless a GPU's kernel can walk over words and blocks together."""
+    """Raise NotElementwise unless a GPU kernel supports these words and blocks."""
     packed, sizes = list(arrays.packed), list(arrays.block_sizes)
     if not has_tiling(packed, sizes):
         raise NotElementwise(
@@ -75,8 +81,8 @@ def check_fields(arrays: Leaf) -> None:
 
 
 def check_result(node: Node, shape: tuple[int, ...]) -> None:
-    """Raise unless a kernel can write a result of a leaf of this shape."""
+    """Raise NotElementwise unless a kernel can write a result of this shape."""
     if node.aval.shape != shape:
         raise NotElementwise(f"a result has shape {list(node.aval.shape)}")
     if node.aval.dtype == jnp.bool_ or node.aval.dtype.itemsize > 4:
-        raise NotElementwise(f"a moment is {node.aval.dtype}")
+        raise NotElementwise(f"a moment has the dtype {node.aval.dtype}")

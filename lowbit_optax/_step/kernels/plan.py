@@ -1,8 +1,9 @@
-"""Which leaves a fused kernel can update, and what it computes for each.
+"""``KernelPlan``: which leaves fused kernels update, and what each kernel computes.
 
-The graph of the inner update (:mod:`lowbit_optax._step.inner_update`) gives each leaf a
-program (:mod:`lowbit_optax._jaxprs.elementwise`), or the reason why it has none. The
-program and the leaf's formats make the body of its kernel
+:mod:`lowbit_optax._step.backends` calls :func:`plan_kernels` with a traced inner update
+(:mod:`lowbit_optax._step.inner_update`). The graph of the update gives each leaf a
+program (:mod:`lowbit_optax._jaxprs.elementwise`), or a reason why it has none. The
+program and the formats of the leaf define the body of its kernel
 (:mod:`lowbit_optax._step.kernels.body`).
 """
 
@@ -39,9 +40,9 @@ class LeafKernel:
     """The kernel that updates one leaf.
 
     Args:
-      body: what the kernel computes.
+      body: the computation of the kernel.
       parts: numbers of the inner state's parts that are the leaf's moments.
-      outside: what its program reads that XLA computes.
+      outside: nodes that XLA computes for the kernel.
     """
 
     body: LeafBody
@@ -55,9 +56,9 @@ class KernelPlan:
 
     Args:
       traced: the inner update.
-      kernels: by the numbers of their leaves.
-      reasons: by the numbers of other leaves, why they have none. Small leaves, which
-        kernels are not meant for, are in neither.
+      kernels: the kernels by leaf number.
+      reasons: for other leaves, the reason why they have no kernel, by leaf number.
+        Leaves that are too small for kernels are omitted.
       scalars: the table of scalars that the kernels read.
     """
 
@@ -71,16 +72,15 @@ class KernelPlan:
         for number, reason in self.reasons.items():
             name = self.traced.step.leaves[number].name
             raise ValueError(
-                f"lowbit: implementation is 'pallas', but no kernel can update "
-                f"params{name}: {reason}. implementation=None uses XLA for such leaves"
+                "lowbit: implementation='pallas' needs a kernel for each leaf, but no "
+                f"kernel can update params{name}: {reason}. implementation=None uses "
+                "XLA for such leaves"
             )
 
     def arrays(self, step: Step, values: Mapping | None = None) -> dict[int, Leaf]:
-        """What the kernels read and write, by the numbers of the leaves.
+        """Return the arrays that the kernels read and write, by leaf number.
 
-        Args:
-          step: whose arrays.
-          values: by node, what is computed outside; None for what is stored alone.
+        ``values`` maps nodes to arrays that XLA computed; without it, they are omitted.
         """
         return {
             i: x.body.arrays(
@@ -92,19 +92,19 @@ class KernelPlan:
         }
 
     def why_not(self, *, on_tpus: bool) -> dict[int, str]:
-        """By number, the leaves that XLA updates, and why, as in ``reasons``."""
+        """Return why XLA updates leaves, by leaf number; see ``reasons``."""
         return self.reasons | self.tpu_refusals if on_tpus else self.reasons
 
     @property
     def outside(self) -> list[Node]:
-        """What the kernels read that XLA computes."""
+        """The nodes that XLA computes for the kernels."""
         return [node for x in self.kernels.values() for node in x.outside]
 
     def only_blocks(self) -> "KernelPlan":
-        """The plan of the leaves that XLA updates block by block on a CPU.
+        """Return a plan with the leaves that XLA updates block by block on a CPU.
 
-        A guarded step has none: on CPUs :meth:`.Guard.unscaled` keeps an order of
-        operations that blocks would not keep.
+        It is empty for a guarded step, because blocks would change the order of
+        operations that :meth:`.Guard.unscaled` preserves on CPUs.
         """
         large = {}
         if not self.traced.step.guard.scalars:
@@ -115,7 +115,7 @@ class KernelPlan:
 
     @functools.cached_property
     def tpu_refusals(self) -> dict[int, str]:
-        """By the numbers of the leaves that no kernel for TPUs updates, why not."""
+        """Why no TPU kernel updates a leaf, by leaf number."""
         columns = KEYS + len(self.scalars.nodes)
         found = {
             i: tpu_refusal(self.kernels[i].body, leaf, columns)
@@ -131,8 +131,8 @@ def plan_kernels(
 
     Args:
       traced: the inner update.
-      is_exact: whether bodies compute what the reference does bit for bit.
-      for_tpus: whether kernels for TPUs alone will run, which take any fields with any
+      is_exact: if True, programs match the reference bit for bit.
+      for_tpus: if True, only TPU kernels will run, which support any fields with any
         blocks.
     """
     scalars = Scalars(traced.graph)
@@ -150,7 +150,7 @@ def plan_kernels(
         except NotElementwise as reason:
             reasons[i] = str(reason)
     if _reads_what_is_stored_first(traced, scalars, kernels, reasons):
-        reason = "another leaf's update reads a moment that is stored first"
+        reason = "an update reads a moment of another leaf after it is rounded"
         kernels, reasons = {}, reasons | dict.fromkeys(kernels, reason)
     uses = collections.Counter(part for x in kernels.values() for part in x.parts)
     for i, kernel in list(kernels.items()):
@@ -166,9 +166,9 @@ def _reads_what_is_stored_first(
     kernels: Mapping[int, LeafKernel],
     others: Collection[int],
 ) -> bool:
-    """Whether a program other than a leaf's own kernel needs its rounded moments.
+    """Return whether any program except a leaf's own kernel needs its rounded moments.
 
-    XLA computes scalars, and what kernels read besides, before kernels run.
+    XLA computes scalars and other inputs of kernels before the kernels run.
     """
     first = traced.stored_first
     if not first:
@@ -188,7 +188,7 @@ class _Planner:
     Args:
       traced: the inner update.
       scalars: the table to which the scalars of a leaf are added.
-      is_exact, for_tpus: as for :func:`plan_kernels`.
+      is_exact, for_tpus: see :func:`plan_kernels`.
     """
 
     traced: InnerUpdate
@@ -197,24 +197,26 @@ class _Planner:
     for_tpus: bool
 
     def leaf(self, i: int, weight: WeightRows) -> LeafKernel:
-        """The kernel of a leaf; NotElementwise is raised if it has none."""
+        """Return the kernel of a leaf, or raise NotElementwise."""
         step, nodes, graph = self.traced.step, self.traced.nodes, self.traced.graph
         leaf, update = step.leaves[i], nodes.updates[i]
         if self.traced.closed.effects:
-            raise NotElementwise(f"it has side effects: {self.traced.closed.effects}")
+            raise NotElementwise(
+                f"the inner update has side effects: {self.traced.closed.effects}"
+            )
         check_leaf(leaf)
         if update.aval.dtype != jnp.float32:
             raise NotElementwise(f"its update is {update.aval.dtype}")
         adds = step.landing.is_direct if leaf.format is None else leaf.format.stores_sum
         result = graph.apply(lax.add, nodes.masters[i], update) if adds else update
         rows = self._rows_of(i, result)
-        # Kernels of leaves that are not packed cannot repeat rows and columns.
+        # Kernels for leaves that are not packed cannot repeat rows and columns.
         if weight.is_packed and not (self.is_exact or self.for_tpus):
             rows = self._with_outside(i, rows)
         return self._kernel(i, weight, rows)
 
     def _rows_of(self, i: int, result: Node) -> "_Rows":
-        """The results of a leaf from its own rows: gradient, master and moments."""
+        """Return a leaf's results as functions of its gradient, master and moments."""
         nodes, feedback = self.traced.nodes, self.traced.feedback[i]
         parts = self._parts_of(i)
         own = [nodes.grads[i], nodes.masters[i], *(nodes.state[s] for s in parts)]
@@ -223,21 +225,28 @@ class _Planner:
             check_result(node, nodes.masters[i].aval.shape)
         if feedback is not None:
             if feedback.part not in parts:
-                raise NotElementwise("its moment for rounding errors is not its own")
+                raise NotElementwise(
+                    "the moment for its rounding errors does not belong to it"
+                )
             outputs += feedback[1:]
         return _Rows(parts, own, outputs)
 
     def _with_outside(self, i: int, rows: "_Rows") -> "_Rows":
-        """The same results, also from arrays that XLA computes, if there are any."""
+        """Return the same results, with additional inputs that XLA computes."""
         outside = tuple(arrays_from_outside(rows.outputs, rows.inputs))
         if outside and any(s in self.traced.stored_first for s in rows.parts):
-            raise NotElementwise("its moments are stored before its update is computed")
+            raise NotElementwise(
+                "it needs arrays from XLA, but its update is computed from rounded "
+                "moments"
+            )
         if outside and needs_loop(self.traced.step.leaves[i].param.shape):
-            raise NotElementwise("it has too many elements for arrays from outside")
+            raise NotElementwise(
+                "it has too many elements for a kernel that reads arrays from XLA"
+            )
         return rows._replace(inputs=[*rows.inputs, *outside], outside=outside)
 
     def _kernel(self, i: int, weight: WeightRows, rows: "_Rows") -> LeafKernel:
-        """The kernel of a leaf whose results are elementwise in these rows."""
+        """Return the kernel of a leaf whose results are elementwise in these rows."""
         step, parts = self.traced.step, rows.parts
         leaf, feedback = step.leaves[i], self.traced.feedback[i]
         program_of = functools.partial(
@@ -269,15 +278,16 @@ class _Planner:
 
     @functools.cached_property
     def phase(self) -> Node:
-        """The phase of the step, one node for all leaves."""
+        """The phase of the step, as one node for all leaves."""
         return constant(self.traced.step.phase)
 
     def _moments(self, i: int, parts: tuple[int, ...]):
-        """The moments of a leaf's body."""
+        """Yield the moments of a leaf's body."""
         relative = self._relative.get(self.traced.step.leaves[i].name, {})
         if any((x in parts) != (second in parts) for x, second in relative.items()):
             raise NotElementwise(
-                "a moment is stored relative to one that its update does not read"
+                "a moment is stored relative to another moment that its update does "
+                "not read"
             )
         for part in parts:
             storage, second = self.traced.step.plan.storage[part], relative.get(part)
@@ -289,7 +299,7 @@ class _Planner:
 
     @functools.cached_property
     def _relative(self) -> dict[str, dict[int, int]]:
-        """By leaf, the moments that are divided by roots, and of which moments."""
+        """For each leaf, which moment's root divides each relative moment."""
         found: dict[str, dict[int, int]] = {}
         for number, storage in enumerate(self.traced.step.plan.storage):
             if storage is not None and storage.reference is not None:
@@ -297,10 +307,10 @@ class _Planner:
         return found
 
     def _parts_of(self, i: int) -> tuple[int, ...]:
-        """The parts of the state that are moments of a leaf.
+        """Return the parts of the state that are moments of a leaf.
 
-        They have its shape before and after the update. Either its update reads them,
-        or they are computed from its gradient or master.
+        They have the shape of the leaf before and after the update. Either the leaf's
+        update reads them, or they are computed from its gradient or master.
         """
         nodes, shape = self.traced.nodes, self.traced.step.leaves[i].param.shape
         leaf = {nodes.grads[i], nodes.masters[i]}
@@ -313,9 +323,9 @@ class _Planner:
 
     @functools.cached_property
     def _state_of_shape(self) -> dict[tuple[int, ...], list]:
-        """By shape, the parts of the state that keep shape and dtype.
+        """The parts of the state that keep shape and dtype, by shape.
 
-        For each its number, the old part, and the inputs of the new one.
+        Each entry contains its number, the old part, and the inputs of the new part.
         """
         found: dict[tuple[int, ...], list] = {}
         for number, (old, new) in enumerate(self.traced.state_pairs):
@@ -327,13 +337,13 @@ class _Planner:
 
 
 class _Rows(typing.NamedTuple):
-    """What the program of a leaf reads and computes.
+    """The inputs and outputs of a leaf's program.
 
     Args:
-      parts: of the state, the leaf's moments.
-      inputs: gradient, master, moments, and what is computed outside.
-      outputs: the result, the moments, and what feedback needs.
-      outside: what is computed outside.
+      parts: the parts of the state that are the leaf's moments.
+      inputs: gradient, master, moments, and nodes that XLA computes.
+      outputs: the result, the moments, and the nodes for error feedback.
+      outside: the nodes that XLA computes.
     """
 
     parts: tuple[int, ...]

@@ -1,4 +1,7 @@
-"""A leaf's weight and moments on the rows of a kernel: between float32 and storage."""
+"""Weights and moments of one leaf in a kernel: conversion between float32 and storage.
+
+:class:`.body.LeafBody` calls these methods with rows of a leaf's arrays.
+"""
 
 import dataclasses
 import typing
@@ -17,14 +20,15 @@ from lowbit_optax.formats.quantized_weights import QuantizedFields, QuantizedWei
 
 @dataclasses.dataclass(frozen=True)
 class WeightRows:
-    """How a leaf's weight is stored.
+    """How the weight of a leaf is stored.
 
     Args:
-      format: on unpacked residuals; None for a leaf that passes through, and for a
-        QuantizedTensor.
-      quantized: the functions of its fields, if the leaf is a QuantizedTensor.
-      has_residual: whether a residual follows the parameter among the operands.
-      spare_stream: as of :class:`.StoredLeaf`.
+      format: the format for unpacked residuals; None for a leaf without a format and
+        for a QuantizedTensor.
+      quantized: the functions of the fields of a QuantizedTensor; None for other
+        leaves.
+      has_residual: whether the operands contain a residual after the parameter.
+      spare_stream: see :class:`.StoredLeaf`.
     """
 
     format: WeightFormat | None
@@ -37,7 +41,7 @@ class WeightRows:
 
     @classmethod
     def of(cls, leaf: StoredLeaf) -> "WeightRows":
-        """The weight of this leaf."""
+        """Return how the weight of this leaf is stored."""
         if isinstance(leaf.format, QuantizedWeights):
             fields = leaf.format.fields_of(leaf.param)
             return cls(None, fields, False, leaf.spare_stream)
@@ -46,7 +50,7 @@ class WeightRows:
 
     @property
     def passes_through(self) -> bool:
-        """Whether the parameter is the master."""
+        """Whether the parameter itself is the master."""
         return self.format is None and self.quantized is None
 
     @property
@@ -56,30 +60,30 @@ class WeightRows:
 
     @property
     def has_scales(self) -> bool:
-        """Whether it is stored with a scale per block."""
+        """Whether each block is stored with a scale."""
         return self.quantized is not None
 
     @property
     def blocks(self) -> QuantizedFields:
-        """The functions of the fields of a weight that has scales."""
+        """The functions of the fields of a weight with scales."""
         return typing.cast(QuantizedFields, self.quantized)
 
     def keys(self, x: jax.Array) -> list[jax.Array]:
-        """The keys of float32 values, whose maxima determine the scales."""
+        """Return keys of float32 values, whose maxima determine the scales."""
         return [self.blocks.magnitude_key(x)]
 
     def scale_of(self, maxima: Sequence[jax.Array], old: jax.Array) -> jax.Array:
-        """The scales of blocks, from the maxima of their keys and the old scales."""
+        """Return scales of blocks, from the maxima of their keys and the old scales."""
         return self.blocks.scale_of(maxima[0], old)
 
     def prepare(self, scale: jax.Array):
-        """What the fields of a block with this scale are encoded and decoded by."""
+        """Convert scales to the form that encoding and decoding need."""
         return self.blocks.prepare(scale)
 
     def master(self, param: jax.Array, residual, prepared) -> jax.Array:
-        """The float32 weight that the inner transformation sees.
+        """Return the float32 weight that the inner transformation sees.
 
-        ``prepared`` has the scales of a QuantizedTensor, from :meth:`prepare`.
+        ``prepared`` contains the scales of a QuantizedTensor, from :meth:`prepare`.
         """
         if self.quantized is not None:
             return self.quantized.decode(param, prepared)
@@ -96,9 +100,9 @@ class WeightRows:
         multiply_add: MultiplyAdd,
         ahead: jax.Array | None = None,
     ) -> tuple[jax.Array, typing.Any]:
-        """The new parameter and residual, from the result of the leaf's program.
+        """Return the new parameter and residual, from the result of the program.
 
-        ``prepared`` has the new scales of a QuantizedTensor; ``ahead`` is as of
+        ``prepared`` contains the new scales of a QuantizedTensor. For ``ahead``, see
         :meth:`WeightFormat.advance`.
         """
         if self.quantized is not None:
@@ -113,13 +117,13 @@ class WeightRows:
 
 @dataclasses.dataclass(frozen=True)
 class MomentRows:
-    """How a leaf's moment is stored.
+    """How a moment of a leaf is stored.
 
     Args:
-      format: its format; None for one that is stored as it is.
-      number: counts the moments of the leaf that have formats.
-      relative_to: the output of the body that is the moment by whose root this one is
-        divided; None if it is not divided.
+      format: its format; None if it is not encoded.
+      number: its index among the leaf's moments with a format.
+      relative_to: the output of the body whose root divides this moment; None for no
+        division.
     """
 
     format: MomentFormat | None
@@ -128,22 +132,22 @@ class MomentRows:
 
     @property
     def has_scales(self) -> bool:
-        """Whether it is stored with a scale per block."""
+        """Whether each block is stored with a scale."""
         return isinstance(self.format, BlockMomentFormat)
 
     @property
     def blocks(self) -> BlockMomentFormat:
-        """The format of a moment that has scales."""
+        """The format of a moment with scales."""
         return typing.cast(BlockMomentFormat, self.format)
 
     @property
     def codec(self) -> Code:
-        """The code of a moment that has scales."""
+        """The code of a moment with scales."""
         return self.blocks.codec
 
     @property
     def maxima(self) -> int:
-        """How many maxima per block determine a scale."""
+        """The number of maxima per block that determine a scale."""
         return self.codec.maxima
 
     def keys(self, x: jax.Array) -> Sequence[jax.Array]:
@@ -162,9 +166,9 @@ class MomentRows:
     def decoded(
         self, stored: jax.Array, prepared, multiply_add: MultiplyAdd
     ) -> jax.Array:
-        """The moment, or its quotient by a root, from its fields or the stored array.
+        """Return the moment, or its quotient by a root, from its stored form.
 
-        ``prepared`` has its scales, from :meth:`prepare`; None without scales.
+        ``prepared`` contains its scales, from :meth:`prepare`; None without scales.
         """
         if self.format is None:
             return stored
@@ -175,7 +179,7 @@ class MomentRows:
     def radicand(
         self, stored: jax.Array, prepared, multiply_add: MultiplyAdd
     ) -> jax.Array:
-        """What has the moment's root, from what :meth:`decoded` takes."""
+        """Return the radicand of the moment's root, like :meth:`decoded`."""
         if self.has_scales:
             return self.codec.decode_radicand(stored, prepared, multiply_add)
         return radicand(self.decoded(stored, prepared, multiply_add))[0]
@@ -183,7 +187,7 @@ class MomentRows:
     def encoded(
         self, moment: jax.Array, prepared, draws: Draws, multiply_add: MultiplyAdd
     ) -> jax.Array:
-        """The fields of a moment, or of its quotient."""
+        """Return the fields of a moment, or of its quotient."""
         if self.format is None:
             return moment
         if self.has_scales:

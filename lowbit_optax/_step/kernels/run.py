@@ -1,8 +1,9 @@
-"""One step by fused kernels: one pass over each leaf that has a kernel.
+"""``Kernels``: runs one step with fused kernels, in one pass over each leaf.
 
-Everything else is computed outside the kernels, by XLA: scalars, counters, and leaves
-without a kernel. :mod:`lowbit_optax._step.kernels.plan` decides which leaves have one,
-and :mod:`lowbit_optax._step.kernels.launches` which of them share a launch.
+:mod:`lowbit_optax._step.backends` calls :meth:`Kernels.run` with a planned step. XLA
+computes everything outside of the kernels: scalars, counters, and leaves without a
+kernel. :mod:`lowbit_optax._step.kernels.plan` decides which leaves have a kernel, and
+:mod:`lowbit_optax._step.kernels.launches` which leaves share a launch.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from pallas_kernels.platforms import Implementation
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernels:
-    """The backend of leaves that have programs; it gives the others to XLA.
+    """The backend that updates leaves with kernels, and all other leaves with XLA.
 
     Args:
       plan: which leaves kernels update, and how.
@@ -29,9 +30,9 @@ class Kernels:
     def run(
         self, step: Step, implementation: Implementation | typing.Literal["blocks"]
     ) -> Stepped:
-        """Run the step that was planned, or the same in another branch.
+        """Run the planned step, or its copy for another branch.
 
-        With ``"blocks"`` XLA goes over the leaves of the plan block by block.
+        With ``"blocks"``, XLA updates the leaves of the plan block by block.
         """
         plan, traced = self.plan, self.plan.traced
         kernels, nodes = plan.kernels, traced.nodes

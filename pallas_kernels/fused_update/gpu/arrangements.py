@@ -1,4 +1,4 @@
-"""How launchers arrange the lanes of a program in arrays."""
+"""The interface for arranging the lanes of a program in arrays."""
 
 import typing
 
@@ -6,13 +6,14 @@ import jax
 
 
 class Arrangement(typing.Protocol):
-    """How the lanes of a program are arranged in arrays, in which launchers differ.
+    """The arrangement of a program's lanes in arrays, which depends on the launcher.
 
-    Where a block has several tiles, they are neighbours, in the order of their numbers.
+    The tiles of a block are neighbours, in the order of their numbers.
 
-    *Arrays of lanes* have :attr:`shape`. *Arrays of blocks*, such as :meth:`blocks`,
-    and *of parts* may be smaller: :meth:`spread` makes them broadcast. A flat tiling
-    has neither.
+    *Arrays of lanes* have the shape :attr:`shape`. *Arrays of blocks* have an element
+    for each of the program's largest blocks, and *arrays of parts* for each smaller
+    block in them. They may have fewer elements than there are lanes, and :meth:`spread`
+    makes them broadcast. Flat tilings have neither blocks nor parts.
     """
 
     @property
@@ -21,40 +22,40 @@ class Arrangement(typing.Protocol):
         ...
 
     def flat(self) -> jax.Array:
-        """int32 of lanes, of a flat tiling: their numbers."""
+        """int32 array of lanes: the lanes' numbers in a flat tiling."""
         ...
 
     def blocks(self) -> jax.Array:
-        """int32 of blocks: the numbers of the program's largest blocks."""
+        """int32 array of blocks: the numbers of the program's largest blocks."""
         ...
 
     def parts(self, count: int) -> jax.Array:
-        """int32 of parts: the numbers of the parts into which these are divided."""
+        """int32 array of parts: their numbers in a block, which has ``count`` parts."""
         ...
 
     def columns(self) -> jax.Array:
-        """int32 of lanes: the numbers of the columns in their tiles."""
+        """int32 array of lanes: the column of each lane in its tile."""
         ...
 
     def carried(self, x: jax.Array) -> jax.Array:
-        """An array of lanes with the layout and the sign that its dtype says.
+        """The array of lanes, with the layout and the sign of its dtype.
 
-        Loops carry such arrays, and comparisons depend on the sign.
+        Loops need this for arrays that they carry, and comparisons depend on the sign.
         """
         ...
 
     def spread(self, x: jax.Array) -> jax.Array:
-        """A scalar, or an array of blocks, of parts or of lanes, to broadcast."""
+        """A scalar or an array, in a shape that broadcasts to arrays of lanes."""
         ...
 
     def over_parts(self, x: jax.Array) -> jax.Array:
-        """A scalar, or an array of blocks, to broadcast to one of parts."""
+        """A scalar or an array of blocks, in a shape that broadcasts to parts."""
         ...
 
     def expand(self, x: jax.Array) -> jax.Array:
-        """The same as an array of lanes."""
+        """A scalar or an array, broadcast to an array of lanes."""
         ...
 
     def maxima(self, x: jax.Array, parts: int) -> jax.Array:
-        """An array of parts: the maxima of an array of lanes."""
+        """An array of parts: the maxima of ``x`` over the ``parts`` of each block."""
         ...

@@ -1,23 +1,23 @@
-"""A kernel for GPUs: how it walks over leaves, its arguments, and its results.
+"""The arguments and results of a GPU kernel, and the terms that describe its work.
 
-A launcher is a module with ``update``, such as :mod:`.triton`. It says how large its
-programs are, and calls the kernel. What a program does is in :mod:`.program`.
+A kernel runs as *programs*, the instances of Pallas's grid: a block of threads with
+Triton, a warpgroup with Mosaic GPU. A program's arrays have one element per *lane*, and
+its lanes go down *rows*, one element per row. A *chunk* is the rows that the code of
+the kernel unrolls; there is a loop if a program has several. There are two tilings:
 
-A program has lanes side by side, and rows of them one after the other. There are two
-tilings:
-
-- *Flat*, for leaves in which nothing is packed: a row is consecutive in memory, and
-  each element of it is a lane.
-- *By blocks*: a lane is 4 neighbouring columns, and goes down 8 rows (16 or 32 where
-  fields repeat only after so many). So a thread has all words of its fields, bit
-  offsets are static, and it has whole tiles of :mod:`pallas_kernels.layout`, whose
-  maxima need no other thread. Its loads and stores are 4 elements wide where the number
-  of columns is a multiple of 4. The tiles of a block are in Z-order: every smaller
-  block is then a run of them, so leaves may have blocks of several sizes.
+- *Flat*, for leaves without packed fields and blocks: the lanes of a row are
+  consecutive in memory.
+- *By blocks*: a thread has 4 lanes, which are neighbouring columns, and goes down 8
+  rows, or 16 or 32 if the bit offsets of fields repeat only then. It therefore has all
+  words of its fields, at static bit offsets, and whole tiles of
+  :mod:`pallas_kernels.layout`, whose maxima need no other thread. It loads and stores 4
+  elements at once if the number of columns is a multiple of 4. The tiles of a block are
+  in Z-order, so that every smaller block is a run of tiles, and a leaf may have blocks
+  of several sizes.
 
 Offsets into arrays are int32, so an array has fewer than 2^31 elements. The *index* of
-an element is its row-major place in the leaf, modulo 2^32. For a shard it is counted by
-the leaf's strides from the index of the shard's first element.
+an element is its row-major position in the leaf, modulo 2^32. In a shard, it is the
+index of the shard's first element plus a distance, computed with the leaf's strides.
 """
 
 import dataclasses
@@ -42,21 +42,20 @@ from pallas_kernels.fused_update.spec import (
     result_shapes,
 )
 
-# Programs beyond the leaves' end at once; a kernel has at most an eighth of such.
+# Surplus programs return at once. At most an eighth of the programs are surplus.
 _STEPS_OF_A_DOUBLING = 8
 
 
 class Shared(typing.NamedTuple):
-    """A kernel's first arguments, which all its leaves share, in their order.
+    """The first arguments of a kernel, in their order; all its leaves share them.
 
-    Each field is an array, or a reference to one. If it is None, the kernel does not
-    get the argument. A constant array instead of None would make XLA launch a kernel to
-    write it.
+    Each field is an array, a reference to one, or None if the kernel does not need it.
+    XLA would have to launch a kernel to write a constant array instead.
 
     Args:
-      rows: each leaf's row of the table of scalars.
+      rows: the row of the table of scalars for each leaf.
       bases: the indices of the shards' first elements.
-      layer: the layer of the stacks, an int32 vector of one element.
+      layer: the layer of the stacks, an int32 vector with one element.
       numbers: the table of the leaves' numbers, see :mod:`.numbers`.
       table: the table of scalars, as a vector.
     """
@@ -70,17 +69,18 @@ class Shared(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What a kernel is compiled for.
+    """The static properties for which a kernel is compiled.
 
     Args:
-      body, when, interpret: as of :class:`.spec.Call`.
-      leaf: the first, without arrays; all have the same kinds of operands and results.
-      tiling: of every leaf; of the first, where there is a table of numbers.
-      numbers: the table, if leaves differ in them.
-      programs: how many it has.
-      leaves: how many there are.
-      shared: the structure of :class:`Shared`, which says what of it the kernel gets.
-      table_width: scalars in a row of the table.
+      body, when, interpret: see :class:`.spec.Call`.
+      leaf: the first leaf, without arrays; all have the same kinds of operands and
+        results.
+      tiling: the tiling of every leaf; of the first, if there is a table of numbers.
+      numbers: the table of the leaves' numbers; None if they are constants.
+      programs: the number of programs.
+      leaves: the number of leaves.
+      shared: the tree structure of :class:`Shared`, which omits fields that are None.
+      table_width: the number of scalars in a row of the table.
     """
 
     body: Body | BlockBody
@@ -96,27 +96,25 @@ class Kernel:
 
     @property
     def first_array(self) -> int:
-        """How many arguments are before the leaves' arrays."""
+        """The number of arguments before the leaves' arrays."""
         return self.shared.num_leaves
 
     @property
     def arguments(self) -> int:
-        """How many arguments it has."""
         return self.first_array + self.leaves * len(self.leaf.operands)
 
     @property
     def results(self) -> int:
-        """How many results it has."""
         return self.leaves * len(self.leaf.results)
 
     @property
     def name(self) -> str:
-        """As profilers show it."""
+        """The kernel's name in profilers."""
         return "fused_update" if self.leaves == 1 else "fused_update_many"
 
     @property
     def aliases(self) -> dict[int, int]:
-        """Which argument each result overwrites, by their numbers."""
+        """The number of the argument that each result overwrites, by result."""
         reads, writes = len(self.leaf.operands), len(self.leaf.results)
         return {
             leaf * writes + i: self.first_array + leaf * reads + r.overwrites
@@ -129,7 +127,7 @@ class Kernel:
         """References to the shared arguments, and to each leaf's operands and results.
 
         Args:
-          refs: to all arguments and all results, in their order.
+          refs: references to all arguments and then to all results, in their order.
         """
         refs, leaves = iter(refs), range(self.leaves)
         take = lambda count: list(itertools.islice(refs, count))
@@ -141,10 +139,10 @@ class Kernel:
 def prepare(
     size: Sharing, call: Call
 ) -> tuple[Kernel, tuple[jax.ShapeDtypeStruct, ...], list[jax.Array]]:
-    """The kernel of a call, what it writes, and its arguments.
+    """The kernel of a call, the shapes of its results, and its arguments.
 
-    The arguments are what all leaves share, and then all arrays of each leaf. Arrays
-    are flat; stacks are of flat layers.
+    The arguments are the shared ones, and then all arrays of each leaf. Arrays are
+    flat; stacks consist of flat layers.
     """
     shards, leaf = call.shards, call.shards[0].leaf
     tilings = size.common_tilings(shards)
@@ -166,7 +164,7 @@ def prepare(
         interpret=call.interpret,
     )
     arrays = [
-        # A layer is indexed by itself: a stack may have more than 2^31 elements.
+        # The layer has an index of its own: a stack may have more than 2^31 elements.
         x.reshape((x.shape[0], -1) if i in leaf.in_stacks else -1)
         for shard in shards
         for i, x in enumerate(shard.leaf.arrays)
@@ -186,7 +184,7 @@ def prepare(
 
 
 def shaped(written: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Array]:
-    """The same with the shapes that arrays of the leaves have."""
+    """The results in the shapes of the leaves' arrays."""
     shapes = [shape for shard in shards for shape in result_shapes(shard)]
     return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
 
@@ -202,7 +200,7 @@ def _bases(shards: Sequence[Shard]) -> jax.Array | None:
 def _table(
     tilings: Sequence[Tiling], room: tuple[int, int]
 ) -> tuple[Table | None, jax.Array | None, int]:
-    """``(table, words, programs)`` of a kernel; no table where all leaves are equal."""
+    """``(table, words, programs)`` of a kernel; no table if numbers are constants."""
     first, programs = tilings[0], [tiling.programs for tiling in tilings]
     is_many_small = first.is_small and len(tilings) > 1
     if all(tiling == first for tiling in tilings) and not is_many_small:
@@ -213,9 +211,9 @@ def _table(
 
 
 def _rounded(programs: int) -> int:
-    """At least as many, of which there are few for each doubling.
+    """The number of programs, rounded up to one of a few values per doubling.
 
-    XLA compiles kernels of one text once, if they have as many programs.
+    XLA compiles kernels with the same text once if their numbers of programs are equal.
     """
     unit = 2 ** max(0, programs.bit_length() - _STEPS_OF_A_DOUBLING.bit_length())
     return math.ceil(programs / unit) * unit

@@ -1,4 +1,4 @@
-"""Where one program's lanes and blocks are, and which of them exist."""
+"""The lanes and blocks of one program: their offsets, indices and masks."""
 
 import dataclasses
 import functools
@@ -32,10 +32,11 @@ class Row:
     """One row of a program's lanes.
 
     Args:
-      number: in its chunk.
-      index, offset: of the elements in the leaf and in plain arrays.
-      exists: which lanes have an element; None if all have.
-      readable: at whose offsets there are elements, perhaps others'; None if at all.
+      number: the row's number in its chunk.
+      index, offset: the elements' indices in the leaf, and offsets in plain arrays.
+      exists: mask of the lanes that have an element; None if all have one.
+      readable: mask of the offsets that can be read, even if the element belongs to
+        another lane; None if all can.
     """
 
     number: int
@@ -47,19 +48,19 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Lanes:
-    """One program's lanes.
+    """The lanes of one program.
 
-    Arrays have an element per lane, or broadcast to that.
+    Arrays have an element per lane, or broadcast to this shape.
 
     Args:
-      tiling: what the lanes walk over.
-      first: int32, offsets of row 0.
-      index: uint32, indices of row 0.
-      row_stride: elements from one row to the next.
-      row_index: the same of indices, modulo 2^32.
-      inside: bool, or None where every lane exists in row 0.
-      readable: at whose places there are elements, of other lanes where a lane does
-        not exist; None if at all.
+      tiling: the tiling of the leaf or shard.
+      first: int32, the lanes' offsets in row 0.
+      index: uint32, the lanes' indices in row 0.
+      row_stride: the distance between the offsets of consecutive rows.
+      row_index: the distance between the indices of consecutive rows, modulo 2^32.
+      inside: mask of the lanes that exist in row 0; None if all do.
+      readable: mask of the lanes whose offsets can be read, including those of elements
+        of other lanes; None if all can.
     """
 
     tiling: Tiling
@@ -71,7 +72,7 @@ class Lanes:
     readable: jax.Array | None
 
     def rows(self, chunk: Scalar) -> list[Row]:
-        """The rows of a chunk, by its number."""
+        """The rows of the chunk with this number."""
         tiling, start = self.tiling, chunk * np.int32(self.tiling.chunk_rows)
         count, stride = tiling.chunk_rows, self.row_stride
         offsets = offsets_of_rows(self.first, start, stride, count, tiling)
@@ -88,16 +89,16 @@ class Lanes:
     def _exist(
         self, start: Scalar, offsets: Sequence[jax.Array]
     ) -> Sequence[jax.Array | None]:
-        """Which lanes have an element on each row from ``start`` on; None if all."""
+        """For each row from ``start``, the mask of lanes that exist; None for all."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatLanes(Lanes):
-    """One program's lanes of a flat tiling.
+    """One program's lanes in a flat tiling.
 
     Args:
-      size: up to which lanes exist; None if all do.
+      size: the number of elements, where lanes end; None if all lanes exist.
     """
 
     size: Scalar | None
@@ -110,18 +111,18 @@ class FlatLanes(Lanes):
 
 @dataclasses.dataclass(frozen=True)
 class BlockLanes(Lanes):
-    """One program's lanes of a tiling by blocks.
+    """One program's lanes in a tiling by blocks.
 
     Args:
-      arrangement: of the lanes in arrays.
-      numbers: of the leaf's shape.
-      lead, row, column: int32, places of row 0: which matrix, which row of it, and
-        where in the row.
-      program: int32 scalar, which of the leaf's.
-      numbers_of_blocks: int32 of blocks, of the largest, among all of the leaf.
-      exist: which of these do, bool of blocks; None if all do.
-
-    The lead is None where all matrices are one.
+      arrangement: the arrangement of the lanes in arrays.
+      numbers: the numbers of the leaf's shape.
+      lead, row, column: int32, the lanes' positions in row 0: the number of the matrix,
+        of the row in it, and of the element in the row. The lead is None if all
+        matrices count as one.
+      program: int32 scalar, the program's number in the leaf.
+      numbers_of_blocks: int32 array of blocks, the numbers of the program's largest
+        blocks in the leaf.
+      exist: mask of the largest blocks that exist; None if all do.
     """
 
     tiling: BlockTiling
@@ -135,7 +136,7 @@ class BlockLanes(Lanes):
     exist: jax.Array | None
 
     def blocks_of(self, block_size: int) -> "BlockPlaces":
-        """The places of their blocks of a size, into which the largest are divided."""
+        """The places of the blocks of this size in the program's largest blocks."""
         arrangement, tiling = self.arrangement, self.tiling
         height, width = block_shape(block_size)
         exist, number = self.exist, self.numbers_of_blocks
@@ -146,7 +147,8 @@ class BlockLanes(Lanes):
         row = step * np.int32(tiling.step_rows // height)
         of_block = functools.partial(BlockPlaces, self, block_size)
         if block_size == tiling.block_size:
-            # Where a program's blocks are in one row, most of an offset is a scalar.
+            # Numbers of blocks can be their offsets. If the blocks of a program are in
+            # one row, computing most of each offset as a scalar is cheaper.
             has_end = self.numbers.all_blocks is not None
             is_next = has_end and height == tiling.step_rows
             is_next = is_next and lead is None and piece is None
@@ -168,7 +170,7 @@ class BlockLanes(Lanes):
     def words(
         self, bits: int, start: Scalar, count: int
     ) -> list[tuple[jax.Array, jax.Array | None]]:
-        """Offsets of the words from ``start`` on, and which lanes have them."""
+        """The offsets and the mask for each of ``count`` words from ``start``."""
         tiling, stride = self.tiling, self.row_stride
         height, words = period(bits)
         row = lax.div(self.row, jnp.full_like(self.row, height)) * np.int32(words)
@@ -184,9 +186,9 @@ class BlockLanes(Lanes):
         return list(zip(offsets, masks, strict=True))
 
     def rows_left(self, start: Scalar) -> jax.Array | None:
-        """How many rows there are from ``start`` on, perhaps fewer than none.
+        """The number of rows from ``start``, perhaps negative; None if all exist.
 
-        None if none are missing. Lanes outside of the rows count as if inside.
+        It does not depend on whether a lane is beyond the last column.
         """
         rows, row = self.numbers.rows, self.row + start
         if rows is None:
@@ -204,24 +206,26 @@ class BlockLanes(Lanes):
             return [self.inside] * len(offsets)
         left = self.arrangement.expand(left)
         if self.inside is not None:
-            # One comparison for each element then, however often its mask is used.
+            # Each mask is then one comparison, however often it is used.
             left = self.arrangement.carried(jnp.where(self.inside, left, np.int32(0)))
         return [left > np.int32(number) for number in range(len(offsets))]
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlaces:
-    """Where the blocks of a program's lanes are in arrays with one element per block.
+    """The places of a program's blocks in arrays with one element per block.
 
-    Arrays are of the largest blocks, or of their parts; or they broadcast to that.
+    Arrays have an element for each of the largest blocks or of their parts, or
+    broadcast to this shape.
 
     Args:
-      lanes: the program's.
+      lanes: the program's lanes.
       block_size: elements of a block.
-      lead, row, place: int32: which matrix, which row of blocks of it, and where among
-        the blocks of a row; the lead is None where all matrices are one.
-      inside: bool, or None where every block exists in row 0.
-      offset: int32, where the blocks are; None unless it is known without the others.
+      lead, row, place: int32, the number of the matrix, of the row of blocks in it, and
+        of the block in this row. The lead is None if all matrices count as one.
+      inside: mask of the blocks that exist in row 0; None if all do.
+      offset: int32, the blocks' offsets if they are known; None to compute them from
+        lead, row and place.
     """
 
     lanes: BlockLanes
@@ -233,7 +237,7 @@ class BlockPlaces:
     offset: jax.Array | None = None
 
     def of_chunk(self, chunk: Scalar) -> tuple[jax.Array, jax.Array | None]:
-        """Offsets of the blocks that a chunk of rows crosses, and which exist."""
+        """Offsets of the blocks in a chunk of rows, and the mask of existing ones."""
         tiling, all_numbers = self.lanes.tiling, self.lanes.numbers
         numbers = all_numbers.by_size[self.block_size]
         row, offset, mask = self.row + chunk, self.offset, self.inside
@@ -249,7 +253,7 @@ class BlockPlaces:
         return offset, mask
 
     def maxima(self, x: jax.Array) -> jax.Array:
-        """The maximum over each block of an array of the program's lanes."""
+        """The maximum of an array of lanes over each block."""
         parts = self.lanes.tiling.block_size // self.block_size
         return self.lanes.arrangement.maxima(x, parts)
 
@@ -264,11 +268,11 @@ def lanes_of(
     """The lanes of one program.
 
     Args:
-      tiling: what they walk over.
-      arrangement: of the lanes.
-      program: int32 scalar, which program.
-      base: uint32 scalar, index of the array's first element.
-      numbers: of the leaf's shape.
+      tiling: the tiling of the leaf or shard.
+      arrangement: the arrangement of the lanes in arrays.
+      program: int32 scalar, the program's number in the leaf.
+      base: uint32 scalar, the index of the array's first element.
+      numbers: the numbers of the leaf's shape.
     """
     if isinstance(tiling, BlockTiling):
         of_blocks = typing.cast(BlockNumbers, numbers)
@@ -286,10 +290,10 @@ def _block_lanes(
     base: jax.Array,
     numbers: BlockNumbers,
 ) -> BlockLanes:
-    """The lanes of one program of a tiling by blocks; see :func:`lanes_of`."""
+    """The lanes of one program in a tiling by blocks; see :func:`lanes_of`."""
     spread = arrangement.spread
     number = program * np.int32(tiling.blocks_at_once) + arrangement.blocks()
-    # Spread first: Triton would bring whatever is spread from one layout into another.
+    # Spread before the arithmetic, because Triton changes the layout of spread arrays.
     wide, exist, inside = spread(number), None, None
     if numbers.all_blocks is not None:
         exist = number < numbers.all_blocks
@@ -344,6 +348,6 @@ def _block_lanes(
 def _both(
     inside: jax.Array | None, other: jax.Array, arrangement: Arrangement
 ) -> jax.Array:
-    """The lanes for which both masks hold; None holds for all."""
+    """The conjunction of two masks; None is a mask of all lanes."""
     other = arrangement.expand(other)
     return other if inside is None else other & inside

@@ -1,6 +1,6 @@
-"""The fused update as a Pallas kernel on the Mosaic GPU backend.
+"""The launcher that runs fused updates as Pallas kernels with Mosaic GPU.
 
-For Hopper and Blackwell. What each program of the kernel does is in :mod:`.program`.
+It is for Hopper and Blackwell. The code of the kernel is in :mod:`.program`.
 """
 
 import functools
@@ -24,13 +24,14 @@ from pallas_kernels.gpu import mosaic_registers as registers
 from pallas_kernels.gpu.mosaic import INSTRUCTIONS
 from pallas_kernels.layout import TILE_COLUMNS
 
-# A program is a warpgroup: 128 threads with four columns each.
+# A program is a warpgroup: 128 threads with four lanes each.
 _SIZE = Sharing(flat_width=512, flat_rows=4, small_width=512, lanes=128)
 
-# Where there are fewer programs, each has a multiprocessor to itself.
+# With fewer programs, each is a block, and has a multiprocessor of its own.
 _FEW_PROGRAMS = 528
 
-# If no more numbers of each element wait for maxima, 128 registers suffice.
+# If an element keeps at most this many numbers until the maxima are known, a thread
+# needs at most 128 registers.
 _MAX_WAITING = 2
 
 _WARPS_OF_A_WARPGROUP = 4
@@ -39,15 +40,15 @@ max_leaves, groups, programs = _SIZE.max_leaves, _SIZE.groups, _SIZE.programs
 
 
 def update(call: Call) -> list[jax.Array]:
-    """See :func:`.triton.update`; its operations cannot be interpreted."""
+    """See :func:`.triton.update`; Mosaic GPU kernels cannot be interpreted."""
     if call.interpret:
-        raise NotImplementedError("kernels of Mosaic GPU are for CUDA only")
+        raise NotImplementedError("Mosaic GPU kernels can only run on CUDA devices")
     kernel, written, args = prepare(_SIZE, call)
     return shaped(_call(kernel, written, args), call.shards)
 
 
 def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
-    """The kernel's results; those that overwrite operands take their places."""
+    """The kernel's results, some of which overwrite operands."""
     overwritten = kernel.aliases
     programs = kernel.programs
     warpgroups = 1 if programs < _FEW_PROGRAMS else _warpgroups(kernel)
@@ -60,7 +61,7 @@ def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
         num_threads=warpgroups,
         thread_name="warpgroup",
         compiler_params=pallas.CompilerParams(
-            # No element is read by one thread and written by another.
+            # No thread reads an element that another thread writes.
             unsafe_no_auto_barriers=True,
             lowering_semantics=pallas.LoweringSemantics.Lane,
         ),
@@ -70,7 +71,7 @@ def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
         kernel_name=kernel.name,
     )
     arrays = {number: args[number] for number in overwritten.values()}
-    # Nothing reads these: they are what references to new results begin with.
+    # References to new results need initial values, which nothing reads.
     blank = {i: jnp.zeros(x.shape, x.dtype) for i, x in enumerate(new)}
 
     def in_place(refs) -> None:
@@ -79,7 +80,7 @@ def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
         for i, x in enumerate(made):
             results[i][...] = x
 
-    # Unlike one with jax.new_ref, what makes references itself can be partitioned.
+    # JAX can partition a function with run_state, but not one with jax.new_ref.
     arrays, made = pl.run_state(in_place)((arrays, blank))
     rest = (made[i] for i in range(len(new)))
     return [
@@ -89,12 +90,12 @@ def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
 
 
 def _warpgroups(kernel: Kernel) -> int:
-    """How many programs are one block of threads.
+    """The number of programs in a block of threads.
 
-    The compiler wants only one block on a multiprocessor, and then gives each thread as
-    many registers as it likes: 217 for a kernel that needs 128. With 512 threads none
-    can have more than 128, and 16 warps share a multiprocessor. Kernels that need more
-    registers have 256 threads.
+    The compiler assumes one block per multiprocessor, and then gives each thread as
+    many registers as it likes: 217 in a kernel that needs 128. In a block of 512
+    threads, none can have more than 128, and 16 warps share a multiprocessor. Kernels
+    that need more registers have 256 threads.
     """
     tiling = kernel.tiling
     if isinstance(tiling, FlatTiling) or not tiling.block_sizes:
@@ -113,7 +114,7 @@ def _program(kernel: Kernel, programs: int, warpgroups: int, *refs):
         arguments[kernel.aliases[i]] if i in kernel.aliases else next(rest)
         for i in range(kernel.results)
     ]
-    # Shared memory is behind the results, if the kernel has any.
+    # If the kernel has shared memory, its reference follows the results.
     arrangement = Threads(kernel.tiling, exchange=next(rest, None))
 
     def unless_beyond(work):

@@ -1,7 +1,4 @@
-"""How the lanes of a Mosaic GPU program lie in arrays, and are loaded and stored.
-
-Each thread has a tile's four columns.
-"""
+"""How a Mosaic GPU program arranges its lanes in arrays, and loads and stores them."""
 
 import dataclasses
 import functools
@@ -18,14 +15,14 @@ from pallas_kernels.layout import TILE_COLUMNS
 
 @dataclasses.dataclass(frozen=True)
 class Threads:
-    """The lanes of a program: each thread has a tile's four columns.
+    """The arrangement of a program's lanes: each thread has four neighbouring lanes.
 
-    All arrays are of lanes: values per block are the same in all threads of the block.
-    See :class:`.arrangements.Arrangement`.
+    All arrays are arrays of lanes, and values per block are equal in all lanes of the
+    block. See :class:`.arrangements.Arrangement`.
 
     Args:
-      tiling: what the lanes walk over.
-      exchange: reference to shared memory of an int32 per warp, where blocks have more
+      tiling: the tiling of the leaf or shard.
+      exchange: reference to shared memory with an int32 per warp, for blocks with more
         tiles than a warp has threads.
     """
 
@@ -53,7 +50,7 @@ class Threads:
         return registers.per_thread(_columns, [], self.shape, jnp.int32)
 
     def carried(self, x: jax.Array) -> jax.Array:
-        # A loop must return what it is given, and a selection loses its sign.
+        # A loop's result must have the type of its input, but a selection is unsigned.
         return registers.per_thread(lambda register: register, [x], self.shape, x.dtype)
 
     def spread(self, x: jax.Array) -> jax.Array:
@@ -90,12 +87,12 @@ def _columns():
 
 
 def _bits(count: int) -> int:
-    """The logarithm of a power of two."""
+    """The base-2 logarithm of a power of two."""
     return count.bit_length() - 1
 
 
 def _maximum(threads: int, register):
-    """The maximum over the elements of so many neighbouring threads."""
+    """The maximum over the elements of ``threads`` neighbouring threads."""
     value = functools.reduce(registers.largest, registers.elements(register))
     distance = 1
     while distance < threads:
@@ -112,20 +109,20 @@ def _maximum_of_two_warps(pointer, register):
 
 
 def load(shape: tuple[int, ...], ref, access, leaf: int) -> jax.Array:
-    """Elements of a reference of a leaf; see :class:`.operands.Access`."""
+    """Load elements of an array of a leaf; see :class:`.operands.Access`."""
     make = functools.partial(mosaic_access.load, _form(ref, access, leaf))
     return registers.per_thread(make, _place(access), shape, ref.dtype, [ref])
 
 
 def store(shape: tuple[int, ...], ref, access, value, leaf: int) -> None:
-    """Write elements of a reference of a leaf; see :class:`.operands.Access`."""
+    """Store elements of an array of a leaf; see :class:`.operands.Access`."""
     make = functools.partial(mosaic_access.store, _form(ref, access, leaf))
     registers.do_per_thread(make, [value, *_place(access)], shape, [ref])
 
 
 def _form(ref, access, leaf: int) -> mosaic_access.Form:
-    # LLVM would take loads of different leaves for one with another address: their
-    # instructions are different texts.
+    # The leaf's number makes instructions different. Otherwise, LLVM would merge the
+    # loads of different leaves into one load with a selected address.
     return mosaic_access.Form(
         ref.dtype,
         access.width,

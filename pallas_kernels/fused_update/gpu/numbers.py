@@ -1,9 +1,10 @@
-"""The numbers of a leaf's shape that its kernel counts by.
+"""The numbers of a leaf's shape that its kernel needs, such as sizes and strides.
 
-They are constants where all leaves of a kernel are equal. Leaves of different shapes
-share a kernel that reads each leaf's numbers from a table: nothing of a shape is then
-left in its text, and XLA compiles equal texts once. No thread divides: a divisor comes
-with the product and the shift by which compilers divide by constants.
+They are constants if all leaves of a kernel are equal. Leaves with different shapes
+share a kernel that reads each leaf's numbers from a table. The text of such a kernel
+does not depend on any shape, and XLA compiles equal texts once. The kernel does not
+divide, because the table has a multiplier and a shift for each divisor, the ones that
+compilers use to divide by a constant.
 """
 
 import dataclasses
@@ -26,10 +27,10 @@ class Number:
     """A number of a shape, from 0 to 2^32 - 1; a divisor is from 1 to 2^31 - 1.
 
     Args:
-      value: of it.
-      multiple: what it is a multiple of in every leaf of the kernel, which the compiler
-        then knows.
-      divides: whether other numbers are divided by it.
+      value: the number.
+      multiple: a common factor of this number in all leaves of the kernel. It is
+        static, so that the compiler can use it.
+      divides: whether kernels divide by the number.
     """
 
     value: int
@@ -38,25 +39,25 @@ class Number:
 
     @property
     def words(self) -> tuple[int, ...]:
-        """What a table has of it."""
+        """The number's words in a table."""
         word = self.value // self.multiple
         return (word, *_reciprocal(self.value)) if self.divides else (word,)
 
 
 def _reciprocal(by: int) -> tuple[int, int]:
-    """``(m, s)``: from 0 to 2^31 - 1, ``x // by`` is ``(2 * x * m >> 32) >> s``."""
+    """``(m, s)``: ``x // by == (2 * x * m >> 32) >> s`` for x from 0 to 2^31 - 1."""
     shift = (by - 1).bit_length()
     return -(-(2 ** (31 + shift)) // by), shift
 
 
 @dataclasses.dataclass(frozen=True)
 class Divisor:
-    """A number by which arrays of int32, none of them negative, are divided.
+    """A number that divides arrays of non-negative int32.
 
     Args:
       by: the number.
       reciprocal: uint32 scalars, see :func:`_reciprocal`; None to divide by ``by``.
-      instructions: of the launcher, if there is a reciprocal.
+      instructions: the launcher's, needed if there is a reciprocal.
     """
 
     by: Scalar
@@ -78,21 +79,21 @@ class Divisor:
 
 
 class FlatNumbers(typing.NamedTuple):
-    """What the lanes of a flat tiling count by; see :class:`BlockNumbers`.
+    """The numbers of a flat tiling; see :class:`BlockNumbers`.
 
     Args:
-      size: of the array; None where every lane has an element.
+      size: elements of the array; None if every lane has an element.
     """
 
     size: typing.Any
 
 
 class SizeNumbers(typing.NamedTuple):
-    """What lanes count blocks of one size by; see :class:`BlockNumbers`.
+    """The numbers for blocks of one size; see :class:`BlockNumbers`.
 
     Args:
-      rows: of blocks of one matrix; None where nothing depends on them.
-      blocks: of one piece of a row.
+      rows: rows of blocks in one matrix; None if nothing depends on them.
+      blocks: blocks in one piece of a row.
     """
 
     rows: typing.Any
@@ -100,27 +101,28 @@ class SizeNumbers(typing.NamedTuple):
 
 
 class BlockNumbers(typing.NamedTuple):
-    """What the lanes of a tiling by blocks count by.
+    """The numbers of a :class:`.tiling.BlockTiling`, which defines steps and pieces.
 
-    Each field is a :class:`Number` of the leaf's shape, or what that is in a kernel: a
-    scalar, or a :class:`Divisor`. It is None where there is nothing to count, so that
-    kernels neither read nor compare it.
+    Each field is a :class:`Number`; in a kernel, it is a scalar or a :class:`Divisor`.
+    It is None if it is not needed, so that kernels neither read nor compare it.
 
     Args:
-      blocks: the largest blocks of one piece of a row.
-      all_blocks: those of all pieces, steps and matrices; None where programs have as
-        many blocks as they can hold.
+      blocks: largest blocks in one piece of a row.
+      all_blocks: largest blocks in all pieces, steps and matrices; None if all programs
+        have their full number of blocks.
       row_stride: elements from one row to the next; None for a folded vector.
-      pieces: of a row; None for one.
-      columns: of a piece; None where no lane needs them.
-      steps: down one matrix; None where all matrices are one.
-      lead_stride: elements from one matrix to the next, likewise.
-      rows: of one matrix, or elements of a folded vector; None where the last step has
-        all its rows.
-      word_rows: rows of words of one matrix, by the width of the fields.
-      by_size: what there is for each size of blocks.
-      row_index, lead_index, piece_index: how far apart rows, matrices and pieces are in
-        the leaf, modulo 2^32; None where offsets say it.
+      pieces: pieces in a row; None if there is one.
+      columns: columns in a piece; None if no lane needs them.
+      steps: steps in one matrix; None if all matrices count as one.
+      lead_stride: elements from one matrix to the next; None if all matrices count as
+        one.
+      rows: rows in one matrix, or elements of a folded vector; None if the last step
+        has all its rows.
+      word_rows: rows of words in one matrix, for each width of fields.
+      by_size: :class:`SizeNumbers` for each size of blocks.
+      row_index, lead_index, piece_index: the distances between the indices of
+        consecutive rows, matrices and pieces, modulo 2^32; None if indices follow from
+        offsets.
     """
 
     blocks: typing.Any
@@ -142,9 +144,9 @@ Numbers = FlatNumbers | BlockNumbers
 
 
 def constants(numbers: Numbers) -> Numbers:
-    """The numbers of equal leaves as constants, with whose divisors compilers divide.
+    """The numbers of equal leaves as constants, which speed up divisions.
 
-    Those above 2^31 - 1, such as indices, keep their 32 bits as int32.
+    Numbers above 2^31 - 1, such as indices, keep their 32 bits as int32.
     """
 
     def constant(number: Number) -> Scalar | Divisor:
@@ -155,7 +157,7 @@ def constants(numbers: Numbers) -> Numbers:
 
 
 class Entry(typing.NamedTuple):
-    """What a number of a table is for every leaf; see :class:`Number`."""
+    """How a table stores a number of every leaf; see :class:`Number`."""
 
     multiple: int
     divides: bool
@@ -163,12 +165,12 @@ class Entry(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The table from which a kernel's programs read which leaf is theirs.
+    """A table of the leaves' numbers, in which a program finds its leaf.
 
     Args:
-      entries: what each leaf's numbers are, in their order.
-      structure: the tree of a leaf's numbers.
-      leaves: how many there are.
+      entries: how the numbers of a leaf are stored, in their order.
+      structure: the tree structure of a leaf's numbers.
+      leaves: the number of leaves.
     """
 
     entries: tuple[Entry, ...]
@@ -177,25 +179,25 @@ class Table:
 
     @classmethod
     def of(cls, numbers: Sequence[Numbers]) -> "Table":
-        """The table of leaves with these numbers, whose kinds are the same."""
+        """The table for leaves with these numbers, which have the same structure."""
         first, structure = jax.tree.flatten(numbers[0])
         entries = tuple(Entry(x.multiple, x.divides) for x in first)
         return cls(entries, structure, len(numbers))
 
     @staticmethod
     def words(numbers: Sequence[Numbers], programs: Sequence[int]) -> jax.Array:
-        """uint32: at which program each leaf ends, and then each leaf's numbers."""
+        """uint32: the program at which each leaf ends, and then each leaf's numbers."""
         rows = [word for x in jax.tree.leaves(list(numbers)) for word in x.words]
         words = [*itertools.accumulate(programs), *rows]
-        # A custom_partitioning accepts no constants but scalars. XLA makes this one.
+        # A custom_partitioning only supports scalar constants. XLA joins them here.
         return lax.concatenate([lax.full((1,), x, jnp.uint32) for x in words], 0)
 
     def find(self, ref, program: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """``(leaf, program, exists)`` of a program: its leaf, and its number there.
+        """``(leaf, program, exists)``: a program's leaf, its number there, and a flag.
 
         Args:
-          ref: to the words.
-          program: int32 scalar, its number among all.
+          ref: reference to the words.
+          program: int32 scalar, the program's number in the kernel.
         """
         ends = [ref[np.int32(i)].astype(jnp.int32) for i in range(self.leaves)]
         leaf, first = jnp.int32(0), jnp.int32(0)

@@ -1,9 +1,10 @@
-"""How a program reads and writes the arrays of its leaf, packed fields among them.
+"""Loads and stores of a program's arrays, including arrays of packed fields.
 
-A kernel may update many leaves, as a launch takes some microseconds, many times as long
-as the update of a small leaf. Each leaf gets as many programs as it needs.
-A program loads and stores by a tree of branches, one for each leaf. What lies between,
-which is nearly all of it, is the same code for all leaves.
+A kernel may update many leaves, because a launch takes some microseconds, many times as
+long as the update of a small leaf. Each leaf gets as many programs as it needs. A
+program selects the arrays of its leaf with a tree of branches, one tree for its loads
+and one for its stores. The code between loads and stores, which is nearly all of the
+kernel, is the same for all leaves.
 """
 
 import dataclasses
@@ -27,13 +28,13 @@ class Access:
     """Elements of one array of a leaf.
 
     Args:
-      number: of the operand or the result.
-      layer: int32 scalar, the layer of a stack; None if it is not a stack.
-      offset: int32, where the elements are in the array, or in its layer.
-      mask: which of them exist; None if all do.
-      width: how many neighbouring lanes surely have neighbouring elements, the first
-        of them aligned to as many, of which all exist or none.
-      tiles: of the block that each element is of; None if lanes have their own.
+      number: the number of the operand or result.
+      layer: int32 scalar, the layer of a stack; None if the array is not a stack.
+      offset: int32, the elements' offsets in the array, or in its layer.
+      mask: mask of the elements that exist; None if all do.
+      width: the number of neighbouring lanes whose elements are always neighbours,
+        aligned to this number. Either all of these elements exist, or none.
+      tiles: tiles of a block, for an array with one element per block; None for others.
     """
 
     number: int
@@ -49,16 +50,16 @@ Stores = list[tuple[Access, jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The arrays of the leaf that a program updates, as it loads and stores them.
+    """The arrays of a program's leaf, and the functions that load and store them.
 
     Args:
-      leaf: int32 scalar, which of the kernel's leaves it is.
-      operands, results: of each leaf, references to flat arrays; those of stacks are of
-        shape ``[layers, size]``.
-      load_from, store_to: the launcher's: of a reference, an access, the value to
-        store, and the number of the leaf.
-      mark: of an array and a number, the same array by instructions that differ for
-        different numbers; None if LLVM does not compile the kernel.
+      leaf: int32 scalar, the leaf's number in the kernel.
+      operands, results: for each leaf, references to its flat arrays, which are
+        ``[layers, size]`` for stacks.
+      load_from, store_to: the launcher's functions. Their arguments are a reference, an
+        access, for ``store_to`` the value, and the number of the leaf.
+      mark: copies an array with instructions that contain a number, see
+        :meth:`_marked`; None if the launcher does not need it.
     """
 
     leaf: jax.Array | np.int32
@@ -70,15 +71,15 @@ class Memory:
 
     @property
     def has_branches(self) -> bool:
-        """Whether loads and stores take branches, so that each should do much."""
+        """Whether loads and stores are in branches; their number should be small."""
         return len(self.operands) > 1
 
     def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
-        """Elements of operands.
+        """Load elements of operands.
 
-        For LLVM, what is per block is loaded apart from the rest where blocks are of
-        two sizes. Triton cannot compile one conditional that gives both ("requires the
-        same encoding for all operands and results").
+        For blocks of two sizes, the values per block are loaded in branches of their
+        own. Triton cannot compile one conditional that returns both ("requires the same
+        encoding for all operands and results").
         """
         kinds, loaded = [access.tiles for access in accesses], {}
         is_marked = self.has_branches and self.mark is not None
@@ -98,7 +99,7 @@ class Memory:
         return [loaded[i] for i in range(len(accesses))]
 
     def store(self, new: Stores) -> None:
-        """Write elements of results."""
+        """Store elements of results."""
 
         def store(number: int, *values):
             refs, values = self.results[number], self._marked(values, number)
@@ -113,11 +114,11 @@ class Memory:
         return by_branches(self.leaf, range(len(self.operands)), function, *args)
 
     def _marked(self, values: Sequence[jax.Array], number: int) -> tuple:
-        """The values of a branch, one of them marked with its number.
+        """The values of a branch, with one of them marked with its number.
 
-        Else LLVM would take the loads of all branches for one with another address,
-        and select each array's address from all leaves': 12 instructions per parameter
-        for 12 leaves of AdamW.
+        Without the mark, LLVM would merge the loads of all branches into one, and
+        select each array's address from the addresses of all leaves: 12 instructions
+        per parameter for 12 leaves of AdamW.
         """
         mark = self.mark
         if mark is None or not self.has_branches:
@@ -130,19 +131,19 @@ class Memory:
 class Packed:
     """The words of a packed operand or result.
 
-    Where the bit offsets of fields repeat after few rows, a loop's body unrolls that
-    many and every offset is static. Other widths (the odd ones repeat after 32 rows)
-    would unroll the whole period, which compiles slowly and spills. There a chunk's
-    fields begin anywhere in a word: its words are shifted as one number, by which the
-    offsets within the chunk are static again, and a word that a chunk does not fill is
-    carried to the next.
+    If the bit offsets of fields repeat after a few rows, the loop's body unrolls these
+    rows, and every offset is static. For other widths (offsets of odd ones repeat after
+    32 rows), unrolling the whole period would compile slowly and spill registers. The
+    fields of a chunk may then begin anywhere in a word. The chunk's words are shifted
+    as one number, so that offsets within the chunk are static again, and a word that a
+    chunk does not fill is carried to the next chunk.
 
     Args:
-      number: of the operand or result.
-      layer: of the stack; None if it is not a stack.
-      lanes: of the program.
+      number: the number of the operand or result.
+      layer: the layer of the stack; None if it is not a stack.
+      lanes: the program's lanes.
       bits: width of a field.
-      instructions: of the launcher; None if XLA runs the operations.
+      instructions: the launcher's; None if XLA runs the operations.
     """
 
     number: int
@@ -156,25 +157,25 @@ class Packed:
         return self.lanes.tiling.chunk_rows * self.bits
 
     def _accesses(self, start: Scalar, count: int = 1) -> list[Access]:
-        """So many words from ``start``, an int32 scalar, on from the lanes' first."""
+        """Accesses to ``count`` words, from word ``start`` of each lane."""
         words = self.lanes.words(self.bits, start, count)
         width = self.lanes.tiling.word_width
         return [Access(self.number, self.layer, *word, width) for word in words]
 
     def _place(self, chunk: Scalar) -> tuple[Scalar, typing.Any]:
-        """The word in which a chunk's fields begin, and at which bit."""
+        """The word in which a chunk's fields begin, and the bit in the word."""
         start = chunk * np.int32(self._chunk_bits)
         return start >> np.int32(5), (start & np.int32(31)).astype(jnp.uint32)
 
     def loads(self, chunk: Scalar) -> list[Access]:
-        """The words in which the fields of a chunk are."""
+        """Accesses to the words that contain the fields of a chunk."""
         size = self._chunk_bits
         if is_unrolled(self.bits):
             count = size // 32
             return self._accesses(chunk * np.int32(count), count)
         first, _ = self._place(chunk)
-        # No word after the chunk's last is read, as there may be none. The last is read
-        # again, and what it gives is beyond the chunk's fields.
+        # The array may end after the chunk's last word. This word is then read again,
+        # and its bits are beyond the chunk's fields.
         last = (chunk * np.int32(size) + np.int32(size - 1)) >> np.int32(5)
         chunks = period(self.bits)[0] // self.lanes.tiling.chunk_rows
         most = max((size * i % 32 + size + 31) // 32 for i in range(chunks))
@@ -184,33 +185,33 @@ class Packed:
         ]
 
     def aligned(self, chunk: Scalar, words: Sequence[jax.Array]) -> list[jax.Array]:
-        """The words of :meth:`loads`, shifted to where the chunk's fields begin."""
+        """The words of :meth:`loads`, shifted so that the chunk's fields come first."""
         if is_unrolled(self.bits):
             return list(words)
         _, shift = self._place(chunk)
-        # In two shifts, as one by 32 is not defined.
+        # Shift twice, because a shift by 32 is undefined.
         above = [(x << np.uint32(1)) << (np.uint32(31) - shift) for x in words[1:]]
         below = [x >> shift for x in words]
         return [x | y for x, y in zip(below, above, strict=False)] + below[-1:]
 
     def field(self, words: Sequence[jax.Array], row: int) -> jax.Array:
-        """The fields of a row of the chunk that these words are :meth:`aligned` to."""
+        """The fields of a row of the chunk, from its :meth:`aligned` words."""
         return get_field(words, row, self.bits)
 
     def first_carry(self) -> jax.Array | None:
-        """What the loop over chunks carries at first: an empty word, if any."""
+        """The first carry of the loop over chunks: an empty word, or None."""
         if is_unrolled(self.bits):
             return None
         return self.carried(jnp.zeros(self.lanes.arrangement.shape, jnp.uint32))
 
     def carried(self, word: jax.Array | None) -> jax.Array | None:
-        """A word that a chunk leaves open, as the loop carries it, if any."""
+        """An open word in the layout in which a loop can carry it; None stays None."""
         return None if word is None else self.lanes.arrangement.carried(word)
 
     def stores(
         self, chunk: Scalar, fields: Sequence, carry: jax.Array | None
     ) -> tuple[Stores, jax.Array | None]:
-        """The words that a chunk fills, and the word that it leaves open."""
+        """Stores of the words that a chunk fills, and the word that it leaves open."""
         if carry is not None:
             return self._full_words(chunk, fields, carry)
         words = put_fields(fields, self.bits)
@@ -245,14 +246,14 @@ class Packed:
     def _without_padding(
         self, chunk: Scalar, words: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """The chunk's words with fields that are 0 below the last row, as ``pack``."""
+        """The chunk's words with zeros in fields below the last row, as in ``pack``."""
         chunk_rows = np.int32(self.lanes.tiling.chunk_rows)
         left = self.lanes.rows_left(chunk * chunk_rows)
         if left is None:
             return list(words)
-        # Lanes that do not exist write no words.
+        # Lanes that do not exist write no words, so their bits do not matter.
         bits = jnp.minimum(left, chunk_rows) * np.int32(self.bits)
-        # Triton's assembly takes no scalars, which counts are where no lane differs.
+        # Assembly in Triton needs arrays; a count is a scalar if all lanes have it.
         of_lanes = self.instructions if bits.ndim else None
         lowest_bits = (of_lanes or xla).lowest_bits
         expand = self.lanes.arrangement.expand if bits.ndim else (lambda mask: mask)

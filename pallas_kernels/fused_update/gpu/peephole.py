@@ -1,15 +1,18 @@
-"""Peephole rules: shorter machine code for groups of operations in a kernel's body.
+"""Peephole rules: shorter machine code for groups of operations in an update's body.
 
-**Roots, and quotients by them.** Triton's root of a float32 takes four instructions and
-its quotient eight, because both also work near the ends of float32's range. Three kinds
-of divisors are known to be far from these ends, and need no scaling: the root of a
-normal number, which is between 2^-63 and 2^64; its sum with a number; and a quarter or
-less of a maximum with a constant that is not small. Results are as precise as Triton's
-(2 units in the last place), but the root of a subnormal number is 0, and one over it
-infinite.
+**Square roots, and quotients with them.** Triton needs four instructions for a float32
+square root and eight for a quotient, because both also work near the ends of float32's
+range. Three kinds of divisors are known to be far from these ends, and need no scaling:
 
-What no peephole rule takes is replaced by the rule that the launcher's
-:class:`pallas_kernels.gpu.instructions.Instructions` have for it, if there is one.
+- The root of a normal number, which is between 2^-63 and 2^64.
+- The sum of such a root with a scalar or with another root.
+- At most a quarter of a maximum with a constant that is not small.
+
+Results are as precise as Triton's (2 units in the last place), but the root of a
+subnormal number is 0, and its reciprocal is infinite.
+
+If no peephole rule applies to an operation, the launcher's rule for it does, if there
+is one (:class:`pallas_kernels.gpu.instructions.Instructions`).
 """
 
 import functools
@@ -34,11 +37,11 @@ _SMALLEST = 2.0**-126  # float32's smallest normal number
 def with_peephole_rules(
     function: Callable, instructions: Instructions | None
 ) -> Callable:
-    """An elementwise function, by the rules of this module and of a launcher.
+    """An elementwise function, with the rules of this module and of a launcher.
 
     Args:
-      function: from trees of arrays to one.
-      instructions: of the kernel's launcher; None if XLA runs the operations.
+      function: maps trees of arrays to a tree of arrays.
+      instructions: the launcher's; None if XLA runs the operations.
     """
     if instructions is None:
         return function
@@ -65,15 +68,10 @@ def with_instructions(
     method: typing.Literal["__call__", "statistics"],
     instructions: Instructions | None,
 ) -> Callable:
-    """A method of an update's body, by :func:`with_peephole_rules`.
+    """A method of an update's body, with the rules of :func:`with_peephole_rules`.
 
-    It is jitted, so that JAX traces it once for all rows, and for all kernels whose
-    bodies are equal.
-
-    Args:
-      body: the body.
-      method: of the body.
-      instructions: as of :func:`with_peephole_rules`.
+    It is jitted, so that JAX traces it once for all rows, and for all kernels with
+    equal bodies.
     """
     function = getattr(body, method)
     multiply_add = (instructions or xla).multiply_add
@@ -85,14 +83,7 @@ def with_instructions(
 
 
 class _Evaluation:
-    """The evaluation of a jaxpr, from the results of equations to their uses.
-
-    Args:
-      closed: the jaxpr.
-      args: its arguments.
-      are_divisors: which of them may be divided by without scaling.
-      instructions: of the kernel's launcher.
-    """
+    """The evaluation of a jaxpr; no division by ``are_divisors`` needs scaling."""
 
     def __init__(
         self,
@@ -163,7 +154,7 @@ class _Evaluation:
         return x * self._approximate("rcp", y)
 
     def _sum(self, eqn, *_):
-        """Only notes that a root's sum with a number, or a root, is a divisor too."""
+        """Only records that a root's sum with a scalar, or a root, is a divisor too."""
         divisors = [self.is_divisor(atom) for atom in eqn.invars]
         numbers = [not self._before_broadcast(x).aval.shape for x in eqn.invars]
         is_moderate = all(map(any, zip(divisors, numbers, strict=True)))
@@ -171,7 +162,7 @@ class _Evaluation:
             self._divisors.add(eqn.outvars[0])
 
     def _product(self, eqn, *_):
-        """Only notes that a part of a maximum with a constant is a divisor too."""
+        """Only records that a part of a maximum with a constant is a divisor too."""
         maximum, factor = self._call(eqn.invars[0]), self._constant(eqn.invars[1])
         if maximum is None or maximum.primitive is not p.max_p or factor is None:
             return
@@ -191,7 +182,7 @@ class _Evaluation:
         return None if isinstance(atom, core.Literal) else self._calls.get(atom)
 
     def _before_broadcast(self, atom) -> typing.Any:
-        """What is broadcast to an array, or the atom itself."""
+        """The operand of the broadcast that makes the atom, or the atom itself."""
         eqn = self._call(atom)
         if eqn is not None and eqn.primitive is p.broadcast_in_dim_p:
             return eqn.invars[0]
@@ -216,6 +207,6 @@ _RULES: Mapping[operations.Operation | core.Primitive, Callable] = {
 
 
 def _is_single(eqn) -> bool:
-    """Whether an equation is of arrays of float32."""
+    """Whether an equation's inputs are float32 and its output is not a scalar."""
     is_float32 = all(atom.aval.dtype == jnp.float32 for atom in eqn.invars)
     return bool(eqn.outvars[0].aval.shape) and is_float32

@@ -1,4 +1,4 @@
-"""Where blocks and elements are in a leaf, by their numbers."""
+"""Positions of blocks and elements in a leaf, computed from their numbers."""
 
 import typing
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from pallas_kernels.layout import MAX_BLOCK_SIZE, TILE_SIZE
 
 
 class Place(typing.NamedTuple):
-    """Where blocks are: int32 of blocks, or of lanes. Some may be scalars.
+    """Positions of blocks, as int32 arrays of blocks or of lanes, or as scalars.
 
     Args:
-      lead: which matrix; None where all matrices are one.
-      step: which step down its rows.
-      piece: which piece of the row; None where there is only one.
-      block: which block of the piece.
+      lead: the number of the matrix; None if all matrices count as one.
+      step: the number of the step down the matrix.
+      piece: the number of the piece in the row; None if there is one.
+      block: the number of the block in the piece.
     """
 
     lead: jax.Array | None
@@ -32,17 +32,17 @@ class Place(typing.NamedTuple):
 def place_of(
     tiling: BlockTiling, numbers: BlockNumbers, program: jax.Array, start: jax.Array
 ) -> Place:
-    """Where a program's largest blocks are, by their numbers in the program."""
+    """The positions of the blocks with the numbers ``start`` in a program."""
     at_once = tiling.blocks_at_once
     if numbers.all_blocks is None and tiling.blocks % at_once == 0:
-        # The program's blocks are in one row: most of its numbers are scalars.
+        # The program's blocks are in one row, so most of the numbers are scalars.
         of_a_row = Divisor(np.int32(tiling.blocks // at_once))
         rest, part = of_a_row.divide(program)
         block = part * np.int32(at_once) + start
     else:
         number = program * np.int32(at_once) + start
         if numbers.all_blocks is not None:
-            # Of those beyond the last, the place is the last's, and may be read.
+            # Blocks beyond the last get the position of the last, which can be read.
             number = jnp.minimum(number, numbers.all_blocks - np.int32(1))
         rest, block = numbers.blocks.divide(number)
     piece = lead = None
@@ -54,10 +54,11 @@ def place_of(
 
 
 def z_order(number: jax.Array, row_first: bool) -> tuple[jax.Array, jax.Array]:
-    """Row and column of the parts of a block, in the order of their doubling.
+    """Row and column of the parts of a block, which are in Z-order.
 
-    The blocks of :mod:`pallas_kernels.layout` double in columns and in rows in turns.
-    So the bits of a number, from the lowest, are of column and row in turns.
+    The blocks of :mod:`pallas_kernels.layout` double alternately in columns and in
+    rows. The bits of a part's number, from the lowest, therefore belong alternately to
+    its column and to its row.
     """
     places = [jnp.zeros_like(number), jnp.zeros_like(number)]
     for bit in range((MAX_BLOCK_SIZE // TILE_SIZE).bit_length()):
@@ -76,14 +77,14 @@ def index_of(
     row: jax.Array,
     column: jax.Array,
 ) -> jax.Array:
-    """The index in the leaf, from the shard's first element, of elements of the shard.
+    """The elements' indices in the leaf, minus the index of the shard's first element.
 
     Args:
-      tiling: of the shard.
-      numbers: of its shape.
-      spread: makes arrays of blocks broadcast to one of lanes.
-      place: of their blocks.
-      row, column: of the elements, in the matrix and in the piece of a row.
+      tiling: the tiling of the shard.
+      numbers: the numbers of its shape.
+      spread: see :meth:`.arrangements.Arrangement.spread`.
+      place: the positions of the elements' blocks.
+      row, column: the elements' rows in the matrix, and columns in the piece of a row.
     """
     row_axis, total = tiling.layout.row_axis, column.astype(jnp.uint32)
     total = spread(_scaled(row, numbers.row_index)) + total
@@ -104,7 +105,7 @@ def _scaled(number: jax.Array, stride: Scalar) -> jax.Array:
 
 
 def _counted(tiling: BlockTiling, axes: range, number: jax.Array) -> jax.Array:
-    """The index of a number that counts through some axes of the shard."""
+    """The index of a number that enumerates some axes of the shard."""
     total = jnp.zeros_like(number, jnp.uint32)
     for axis in reversed(axes):
         place = number
@@ -118,19 +119,19 @@ def _counted(tiling: BlockTiling, axes: range, number: jax.Array) -> jax.Array:
 def offsets_of_rows(
     first: jax.Array, start: Scalar, stride: Scalar, count: int, tiling: Tiling
 ) -> list[jax.Array]:
-    """Offsets of so many rows from ``start`` on, if the first is of row 0."""
-    if isinstance(start, jax.Array):  # not of the only chunk, which starts at 0
+    """Offsets of ``count`` rows from ``start``; ``first`` has the offsets of row 0."""
+    if isinstance(start, jax.Array):  # otherwise there is one chunk, which starts at 0
         first = first + start * stride
     first = _bounded(first, tiling)
     return [first + np.int32(number) * stride for number in range(count)]
 
 
 def _bounded(offset: jax.Array, tiling: Tiling) -> jax.Array:
-    """The same offset, known to the compiler to be below 2^30.
+    """The same offset, in a form that tells the compiler that it is below 2^30.
 
-    A constant that is added to it then cannot wrap around, and becomes a part of the
-    instructions that load and store. What is known of neighbouring offsets survives
-    only if all that makes them different has been added before.
+    A constant that is added to it then cannot wrap around, and becomes part of load and
+    store instructions. The compiler knows that offsets are neighbours only if the
+    numbers in which they differ are added before this.
     """
     if not tiling.is_below_2_30:
         return offset

@@ -1,8 +1,7 @@
-"""What a program of a kernel does: it finds its leaf, reads, runs the body, writes.
+"""The code of a program: it finds its leaf, loads, runs the update's body, and stores.
 
-Where it reads and writes is decided by :mod:`.lanes`, and in which leaf's arrays by
-:mod:`.operands`. What runs between, the body, is elementwise. None of it knows which
-launcher runs it.
+:mod:`.lanes` computes the offsets of the elements, and :mod:`.operands` selects the
+leaf's arrays. The body is elementwise. No code here depends on the launcher.
 """
 
 import functools
@@ -51,16 +50,16 @@ def run_program(
     mark: Callable[[jax.Array, int], jax.Array] | None = None,
     guard: Callable[[Callable], None] = lambda work: work(),
 ) -> None:
-    """Do what a program of a kernel does.
+    """Run one program of a kernel.
 
     Args:
-      kernel: which it is of.
-      program: int32 scalar, its number among all programs.
-      refs: to the kernel's arguments, and to all results.
-      arrangement: of its lanes in arrays.
-      instructions: of the launcher; None if XLA runs the operations.
+      kernel: the kernel.
+      program: int32 scalar, the program's number in the kernel.
+      refs: references to the kernel's arguments, and then to all results.
+      arrangement: the arrangement of the program's lanes in arrays.
+      instructions: the launcher's; None if XLA runs the operations.
       load, store, mark: see :class:`.operands.Memory`.
-      guard: runs the update that it is given, or not.
+      guard: a function that runs the update that it receives, or skips it.
     """
     shared, operands, results = kernel.named(refs)
     leaf, exists = np.int32(0), None
@@ -70,13 +69,13 @@ def run_program(
     else:
         numbers = constants(kernel.tiling.numbers(are_equal=True))
         if kernel.leaves > 1:
-            # Beside the program's number a Python int is an int64 with 64-bit types on.
+            # With 64-bit types enabled, a Python int would be an int64 here.
             programs = np.int32(kernel.tiling.programs)
             leaf, program = lax.div(program, programs), lax.rem(program, programs)
     row = jnp.uint32(0) if shared.rows is None else shared.rows[leaf]
     base = jnp.uint32(0) if shared.bases is None else shared.bases[leaf]
     layer = jnp.int32(0) if shared.layer is None else shared.layer[np.int32(0)]
-    # Before any store, which might alias it.
+    # Read the table before any store, because a result might alias it.
     first = row.astype(jnp.int32) * np.int32(kernel.table_width)
     scalars = [shared.table[first + np.int32(i)] for i in range(kernel.table_width)]
     if shared.layer is not None:
@@ -89,7 +88,7 @@ def run_program(
         _Program(kernel, lanes, memory, layer, scalars, instructions).update()
 
     if kernel.when is not None:
-        # Results are written over operands: what is not written keeps its value.
+        # Results overwrite operands, which keep their values if nothing is written.
         proceeds = scalars[kernel.when] != np.uint32(0)
         exists = proceeds if exists is None else exists & proceeds
     if exists is None:
@@ -99,15 +98,7 @@ def run_program(
 
 
 class _Program:
-    """The update of a program's lanes.
-
-    Args:
-      kernel: which the program is of.
-      lanes, memory: the program's.
-      layer: int32 scalar, the layer of the stacks.
-      scalars: the body's.
-      instructions: of the launcher; None if XLA runs the operations.
-    """
+    """The update of a program's lanes; ``scalars`` are the body's."""
 
     def __init__(
         self,
@@ -130,16 +121,15 @@ class _Program:
         self._per_row = [x for x in self._writes if not isinstance(x, _PerBlock)]
         self._packed = [x for x in self._per_row if isinstance(x, Packed)]
         self._run = with_instructions(self._body, "__call__", instructions)
-        # Rows that are read and written one by one take fewer registers.
+        # Reading and writing rows one by one needs fewer registers.
         self._reads_at_once = bool(self._leaf.block_sizes) or memory.has_branches
 
     @property
     def _block_lanes(self) -> BlockLanes:
-        """The lanes of a leaf with words or blocks."""
         return typing.cast(BlockLanes, self._lanes)
 
     def _array(self, number: int, like: Operand | Result, operand: int | None):
-        """How an operand or result is found, if it is in the place of this operand."""
+        """How to access an operand, or a result that overwrites ``operand``."""
         layer = self._layer if operand in self._leaf.in_stacks else None
         if like.block_size is not None:
             places = self._block_lanes.blocks_of(like.block_size)
@@ -153,15 +143,15 @@ class _Program:
         return _Plain(number, layer, self._lanes.tiling.width, is_written)
 
     def update(self) -> None:
-        """Update the lanes, chunk by chunk of their rows."""
+        """Update all rows of the lanes, chunk by chunk."""
         carry = [x.first_carry() for x in self._packed]
         chunks = self._lanes.tiling.chunks
         if chunks == 1:
             self._update_chunk(np.int32(0), carry)
             return
 
-        # A fori_loop of static length counts in int64 with 64-bit types on, which
-        # takes registers.
+        # With 64-bit types enabled, a fori_loop of static length counts in int64,
+        # which needs more registers.
         def step(counted, _):
             chunk, carry = counted
             new = self._update_chunk(chunk, carry)
@@ -172,7 +162,7 @@ class _Program:
         lax.scan(step, (jnp.int32(0), carry), length=chunks)
 
     def _update_chunk(self, chunk: Scalar, carry: list) -> list:
-        """Update a chunk, by its number, and return the words that it leaves open."""
+        """Update the chunk with this number, and return the words it leaves open."""
         rows, memory = self._lanes.rows(chunk), self._memory
         wanted = self._words_and_blocks(chunk)
         loaded = self._load(wanted | (self._plain(rows) if self._reads_at_once else {}))
@@ -194,8 +184,8 @@ class _Program:
                 else:
                     fields[x.number].append(value)
             if not memory.has_branches:
-                # Backwards: what was computed last is written first. With float16
-                # weights, the compiler otherwise keeps up to 29 registers more.
+                # Write the latest results first. In the other order, kernels with
+                # float16 weights need up to 29 more registers.
                 memory.store(stores[::-1])
                 stores = []
         full = [
@@ -206,7 +196,7 @@ class _Program:
         return [open_word for _, open_word in full]
 
     def _words_and_blocks(self, chunk: Scalar) -> "_Accesses":
-        """What the chunk needs of packed operands and of those that are per block."""
+        """Accesses to the chunk's packed operands and per-block operands."""
         wanted = {}
         for number, x in enumerate(self._reads):
             if isinstance(x, Packed):
@@ -217,7 +207,7 @@ class _Program:
         return wanted
 
     def _plain(self, rows: Sequence[Row]) -> "_Accesses":
-        """What these rows need of the other operands."""
+        """Accesses to all other operands of these rows."""
         return {
             (number, row.number): x.access(row)
             for row in rows
@@ -230,7 +220,7 @@ class _Program:
         return dict(zip(wanted, values, strict=True))
 
     def _values(self, row: Row, loaded) -> list[jax.Array]:
-        """The elements of a row, per operand that is not per block."""
+        """A row's elements for each operand that is not per block."""
         return [
             x.field(loaded[number, 0], row.number)
             if isinstance(x, Packed)
@@ -242,11 +232,11 @@ class _Program:
     def _with_blocks(
         self, chunk: Scalar, rows: Sequence[Row], loaded
     ) -> tuple[Callable, Stores]:
-        """Take the maxima over blocks.
+        """Compute the maxima over blocks.
 
         Returns:
-          ``run`` of rows, given what it needs of their blocks, and what is to be
-          written per block.
+          ``(run, stores)``: the body as a function of a row, with what it needs of the
+          row's blocks, and the stores of the per-block results.
         """
         body = typing.cast(BlockBody, self._body)
         expand = self._block_lanes.arrangement.expand
@@ -272,7 +262,7 @@ class _Program:
         given: Sequence[tuple],
         sizes: Sequence[int],
     ) -> list:
-        """The next maxima over the blocks of the rows, which have these sizes."""
+        """The next maxima over blocks, whose sizes are the first of ``sizes``."""
         body, lanes = typing.cast(BlockBody, self._body), self._block_lanes
         statistics = with_instructions(body, "statistics", self._instructions)
         left = lanes.rows_left(chunk * np.int32(lanes.tiling.chunk_rows))
@@ -297,17 +287,13 @@ class _Program:
 
 
 _Accesses = dict[tuple[int, int], Access]
-"""By the number of the operand, and of the row or word: what is to be loaded."""
+"""Accesses for loads, by the number of the operand, and of the row or word."""
 
 
 class _Plain(typing.NamedTuple):
-    """An operand or result with an element for each of the leaf's.
+    """An operand or result with one element for each element of the leaf.
 
-    Args:
-      number: of it.
-      layer: of the stack; None if it is not a stack.
-      width: of its accesses.
-      is_written: whether programs write it: they read nothing of each other then.
+    If programs write it (``is_written``), no program reads elements of another.
     """
 
     number: int
@@ -322,20 +308,14 @@ class _Plain(typing.NamedTuple):
 
 
 class _Repeated(typing.NamedTuple):
-    """An operand that has one element along some axes of the leaf.
-
-    Args:
-      number: of it.
-      tiling: of the leaf.
-      repeated: these axes.
-    """
+    """An operand with a single element along some axes of the leaf, ``repeated``."""
 
     number: int
     tiling: Tiling
     repeated: tuple[int, ...]
 
     def access(self, row: Row) -> Access:
-        """What a row of lanes reads."""
+        """The elements that a row of lanes reads."""
         rest, place, stride = row.offset.astype(jnp.uint32), jnp.int32(0), 1
         axes = enumerate(self.tiling.shape)
         runs = itertools.groupby(axes, lambda axis: axis[0] in self.repeated)
@@ -346,26 +326,21 @@ class _Repeated(typing.NamedTuple):
                 within = lax.rem(rest, along).astype(jnp.int32)
                 place, stride = place + within * np.int32(stride), stride * size
             rest = lax.div(rest, along)
-        # Lanes of a tile are neighbours along the last axis.
+        # The lanes of a tile are neighbours along the last axis.
         width = 1 if len(self.tiling.shape) - 1 in self.repeated else self.tiling.width
         place = jnp.broadcast_to(place, row.offset.shape)
         return Access(self.number, None, place, row.readable, width)
 
 
 class _PerBlock(typing.NamedTuple):
-    """An operand or result with an element for each block.
-
-    Args:
-      number, layer: as of :class:`_Plain`.
-      places: of the blocks.
-    """
+    """An operand or result with one element for each block."""
 
     number: int
     layer: jax.Array | None
     places: BlockPlaces
 
     def access(self, chunk: Scalar) -> Access:
-        """The blocks that a chunk of rows crosses."""
+        """The blocks in a chunk of rows."""
         tiles = self.places.block_size // TILE_SIZE
         place = self.places.of_chunk(chunk)
         return Access(self.number, self.layer, *place, tiles=tiles)

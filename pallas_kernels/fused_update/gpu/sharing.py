@@ -1,7 +1,7 @@
-"""Which leaves share a kernel, and how many of them.
+"""The choice of the leaves that share a kernel.
 
-Leaves share one whose text has nothing of their shapes: what differs between them are
-numbers, which it reads from a table (:mod:`.numbers`).
+Leaves can share a kernel whose text does not depend on their shapes. It reads the
+numbers in which the shapes differ from a table (:mod:`.numbers`).
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ from pallas_kernels.fused_update.gpu.numbers import Table
 from pallas_kernels.fused_update.gpu.tiling import FlatTiling, ProgramSize, Tiling
 from pallas_kernels.fused_update.spec import Leaf, Shard
 
-# Loads and stores of a kernel. The time to compile grows as their square: one of
-# Triton's with 240 takes 4 seconds, and one with 480 takes 10. The launch of a large
-# leaf takes little of its time.
+# Loads and stores of a kernel. More of them take disproportionately long to compile: a
+# Triton kernel with 240 takes 4 seconds, and one with 480 takes 10. The limit is lower
+# for large leaves, because a launch is a small part of their time.
 _MAX_ACCESSES, _MAX_ACCESSES_OF_LARGE = 250, 170
 _LARGE = 2**17
 _LEAST_LEAVES = 3
@@ -23,10 +23,10 @@ _LEAST_LEAVES = 3
 
 @dataclasses.dataclass(frozen=True)
 class Sharing(ProgramSize):
-    """How large a launcher's programs are, and which leaves share its kernels."""
+    """The sizes of a launcher's programs, and the leaves that share its kernels."""
 
     def common_tilings(self, shards: Sequence[Shard]) -> list[Tiling]:
-        """The tilings of leaves that share a kernel, alike in all but their numbers."""
+        """The tilings of leaves that share a kernel; only their numbers differ."""
         tilings = [self.tiling(shard) for shard in shards]
         if len(shards) == 1 or not tilings[0].is_small:
             return tilings
@@ -39,7 +39,7 @@ class Sharing(ProgramSize):
         return [dataclasses.replace(tiling, program=small) for tiling in tilings]
 
     def max_leaves(self, leaves: Sequence[Leaf]) -> int:
-        """How many of these leaves a kernel should update at most."""
+        """The maximum number of these leaves for one kernel."""
         shards = [Shard(leaf, leaf.shape) for leaf in leaves]
         rows = max(x.chunk_rows for x in self.common_tilings(shards))
         accesses = 0
@@ -55,14 +55,14 @@ class Sharing(ProgramSize):
         return max(1, max(_LEAST_LEAVES, most // accesses) // cost)
 
     def programs(self, leaves: Sequence[Leaf]) -> int:
-        """How many programs a kernel over these leaves needs."""
+        """The number of programs in a kernel for these leaves."""
         shards = [Shard(leaf, leaf.shape) for leaf in leaves]
         return sum(tiling.programs for tiling in self.common_tilings(shards))
 
     def groups(self, shards: Sequence[Shard]) -> list[list[int]]:
-        """Which of these leaves, or shards of leaves, share a kernel, by their numbers.
+        """The numbers of the leaves, or shards of leaves, that share each kernel.
 
-        Their operands and results are of the same kinds.
+        All leaves must have the same kinds of operands and results.
         """
         groups: dict[typing.Hashable, list[int]] = {}
         for number, shard in enumerate(shards):
@@ -73,7 +73,7 @@ class Sharing(ProgramSize):
 
 
 def kind_of(tiling: Tiling) -> typing.Hashable:
-    """What tilings of leaves that share a kernel have in common."""
+    """A key that is equal for tilings of leaves that can share a kernel."""
     if isinstance(tiling, FlatTiling):
         if tiling.is_small:
             return "small"
@@ -89,5 +89,5 @@ def kind_of(tiling: Tiling) -> typing.Hashable:
 
 
 def kind_of_leaf(leaf: Leaf) -> typing.Hashable:
-    """The same of a whole leaf, by programs of any size."""
+    """The key of a whole leaf, for programs of any size."""
     return kind_of(ProgramSize(1, 1, 1, 1).tiling(Shard(leaf, leaf.shape)))

@@ -1,4 +1,4 @@
-"""How leaves are divided into programs, lanes and rows, and counted."""
+"""How leaves are divided into programs, lanes and rows (defined in :mod:`.kernel`)."""
 
 import dataclasses
 import functools
@@ -28,15 +28,16 @@ from pallas_kernels.layout import (
 
 @dataclasses.dataclass(frozen=True)
 class ProgramSize:
-    """How large a launcher's programs are.
+    """The size of a launcher's programs.
 
     Args:
-      flat_width, flat_rows: lanes and rows of those of flat tilings.
-      small_width: lanes where leaves differ in size; there is one row.
-      lanes: of the others, each of them 4 columns wide.
-      cost_of_two: how many times as long a load or a store takes to compile where
-        blocks are of two sizes.
-      aligned: how many elements of a flat leaf are aligned at most.
+      flat_width, flat_rows: lanes and rows in flat tilings.
+      small_width: lanes in flat tilings of small leaves that share a kernel; these have
+        one row.
+      lanes: groups of 4 lanes in tilings by blocks; each group is one tile wide.
+      cost_of_two: compile time of a load or store for blocks of two sizes, relative to
+        blocks of one size.
+      aligned: the largest alignment of a flat leaf, in elements.
     """
 
     flat_width: int
@@ -47,7 +48,7 @@ class ProgramSize:
     aligned: int = TILE_COLUMNS
 
     def tiling(self, shard: Shard) -> "Tiling":
-        """The tiling of a leaf's part."""
+        """The tiling of a leaf's shard."""
         leaf, shape = shard.leaf, shard.shape
         if not leaf.has_words_or_blocks and shape[1:] == leaf.shape[1:]:
             return FlatTiling(self, shape)
@@ -56,16 +57,16 @@ class ProgramSize:
 
 @dataclasses.dataclass(frozen=True)
 class FlatTiling:
-    """The lanes and rows of a leaf, or of one piece of it, without words and blocks.
+    """The tiling of a leaf, or of a shard contiguous in it, without words and blocks.
 
     Args:
-      program: how large programs are.
-      shape: of the array on this device.
+      program: the size of programs.
+      shape: shape of the array on this device.
     """
 
     program: ProgramSize
     shape: tuple[int, ...]
-    # It has no blocks, and so none of several tiles.
+    # A flat tiling has no blocks, and no loop over chunks.
     chunks: typing.ClassVar[int] = 1
     tiles: typing.ClassVar[int] = 1
 
@@ -76,9 +77,9 @@ class FlatTiling:
 
     @property
     def width(self) -> int:
-        """How many neighbouring lanes have neighbouring elements, aligned to as many.
+        """The number of neighbouring lanes with neighbouring elements, aligned to it.
 
-        They exist together.
+        Either all of these lanes exist, or none.
         """
         return math.gcd(self.program.aligned, self.size)
 
@@ -89,22 +90,21 @@ class FlatTiling:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of a lane, which are one chunk."""
+        """Rows of a program, which are one chunk."""
         return self.program.flat_rows
 
     @property
     def program_size(self) -> int:
-        """Elements of a program."""
         return self.row_stride * self.chunk_rows
 
     @property
     def programs(self) -> int:
-        """Programs of the kernel."""
+        """Programs of the leaf."""
         return math.ceil(self.size / self.program_size)
 
     @property
     def is_small(self) -> bool:
-        """Whether launching its kernel takes longer than the update."""
+        """Whether launching a kernel for the leaf takes longer than its update."""
         return self.size <= MAX_ELEMENTS_OF_SMALL_LEAF
 
     @property
@@ -113,7 +113,7 @@ class FlatTiling:
         return self.size <= 2**30
 
     def numbers(self, are_equal: bool) -> FlatNumbers:
-        """The numbers of the shape that lanes count by.
+        """The numbers of the shape that lanes need.
 
         Args:
           are_equal: whether all leaves of the kernel have this tiling.
@@ -125,16 +125,19 @@ class FlatTiling:
 
 @dataclasses.dataclass(frozen=True)
 class BlockTiling:
-    """The lanes and rows of a leaf with words or blocks, or of a shard of any leaf.
+    """The tiling of a leaf with words or blocks, or of a shard that is not contiguous.
 
-    Lanes begin at the largest blocks. Where nothing is per block, tiles are the blocks.
+    The axes before the rows enumerate *matrices*. Each matrix is divided into *steps*
+    of :attr:`step_rows` rows, and its rows into *pieces*, which consist of the largest
+    blocks (tiles if nothing is per block). A program has :attr:`blocks_at_once` of
+    these blocks.
 
     Args:
-      program: how large programs are.
-      shape: of the array on this device.
-      leaf_shape: shape of the leaf that it is a shard of.
+      program: the size of programs.
+      shape: shape of the array on this device.
+      leaf_shape: shape of the whole leaf.
       packed: widths of the packed fields, empty if nothing is packed.
-      block_sizes: of blocks for which arrays have an element each.
+      block_sizes: sizes of the blocks for which arrays have one element each.
     """
 
     program: ProgramSize
@@ -152,7 +155,7 @@ class BlockTiling:
 
     @property
     def lead(self) -> int:
-        """How many matrices of rows there are."""
+        """The number of matrices."""
         return math.prod(self.shape[: self.layout.row_axis])
 
     @property
@@ -174,9 +177,9 @@ class BlockTiling:
 
     @functools.cached_property
     def pieces(self) -> tuple[int, int]:
-        """``(count, columns)``: a row is so many pieces of so many columns.
+        """``(count, columns)``: the pieces of a row, and the columns of a piece.
 
-        It is one piece where tiles and blocks do not end within it.
+        Rows are one piece if no tile or block crosses the end of the leaf's last axis.
         """
         if self.layout.is_folded:
             return 1, FOLD
@@ -189,7 +192,7 @@ class BlockTiling:
 
     @property
     def block_size(self) -> int:
-        """Elements of the largest blocks; of a tile if there are none."""
+        """Elements of the largest blocks, or of a tile if there are none."""
         return max(self.block_sizes, default=TILE_SIZE)
 
     @property
@@ -199,23 +202,23 @@ class BlockTiling:
 
     @property
     def tiles(self) -> int:
-        """Tiles of the largest blocks."""
+        """Tiles in one of the largest blocks."""
         return self.block_size // TILE_SIZE
 
     @property
     def blocks(self) -> int:
-        """Largest blocks of one piece of a row."""
+        """Largest blocks in one piece of a row."""
         return self.blocks_of(self.block_size)
 
     def blocks_of(self, block_size: int) -> int:
-        """Blocks of a size of one piece of a row."""
+        """Blocks of this size in one piece of a row."""
         return math.ceil(self.pieces[1] / block_shape(block_size)[1])
 
     @functools.cached_property
     def width(self) -> int:
-        """How many neighbouring lanes have neighbouring elements, aligned to as many.
+        """The number of neighbouring lanes with neighbouring elements, aligned to it.
 
-        They exist together.
+        Either all of these lanes exist, or none.
         """
         if self.layout.is_folded and self.shape[-1] % TILE_COLUMNS:
             return 1
@@ -223,23 +226,23 @@ class BlockTiling:
 
     @property
     def word_width(self) -> int:
-        """The same for words."""
+        """The same number for words; see :attr:`width`."""
         lengths = self.row_stride, self.pieces[1]
         return 1 if any(length % TILE_COLUMNS for length in lengths) else TILE_COLUMNS
 
     @property
     def blocks_at_once(self) -> int:
-        """Largest blocks of a program."""
+        """Largest blocks in one program."""
         return self.program.lanes // self.tiles
 
     @property
     def programs(self) -> int:
-        """Programs of the kernel."""
+        """Programs of the leaf."""
         return math.ceil(self.all_blocks / self.blocks_at_once)
 
     @property
     def all_blocks(self) -> int:
-        """The blocks at which lanes begin, of all pieces, steps and matrices."""
+        """Largest blocks in all pieces, steps and matrices."""
         return self.lead * self.steps * self.pieces[0] * self.blocks
 
     @functools.cached_property
@@ -249,49 +252,50 @@ class BlockTiling:
 
     @property
     def chunks(self) -> int:
-        """Chunks of a lane's rows, over which a loop goes if there are several.
+        """The chunks of a lane's rows; if there are several, a loop updates them.
 
-        See :class:`.operands.Packed`. Each step of the loop would branch where leaves
-        share a kernel.
+        See :class:`.operands.Packed`. Leaves with several chunks do not share kernels,
+        because each iteration of the loop would branch.
         """
         return self.lane_rows // self.chunk_rows
 
     @property
     def step_rows(self) -> int:
-        """Rows that a block's lanes go down: its own, or more if lanes are longer."""
+        """Rows of a step: the rows of a lane, or of a largest block if it is higher."""
         return max(self.lane_rows, self.block_shape[0])
 
     @property
     def steps(self) -> int:
-        """How many times one matrix has so many rows, the last time perhaps fewer."""
+        """The number of steps in one matrix; the last may have fewer rows."""
         return math.ceil(self.rows / self.step_rows)
 
     def word_rows(self, bits: int) -> int:
-        """Rows of words of one matrix."""
+        """Rows of words in one matrix."""
         return self._share(word_rows(self.layout.rows, bits))
 
     def block_rows(self, block_size: int) -> int:
-        """Rows of blocks of one matrix."""
+        """Rows of blocks in one matrix."""
         return self._share(math.ceil(self.layout.rows / block_shape(block_size)[0]))
 
     def _share(self, rows: int) -> int:
-        """The shard's share of so many rows of the leaf's words or blocks."""
+        """The shard's share of the leaf's rows of words or blocks."""
         axis = self.layout.row_axis
         return rows * self.shape[axis] // self.leaf_shape[axis]
 
     @functools.cached_property
     def is_whole(self) -> bool:
-        """Whether indices, from the first element's, are offsets in plain arrays.
+        """Whether indices differ from offsets in plain arrays only by a constant.
 
-        Loops count both: that takes fewer registers.
+        False for several chunks: a loop needs fewer registers if it counts both.
         """
         return self.chunks == 1 and self.shape[1:] == self.leaf_shape[1:]
 
     @functools.cached_property
     def is_one_matrix(self) -> bool:
-        """Whether its matrices, one below the other, are one for words and blocks."""
+        """Whether its matrices, one below the other, count as one matrix."""
         if self.cuts_rows or self.chunks > 1:
-            # A remainder has bounds, by which masks and loops take fewer registers.
+            # The remainder of a division by the number of steps has bounds, with which
+            # masks and loops need fewer registers.
             return False
         if self.lead == 1:
             return True
@@ -303,29 +307,29 @@ class BlockTiling:
 
     @functools.cached_property
     def cuts_rows(self) -> bool:
-        """Whether rows are missing in the last step."""
+        """Whether the last step lacks rows."""
         if self.layout.is_folded:
             return self.shape[-1] % (FOLD * self.step_rows) > 0
         return self.rows % self.step_rows > 0
 
     def cuts_words(self, bits: int) -> bool:
-        """Whether rows of words are missing in the last step."""
+        """Whether the last step lacks rows of words."""
         rows = self.steps * self.step_rows
         return rows * bits != self.word_rows(bits) * WORD
 
     def cuts_block_rows(self, block_size: int) -> bool:
-        """Whether rows of blocks are missing in the last step."""
+        """Whether the last step lacks rows of blocks."""
         rows = self.steps * self.step_rows
         return rows != self.block_rows(block_size) * block_shape(block_size)[0]
 
     def cuts_blocks(self, block_size: int) -> bool:
-        """Whether such blocks are missing in the last of the largest ones of a row."""
+        """Whether the last of the largest blocks in a row lacks blocks of this size."""
         wide = self.blocks * self.block_shape[1]
         return self.blocks_of(block_size) * block_shape(block_size)[1] != wide
 
     @property
     def cuts_columns(self) -> bool:
-        """Whether columns are missing in the last block of a row."""
+        """Whether the last block in a row lacks columns."""
         return self.blocks * self.block_shape[1] != self.pieces[1]
 
     @functools.cached_property
@@ -342,7 +346,7 @@ class BlockTiling:
         return all(self.shape[axis] == self.leaf_shape[axis] for axis in within)
 
     def numbers(self, are_equal: bool) -> BlockNumbers:
-        """The numbers of the shape that lanes count by.
+        """The numbers of the shape that lanes need.
 
         Args:
           are_equal: whether all leaves of the kernel have this tiling.

@@ -1,6 +1,6 @@
-"""The fused update as a Pallas kernel on the Triton backend.
+"""The launcher that runs fused updates as Pallas kernels with Triton.
 
-What each program of the kernel does is in :mod:`.program`.
+The code of the kernel is in :mod:`.program`.
 """
 
 import functools
@@ -19,17 +19,17 @@ from pallas_kernels.fused_update.spec import Call
 from pallas_kernels.gpu.instructions import Instructions
 
 _SIZE = Sharing(
-    # Four elements per thread: 16 bytes of float32 or of words, which is what one
-    # instruction moves.
+    # Four elements per thread are 16 bytes of float32 or of words, which one
+    # instruction loads or stores.
     flat_width=512,
     flat_rows=4,
-    # Many small leaves are vectors of some hundred elements.
+    # Many small leaves are vectors of a few hundred elements.
     small_width=1024,
-    # One per thread of two warps. Twice as many would fill a multiprocessor's registers
-    # less well, and small leaves would have too few programs.
+    # Four lanes for each thread of two warps. Larger programs would fill the registers
+    # of a multiprocessor less well, and small leaves would have too few programs.
     lanes=64,
-    # They are loaded by branches of their own: LPMM's Adam takes 3 seconds to compile
-    # for one leaf, 6 for 3 and 14 for 6.
+    # Blocks of two sizes are loaded in separate branches: LPMM's Adam takes 3 seconds
+    # to compile for one leaf, 6 for 3 and 14 for 6.
     cost_of_two=2,
 )
 _FLAT_WARPS, _WARPS = 4, 2
@@ -40,7 +40,7 @@ max_leaves, groups, programs = _SIZE.max_leaves, _SIZE.groups, _SIZE.programs
 
 
 def update(call: Call) -> list[jax.Array]:
-    """The results of a call's kernel, of one leaf after the other."""
+    """Run a call's kernel and return its results, leaf after leaf."""
     kernel, written, args = prepare(_SIZE, call)
     return shaped(_call(kernel, written)(*args), call.shards)
 
@@ -49,13 +49,13 @@ def update(call: Call) -> list[jax.Array]:
 def _call(kernel: Kernel, written: tuple[jax.ShapeDtypeStruct, ...]):
     """The kernel as a function of its arrays.
 
-    It is the same function for equal leaves, and when the same leaf is traced again, as
-    JAX's transformations do; JAX then does not trace the kernel again.
+    The cache returns the same function for equal leaves, and when JAX's transformations
+    trace a leaf again, so that JAX traces the kernel only once.
     """
     specs: dict[str, typing.Any] = {}
     if kernel.numbers is not None and not kernel.interpret:
-        # Of a block that is as large as its array or larger, which JAX 0.12 cuts off,
-        # the array's size would be in the kernel's text. Offsets may be beyond it.
+        # JAX 0.12 cuts a block off at the end of its array, which would put the array's
+        # size into the kernel's text. Offsets may go beyond a block of one element.
         block = pl.BlockSpec((1,), lambda _: (0,))
         specs = {
             "in_specs": [block] * kernel.arguments,
@@ -67,7 +67,7 @@ def _call(kernel: Kernel, written: tuple[jax.ShapeDtypeStruct, ...]):
         out_shape=written,
         **specs,
         input_output_aliases={of: result for result, of in kernel.aliases.items()},
-        # Left out, they would choose another backend.
+        # Without these parameters, Pallas would choose another backend.
         compiler_params=triton.CompilerParams(
             num_warps=_FLAT_WARPS if isinstance(kernel.tiling, FlatTiling) else _WARPS,
             num_stages=1,

@@ -1,7 +1,7 @@
-"""How the lanes of a Triton program lie in arrays, and how it loads and stores them.
+"""How a Triton program arranges its lanes in arrays, and loads and stores them.
 
-Loads and stores have offsets and masks of their own: a BlockSpec's have no masks on
-Triton's backend, and a ragged tail would be written out of bounds.
+Loads and stores use offsets and masks. With a BlockSpec, Pallas's Triton backend would
+not mask them, and would write beyond the end of an array.
 """
 
 import dataclasses
@@ -17,21 +17,21 @@ from pallas_kernels.layout import TILE_COLUMNS
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """Arrays of lanes, and of what lanes share; see :class:`.arrangements.Arrangement`.
+    """The arrangement of a program's lanes; see :class:`.arrangements.Arrangement`.
 
-    Those of blocks are ``[blocks]``, and of parts ``[blocks, parts]`` where they are
-    not whole blocks.
+    Arrays of blocks have the shape ``[blocks]``, and arrays of parts ``[blocks,
+    parts]`` if a block has several parts.
 
     Args:
-      shape: ``[lanes]`` of a flat tiling; of others ``[lanes, 4]``, or
-        ``[blocks, tiles, 4]`` where blocks have several tiles.
+      shape: ``[lanes]`` in a flat tiling, and otherwise ``[groups, 4]``, or ``[blocks,
+        tiles, 4]`` if blocks have several tiles.
     """
 
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, tiling: Tiling) -> "Arrays":
-        """The arrays of a program's lanes."""
+        """The arrangement for a tiling."""
         if isinstance(tiling, FlatTiling):
             return cls((tiling.row_stride,))
         if tiling.tiles == 1:
@@ -85,28 +85,23 @@ def _place(ref, access):
 
 
 def load(ref, access, _) -> jax.Array:
-    """Elements of a reference; see :class:`.operands.Access`."""
+    """Load elements of an array; see :class:`.operands.Access`."""
     return triton.load(_place(ref, access), mask=access.mask)
 
 
 def store(interpret: bool, ref, access, value: jax.Array, _) -> None:
-    """Write elements of a reference.
-
-    Args:
-      interpret: whether XLA runs the operations.
-      access: see :class:`.operands.Access`.
-    """
+    """Store elements of an array; with ``interpret``, XLA runs the operations."""
     if interpret:
         access, value = _existing(access, value)
     triton.store(_place(ref, access), value, mask=access.mask)
 
 
 def _existing(access, value: jax.Array):
-    """The same store, where elements that do not exist are the first that does.
+    """The same store; elements that do not exist are replaced with one that does.
 
-    Interpreted, a store writes what it has read where the mask is off. There it would
-    undo what others write to the same place: elements beyond the end of a row have the
-    offsets of the next.
+    Where the mask is off, an interpreted store writes the value that it has read. This
+    would undo other writes to the same place, because elements beyond the end of a row
+    have offsets in the next row.
     """
     if access.mask is None:
         return access, value

@@ -1,1 +1,1 @@
-"""Fused updates as kernels for TPUs."""
+"""TPU kernels for fused updates; :mod:`.kernel` is the launcher."""

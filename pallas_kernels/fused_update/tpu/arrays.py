@@ -1,7 +1,7 @@
-"""How a kernel takes arrays: as matrices, some of them transposed.
+"""The arrays of a kernel: views of a leaf's arrays as matrices, some transposed.
 
-XLA:TPU stores some arrays transposed. A kernel takes them as they lie and transposes
-each block in its own memory, since a copy of the array would move it twice more.
+XLA:TPU stores some arrays transposed. A kernel reads such an array without a copy in
+HBM, which would move it two more times, and transposes each block in its own memory.
 """
 
 import dataclasses
@@ -30,12 +30,11 @@ class KernelArray:
     """An operand or a result of a kernel.
 
     Args:
-      tiling: of the leaf.
-      shape: of the leaf's array.
-      dtype, bits, block_size: as of an :class:`.Operand` or a :class:`.Result`.
-      is_stacked: whether it has layers, of which the kernel updates one.
-      overwrites: as of a :class:`.Result`.
-      varying: of a result, how it varies over the mesh of a ``jax.shard_map``.
+      tiling: tiling of the leaf.
+      shape: shape of the leaf's array.
+      dtype, bits, block_size, overwrites: see :class:`.Operand` and :class:`.Result`.
+      is_stacked: whether the array is a stack of layers.
+      varying: how a result varies over the mesh of a ``jax.shard_map``.
     """
 
     tiling: Tiling
@@ -49,7 +48,7 @@ class KernelArray:
 
     @property
     def block(self) -> tuple[int, ...]:
-        """The shape of a program's block: rows, those side by side, and columns."""
+        """Shape of a program's block: rows, matrices side by side if any, columns."""
         rows = self.tiling.block_rows
         if self.bits is not None:
             rows = rows * self.bits // 32
@@ -61,15 +60,15 @@ class KernelArray:
 
     @property
     def block_width(self) -> int:
-        """Columns that share an element."""
+        """Number of columns that share an element."""
         return 1 if self.block_size is None else block_shape(self.block_size)[1]
 
     @functools.cached_property
     def is_transposed(self) -> bool:
-        """Whether a kernel takes it as XLA transposes it.
+        """Whether a kernel reads the array transposed, as XLA stores it.
 
-        Its blocks must then be whole tiles, or the array itself. Otherwise XLA copies
-        the array, which is small.
+        This needs blocks that are whole tiles, or the whole array. XLA copies other
+        arrays, which are small.
         """
         if self.tiling.side_by_side is not None or self.tiling.is_folded:
             return False
@@ -79,22 +78,22 @@ class KernelArray:
 
     @property
     def kernel_dtype(self) -> np.dtype:
-        """Its dtype in a kernel: Mosaic loads no float16."""
+        """The array's dtype in a kernel. Mosaic cannot load float16."""
         return np.dtype(np.uint16 if self.dtype == np.float16 else self.dtype)
 
     @property
     def is_narrow(self) -> bool:
-        """Whether several rows of it are in a word."""
+        """Whether a word contains elements of several rows."""
         is_plain = self.bits is None and self.block_size is None
         return is_plain and self.dtype.itemsize < 4
 
     @property
     def has_scratch_fields(self) -> bool:
-        """Whether its fields lie in scratch memory during a program's loop."""
+        """Whether fields are unpacked into scratch memory during a program's loop."""
         return self.bits is not None and self.tiling.group % period(self.bits)[0] > 0
 
     def scratch_shape(self, interpret: bool) -> tuple[int, ...] | None:
-        """Of scratch memory for its words, fields, or spread elements."""
+        """Return the shape of scratch memory for words, fields or repeated elements."""
         tiling = self.tiling
         if self.block_size is not None:
             return tiling.units * SUBLANES * tiling.stacked_blocks, LANES
@@ -107,7 +106,7 @@ class KernelArray:
         return None
 
     def scratch(self, interpret: bool) -> list:
-        """Scratch memory: for the block's transpose, and of :meth:`scratch_shape`."""
+        """Return scratch memory: for the transpose, and :meth:`scratch_shape`."""
         scratch = []
         if self.is_transposed:
             scratch.append(pltpu.VMEM(self.block, self.kernel_dtype))
@@ -117,13 +116,13 @@ class KernelArray:
         return scratch
 
     def spec(self) -> pl.BlockSpec:
-        """Which block of it a program has."""
+        """Return the block specification, which maps programs to blocks."""
         tiling = self.tiling
         matrices = tiling.matrices if self.is_stacked else 0
         has_aside = tiling.side_by_side is not None
 
         def place(matrix, aside, rows, columns, layer, *_):
-            # Divided as int32, as the program's numbers are.
+            # Integer division in int32, the dtype of program numbers.
             first = layer[0] * jnp.int32(matrices) if matrices else jnp.int32(0)
             matrix = first + matrix
             columns = lax.div(columns, jnp.int32(self.block_width))
@@ -139,7 +138,7 @@ class KernelArray:
         return pl.BlockSpec((None, rows, None, *last), place)
 
     def to_kernel(self, x: jax.Array, interpret: bool) -> jax.Array:
-        """The leaf's array as a kernel takes it; XLA copies float16."""
+        """Convert the leaf's array for a kernel. XLA copies float16 arrays."""
         x = self._view(x)
         if self.kernel_dtype != x.dtype:
             x = lax.bitcast_convert_type(x, self.kernel_dtype)
@@ -148,7 +147,7 @@ class KernelArray:
         return jnp.swapaxes(x, -1, -2) if self.is_transposed else x
 
     def from_kernel(self, x: jax.Array, interpret: bool) -> jax.Array:
-        """The array of the leaf that a kernel has written, in the leaf's dtype."""
+        """Convert an array that a kernel has written to the leaf's shape and dtype."""
         x = jnp.swapaxes(x, -1, -2) if self.is_transposed else x
         if interpret:
             x = x[:, : self._view_shape[1], ..., : self._view_shape[-1]]
@@ -167,7 +166,7 @@ class KernelArray:
         return x.reshape(self.shape)
 
     def output(self, interpret: bool) -> jax.ShapeDtypeStruct:
-        """What a kernel writes."""
+        """Return the shape and dtype of the array that a kernel writes."""
         shape = self._padded_shape if interpret else self._view_shape
         return jax.ShapeDtypeStruct(
             (*shape[:-2], *self._turned(shape[-2:])),
@@ -179,7 +178,7 @@ class KernelArray:
         return pair[::-1] if self.is_transposed else pair
 
     def _view(self, x: jax.Array) -> jax.Array:
-        """Matrices, or rows with those side by side: no copy of what lies so."""
+        """Returns the array as matrices, if possible without a copy."""
         if self.tiling.is_folded:
             x = jnp.pad(x, (0, math.prod(self._view_shape) - self.shape[-1]))
         elif self._is_merged_transposed:
@@ -199,13 +198,13 @@ class KernelArray:
 
     @property
     def _is_merged_transposed(self) -> bool:
-        """Whether XLA stores the columns of its one matrix as rows."""
+        """Whether XLA stores the columns of the leaf's merged matrix as rows."""
         tiling = self.tiling
         return tiling.is_merged and lies_transposed(self.shape, tiling.axis)
 
     @property
     def _after(self) -> tuple[int, ...]:
-        """The lengths of the axes after the rows."""
+        """Lengths of the axes after the rows."""
         return self.shape[self.tiling.axis + 1 :]
 
     @property
@@ -224,17 +223,16 @@ class KernelArray:
 
     @property
     def _padded_shape(self) -> tuple[int, ...]:
-        """The shape with whole blocks of rows and of columns."""
+        """Shape of the view, padded to whole blocks."""
         first, _, *between, _ = self._view_shape
         *_, rows, columns = self.tiling.grid
         width = math.ceil(columns / self.block_width) * LANES
         return first, rows * self.block[0], *between, width
 
     def _padded(self, x: jax.Array) -> jax.Array:
-        """Whole blocks, all bits set where there is nothing.
+        """Pads a view to whole blocks, with all bits of the padding set.
 
-        Pallas' model of a TPU does not write blocks that reach beyond an array in the
-        place of an operand.
+        Pallas' TPU simulator does not write blocks that extend beyond an aliased array.
         """
         unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
         missing = zip(self._padded_shape, x.shape, strict=True)
@@ -249,7 +247,7 @@ class KernelArray:
 def kernel_arrays(
     shard: Shard, tiling: Tiling
 ) -> tuple[tuple[KernelArray, ...], tuple[KernelArray, ...]]:
-    """The operands and the results of a part's kernel."""
+    """Return the operands and the results of a shard's kernel."""
     leaf = shard.leaf
     operands = tuple(
         KernelArray(

@@ -1,22 +1,25 @@
-"""A program's blocks: rows of registers from what is stored, and back.
+"""Loads and stores of a program's blocks, between arrays and registers.
 
-A register has one row of each of 8 neighbouring groups. It is loaded with a stride, so
-that neighbouring groups are in neighbouring sublanes, and offsets of packed fields are
-static: a field is a shift of a register and nothing more. The offsets of some widths do
-not repeat within a group (those of odd widths repeat after 32 rows). Their fields are
-unpacked into scratch memory before a program's loop, and packed after it. Rows of 16
-bits lie in pairs in 32-bit words, those of 8 bits in fours, and are read as such. For
-Pallas' model of a TPU, which cannot do that, they are copied to scratch memory first.
+For a matrix, a register contains one row of each of 8 neighbouring groups
+(:mod:`.tiling`). Strided loads put neighbouring groups into neighbouring sublanes. The
+bit offsets of packed fields are then static, and reading a field is one shift of a
+register. For some widths, the offsets do not repeat within a group (for odd widths,
+they repeat after 32 rows). Fields of these widths are unpacked into scratch memory
+before a program's loop, and packed after it. Two rows of 16 bits, or four rows of 8
+bits, share 32-bit words and are read as words. Pallas' TPU simulator cannot do that, so
+these rows are copied to scratch memory first.
 
-What is stored of a vector has 4 rows of 32 columns in a register's quarters. They are
-exchanged among the registers of a unit, so that quarters are of different groups.
+A folded vector is loaded with 4 consecutive rows of 32 columns in the quarters of a
+register. The quarters are exchanged among the registers of a unit, so that each quarter
+of a register belongs to a different group.
 
-Of matrices side by side a register has one row of 8 of them, which a block has next to
-each other. There it is matrices that lie in pairs or in fours in words. So elements of
-16 or 8 bits get words of their own in scratch memory before the loop.
+For matrices side by side, a register contains one row of 8 neighbouring matrices. Here,
+matrices share words instead of rows, so elements of 16 or 8 bits are widened to words
+in scratch memory before the loop.
 
-Scales of blocks are spread over the lanes of their blocks before the loop, and gathered
-after it. A row of 128 scales serves several programs with neighbouring columns.
+Before the loop, the scale of a block is repeated in all lanes of the block. After it,
+the scales are gathered. Several programs with neighbouring columns share a row of 128
+scales.
 """
 
 import dataclasses
@@ -46,7 +49,7 @@ from pallas_kernels.fused_update.tpu.tiling import LANES, SUBLANES
 from pallas_kernels.fused_update.tpu.values import Field, Narrow, shifted_left, whole
 
 _ROWS_AT_ONCE = 8
-"""Rows of matrices side by side that are widened in a loop's body."""
+"""Rows of matrices side by side that are widened in each iteration."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +57,11 @@ class Block:
     """A program's block of an array.
 
     Args:
-      array: of which it is.
-      outside: reference to the block as XLA lays it out.
-      ref: to the block with its rows and columns; ``outside`` unless transposed.
-      scratch: to words, fields or spread elements; None if the array needs none.
+      array: the array.
+      outside: reference to the block in the layout of XLA.
+      ref: reference to the block with rows and columns in this order; ``outside``
+        unless XLA stores the array transposed.
+      scratch: reference to scratch memory (:meth:`.KernelArray.scratch_shape`) or None.
     """
 
     array: KernelArray
@@ -66,17 +70,17 @@ class Block:
     scratch: Ref
 
     def fetch(self) -> None:
-        """Transpose what XLA stores transposed."""
+        """Transpose the block if XLA stores the array transposed."""
         if self.array.is_transposed:
             self.ref[...] = self.outside[...].T
 
     def flush(self) -> None:
-        """The inverse of :meth:`fetch`."""
+        """Invert :meth:`fetch`."""
         if self.array.is_transposed:
             self.outside[...] = self.ref[...].T
 
     def open(self, column_block: jax.Array) -> None:
-        """Unpack into scratch memory, before the loop over units."""
+        """Unpack or widen into scratch memory, before the loop over units."""
         del column_block
         if self.array.has_scratch_fields:
             self._for_periods(self._unpack_period)
@@ -84,7 +88,7 @@ class Block:
             self._for_rows(self._widen)
 
     def close(self, column_block: jax.Array) -> None:
-        """Pack what is in scratch memory, after the loop over units."""
+        """Pack or narrow from scratch memory, after the loop over units."""
         del column_block
         if self.array.has_scratch_fields:
             self._for_periods(self._pack_period)
@@ -92,7 +96,7 @@ class Block:
             self._for_rows(self._narrow)
 
     def load(self, unit: jax.Array) -> Sequence:
-        """The values of each row of a unit's groups."""
+        """Return the values of a unit, as one register for each row of a group."""
         array, group = self.array, self.array.tiling.group
         if self._is_wide:
             words = load(part(self.scratch, unit, group), group)
@@ -120,12 +124,13 @@ class Block:
     def store(
         self, unit: jax.Array, rows: Sequence, exist: Sequence[jax.Array | None]
     ) -> None:
-        """Write values of each row of a unit's groups.
+        """Write the values of a unit.
 
         Args:
-          unit: its number.
-          rows: the values.
-          exist: which of them there are; None for all. Other fields are 0.
+          unit: number of the unit.
+          rows: one register for each row of a group.
+          exist: for each row, a mask of the elements inside the array, or None for all.
+            Fields outside of the array become 0.
         """
         array = self.array
         if self._is_wide:
@@ -157,7 +162,7 @@ class Block:
         store(part(ref, unit, len(rows)), self._unfolded(rows), len(rows))
 
     def _folded(self, registers: Sequence) -> Sequence:
-        """What is stored of a vector's unit, as rows of 4 groups side by side."""
+        """Returns a vector's stored registers as rows of 4 groups side by side."""
         count = len(registers)
 
         def source(row: int, quarter: int) -> tuple[int, int]:
@@ -167,7 +172,7 @@ class Block:
         return exchanged(registers, source) if is_folded else registers
 
     def _unfolded(self, rows: Sequence) -> Sequence:
-        """The inverse of :meth:`_folded`."""
+        """Inverts :meth:`_folded`."""
         count = len(rows)
 
         def source(number: int, quarter: int) -> tuple[int, int]:
@@ -185,18 +190,18 @@ class Block:
         return part(self.ref, unit, self.array.tiling.group)
 
     def _words(self, unit: jax.Array) -> Ref:
-        """The words of a unit's rows of fewer bits, without a copy if compiled."""
+        """Returns the words of a unit's rows of narrow elements."""
         if self.scratch is None:
             return self._rows(unit).bitcast(jnp.uint32)
         return part(self.scratch, unit, self.array.tiling.group // self._rows_per_word)
 
     @property
     def _is_wide(self) -> bool:
-        """Whether scratch memory has a word for each element of fewer bits."""
+        """Whether scratch memory has a word for each narrow element."""
         return self.array.is_narrow and self.array.tiling.side_by_side is not None
 
     def _for_rows(self, function: Callable[[jax.Array], None]) -> None:
-        """Call a function of each row's number."""
+        """Calls a function with the number of each row."""
         rows, at_once = self.ref.shape[0], math.gcd(self.ref.shape[0], _ROWS_AT_ONCE)
 
         def call(first, _):
@@ -207,7 +212,7 @@ class Block:
         lax.scan(call, jnp.int32(0), length=rows // at_once)
 
     def _widen(self, row: jax.Array) -> None:
-        """Move a row's elements to the upper bits of words of their own."""
+        """Moves each element of a row to the upper bits of its own word."""
         words = pltpu.bitcast(self.ref[row], jnp.uint32)
         count, width = self._rows_per_word, 8 * self.array.dtype.itemsize
         for number in range(count):
@@ -215,7 +220,7 @@ class Block:
             self.scratch[row, places, :] = _shifted(words, 32 - width * (number + 1))
 
     def _narrow(self, row: jax.Array) -> None:
-        """The inverse of :meth:`_widen`."""
+        """Inverts :meth:`_widen`."""
         count, dtype = self._rows_per_word, self.array.dtype
         size = self.ref.shape[1] // count
         parts = [
@@ -225,7 +230,7 @@ class Block:
         self.ref[row] = pltpu.bitcast(_joined_rows(parts), self.ref.dtype)
 
     def _for_periods(self, function: Callable[[jax.Array, int], None]) -> None:
-        """Call a function of each register's number of periods, and of their width."""
+        """Calls a function with the number of each group of 8 periods, and the bits."""
         bits = typing.cast(int, self.array.bits)
 
         def call(number, _):
@@ -234,7 +239,7 @@ class Block:
 
         rows, *aside, _ = self.ref.shape
         count = rows * math.prod(aside) // (SUBLANES * period(bits)[1])
-        # A fori_loop counts in int64 with 64-bit types on.
+        # With 64-bit types enabled, a fori_loop would count in int64.
         lax.scan(call, jnp.int32(0), length=count)
 
     def _unpack_period(self, number: jax.Array, bits: int) -> None:
@@ -250,10 +255,10 @@ class Block:
 
 
 class ScaleBlock(Block):
-    """A program's block of an array with one element per block of elements."""
+    """A program's block of an array with one element per block of values."""
 
     def open(self, column_block: jax.Array) -> None:
-        """Write each element to all groups and lanes of its block."""
+        """Repeat each element for all groups and lanes of its block."""
         height, width = self._block_in_registers
         stored = _as_integers(self.ref[...]).reshape(-1, LANES)
         share = lax.rem(column_block, jnp.int32(width))
@@ -267,7 +272,7 @@ class ScaleBlock(Block):
             self.scratch[every(groups, height, len(words)), :] = words
 
     def close(self, column_block: jax.Array) -> None:
-        """Write the elements of this program's share of the lanes."""
+        """Write the elements of the lanes that belong to this program."""
         ref, (height, width) = self.ref, self._block_in_registers
         rows = math.prod(ref.shape[:-1])
         if self.array.tiling.is_folded:
@@ -292,7 +297,7 @@ class ScaleBlock(Block):
             ref[...] = lax.bitcast_convert_type(new, ref.dtype)
 
     def _spread(self, stored: jax.Array, share: jax.Array) -> jax.Array:
-        """Each element of a share of the lanes, in all lanes of its block."""
+        """Returns a share of the elements, each repeated in all lanes of its block."""
         _, width = self._block_in_registers
         lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
         first = share * jnp.int32(LANES // width)
@@ -300,7 +305,7 @@ class ScaleBlock(Block):
         return lax.bitcast_convert_type(spread, jnp.uint32)
 
     def _gathered(self, words: jax.Array, share: jax.Array, old: jax.Array):
-        """The inverse of :meth:`_spread`: the share is new."""
+        """Inverts :meth:`_spread`, and keeps ``old`` outside of the share."""
         _, width = self._block_in_registers
         stored = lax.bitcast_convert_type(words, jnp.int32)
         lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
@@ -308,19 +313,14 @@ class ScaleBlock(Block):
         return jnp.where(lane // jnp.int32(LANES // width) == share, chosen, old)
 
     def load_elements(self, unit: jax.Array, block: int):
-        """The element of each value of a unit's groups.
-
-        Args:
-          unit: its number.
-          block: that of the values' block among those below each other.
-        """
+        """Return the elements for the values in one block of a unit's groups."""
         word, dtype = self._elements(unit)[self._every(block)], self.array.dtype
         if dtype.itemsize == 2:
             return Narrow(word, dtype)
         return lax.bitcast_convert_type(word, dtype)
 
     def store_elements(self, unit: jax.Array, block: int, value) -> None:
-        """Write elements that are the same for all values of a block."""
+        """Write elements that are repeated for all values of a block."""
         if isinstance(value, Narrow):
             word = value.alone()
         else:
@@ -342,7 +342,7 @@ class ScaleBlock(Block):
 def blocks_of(
     arrays: Sequence[KernelArray], refs: Sequence[Ref], interpret: bool
 ) -> list[Block]:
-    """A program's blocks, from references to arrays and then to scratch memory."""
+    """Return a program's blocks, from references to arrays and to scratch memory."""
     outside, scratch = refs[: len(arrays)], iter(refs[len(arrays) :])
     pairs = zip(arrays, outside, strict=True)
     return [_block(*each, scratch, interpret) for each in pairs]
@@ -358,7 +358,7 @@ def _block(
 
 
 def _field(words: Sequence[jax.Array], row: int, bits: int):
-    """Fields of a row of a group; those that lie in two words as an array."""
+    """Returns the fields of a row, lazily unless a field is split between two words."""
     word, shift = divmod(row * bits, 32)
     if shift + bits <= 32:
         return Field(words[word], shift, bits)
@@ -366,7 +366,7 @@ def _field(words: Sequence[jax.Array], row: int, bits: int):
 
 
 def _joined(fields: Sequence, bits: int) -> list[jax.Array]:
-    """The words of the fields of each row of a group."""
+    """Returns the words of a group's fields."""
     if 32 % bits:
         return put_fields([whole(x) for x in fields], bits)
     count, words = 32 // bits, []
@@ -383,7 +383,7 @@ def _shifted(word: jax.Array, places: int) -> jax.Array:
 
 
 def _joined_rows(rows: Sequence[Narrow]) -> jax.Array:
-    """The words of as many rows as fit into one."""
+    """Returns words that contain one element of each row."""
     width, word = rows[0].width, rows[-1].alone()
     for number, row in enumerate(rows[:-1]):
         place = number * width
@@ -394,6 +394,6 @@ def _joined_rows(rows: Sequence[Narrow]) -> jax.Array:
 
 
 def _as_integers(x: jax.Array) -> jax.Array:
-    """int32 with the patterns of values of 32 bits, or of bfloat16s in upper halves."""
+    """Returns the bits of 32-bit values, or of bfloat16 as float32, as int32."""
     wide = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
     return lax.bitcast_convert_type(wide, jnp.int32)

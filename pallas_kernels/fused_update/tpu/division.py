@@ -1,8 +1,8 @@
-"""Quotients and roots of float32 in few instructions of a TPU.
+"""Quotients and square roots of float32 in few TPU instructions.
 
-Mosaic's own handle zeros, infinities and NaNs case by case. These give the same numbers
-with two exceptions: a quotient by 2^126 or more is zero, and the root of a subnormal
-number is zero or subnormal.
+Mosaic treats zeros, infinities and NaNs in separate cases. The functions in this module
+give the same results with two exceptions: a quotient by 2^126 or more is zero, and the
+root of a subnormal number is zero or subnormal.
 """
 
 import jax
@@ -11,19 +11,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-# Of Pallas itself with JAX 0.10.
+# In JAX 0.10, Pallas itself defines it.
 reciprocal = getattr(pltpu, "reciprocal", None) or pl.reciprocal
 
-# Of one over the root of a positive float32 that is normal, and beyond.
+# Bounds of rsqrt for normal float32 numbers, rounded outwards.
 _MIN_INVERSE, _MAX_INVERSE = 2.0**-65, 2.0**64
 
 
 def quotient(x: jax.Array, y: jax.Array, inverse: jax.Array) -> jax.Array:
-    """``x / y`` by one step of Newton's for ``1 / y``, as Mosaic has it for a v5e.
+    """Return ``x / y`` with one Newton step for ``1 / y``, as Mosaic does on a v5e.
 
     Args:
       x, y: float32.
-      inverse: of ``y``, approximately.
+      inverse: approximation of ``1 / y``.
 
     >>> numbers = jnp.float32([3, 0, jnp.inf]), jnp.float32([0.333, jnp.inf, 0])
     >>> quotient(jnp.float32(3), *numbers).round(3).tolist()
@@ -31,12 +31,12 @@ def quotient(x: jax.Array, y: jax.Array, inverse: jax.Array) -> jax.Array:
     """
     unity = y * inverse
     better = inverse + inverse * (jnp.float32(1) - unity)
-    # NaN where one of the two is zero and the other infinite: there is nothing better.
+    # A NaN means that y and its inverse are zero and infinite, so the inverse is exact.
     return x * jnp.where(unity == unity, better, inverse)
 
 
 def root(x: jax.Array) -> jax.Array:
-    """The square root as ``x`` times one over it, limited so that no product is NaN.
+    """Return the square root, ``x * rsqrt(x)`` with bounds that prevent NaNs.
 
     >>> [float(root(jnp.float32(x))) for x in (0, 4, jnp.inf)]
     [0.0, 2.0, inf]

@@ -1,7 +1,8 @@
-"""A body's functions, traced, and evaluated in the operations of TPU kernels.
+"""Tracing of a body's functions, and their evaluation with TPU operations.
 
-What depends on scalars only, such as random keys, is computed once per program of the
-kernel. What two functions of the same values both compute is computed once for both.
+Expressions that depend only on scalars, such as random keys, are computed once in each
+program of the kernel. If two functions compute the same expression of the same values,
+it is computed once for both.
 """
 
 import dataclasses
@@ -24,34 +25,34 @@ from pallas_kernels.fused_update.tpu.values import Lazy, Narrow
 from pallas_kernels.operations import ClosedJaxpr
 
 Known = dict
-"""Results of equations, by what they compute."""
+"""Results of equations, by the equations' primitives, parameters and inputs."""
 
 
 class Function:
-    """A function of arrays, to be evaluated in operations of 32 bits.
+    """A traced function, which is evaluated with 32-bit operations.
 
     Args:
-      function: from trees of arrays to one.
-      *like: its arguments' ShapeDtypeStructs.
+      function: a function from trees of arrays to a tree of arrays.
+      *like: ShapeDtypeStructs of the arguments.
     """
 
     def __init__(self, function: Callable, *like):
         traced = jax.make_jaxpr(function, return_shape=True)
-        # It may be evaluated in a jax.shard_map, where no mesh around it must be named.
+        # The jaxpr must not name the active mesh: it may be evaluated in a shard_map.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             self._closed, self.shapes = traced(*like)
 
     @property
     def unsupported(self) -> list[str]:
-        """Its operations that TPU kernels do not support."""
+        """The operations that TPU kernels do not support."""
         return list(unsupported(self._closed.jaxpr))
 
     def add_known(self, scalars: Sequence[jax.Array], known: Known) -> None:
-        """Compute what depends on scalars only.
+        """Compute expressions that depend only on scalars.
 
         Args:
-          scalars: all arguments that are scalars, in their order.
-          known: what is computed; it is added to.
+          scalars: all arguments that are scalars, in order.
+          known: a dict to which the results are added.
         """
         left = list(scalars)
         avals: list[typing.Any] = [x.aval for x in self._closed.jaxpr.invars]
@@ -59,11 +60,11 @@ class Function:
         _Evaluation(known, RULES, of_scalars=True).run(self._closed, args)
 
     def __call__(self, *args, known: Known, rules: Mapping = RULES):
-        """The function's results: arrays, each :class:`Narrow`, or see :func:`whole`.
+        """Return the results: arrays, :class:`.Narrow` or :data:`.Lazy` values.
 
         Args:
-          *args: its arguments.
-          known: what other calls on the same values have computed; it is added to.
+          *args: arguments of the function.
+          known: results of other calls on the same values. New results are added.
           rules: see :data:`.rules.RULES`.
         """
         flat = jax.tree.leaves(args)
@@ -73,13 +74,7 @@ class Function:
 
 @dataclasses.dataclass(frozen=True)
 class _Evaluation:
-    """The evaluation of a jaxpr and those that it calls.
-
-    Args:
-      known: results of equations.
-      rules: see :data:`.rules.RULES`.
-      of_scalars: whether to find results that are scalars; unknown arguments are None.
-    """
+    """Evaluates a jaxpr; if ``of_scalars``, only scalars, and other values are None."""
 
     known: Known
     rules: Mapping
@@ -115,7 +110,7 @@ class _Evaluation:
             tuple(_identity(x) for x in inputs),
         )
         if key not in self.known:
-            # The inputs are kept, so that no other array gets their identities.
+            # The inputs are kept, so that no new array gets the same id.
             rule = self.rules.get(eqn.primitive)
             result = NotImplemented if rule is None else rule(eqn, *inputs)
             if result is NotImplemented:
@@ -135,21 +130,21 @@ def _identity(x):
 
 
 class BlockFunctions(typing.NamedTuple):
-    """What a :class:`.BlockBody` has besides the body itself."""
+    """The functions of a :class:`.BlockBody` besides the body itself."""
 
     before: Function
     rounds: Sequence[tuple[Function, Function]]
-    """``statistics`` and ``after``, as often as they are called."""
+    """``statistics`` and ``after`` for each round of maxima."""
     block_sizes: Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Functions:
-    """A body's functions, traced for registers.
+    """The traced functions of a body.
 
     Args:
       run: the body itself.
-      of_blocks: of a :class:`.BlockBody`; None of a body without.
+      of_blocks: the other functions of a :class:`.BlockBody`, or None.
     """
 
     run: Function
@@ -157,7 +152,7 @@ class Functions:
 
     @property
     def unsupported(self) -> list[str]:
-        """Their operations that TPU kernels do not support."""
+        """The operations that TPU kernels do not support."""
         parts = [self.run]
         if self.of_blocks is not None:
             before, rounds, _ = self.of_blocks
@@ -170,14 +165,14 @@ def traced(
     kinds: Sequence[tuple[np.dtype, int | None]],
     scalars: int,
 ) -> Functions:
-    """A body's functions, traced once for equal leaves.
+    """Trace a body's functions, once for equal leaves.
 
     Args:
       body: see :data:`pallas_kernels.fused_update.Body`.
       kinds: dtypes and block sizes of the leaf's operands.
-      scalars: how many the body gets.
+      scalars: number of the body's scalars.
     """
-    # This dtype says whether 64-bit types are on.
+    # This dtype depends on whether 64-bit types are enabled.
     integers = jax.dtypes.canonicalize_dtype(np.int64)
     return _traced(body, tuple(kinds), scalars, integers)
 

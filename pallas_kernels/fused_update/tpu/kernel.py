@@ -1,8 +1,10 @@
-"""The fused update as a Pallas kernel on the TPU backend.
+"""The fused update as a kernel of the Pallas TPU backend, the launcher for TPUs.
 
-It takes the state as kernels on GPUs do. What each program of the kernel does is in
-:mod:`.program`, and in which forms it takes leaves, in :mod:`.tiling`. XLA updates
-small and narrow leaves, and those that it stores in other ways.
+A leaf's arrays are viewed as matrices (:mod:`.arrays`) and divided among the programs
+of the kernel's grid (:mod:`.tiling`). Each program loops over its block
+(:mod:`.program`), loads and stores registers (:mod:`.blocks`, :mod:`.registers`), and
+evaluates the body with 32-bit operations (:mod:`.functions`, :mod:`.rules`). XLA
+updates small and narrow leaves, and leaves that XLA stores in a different order.
 """
 
 import dataclasses
@@ -44,62 +46,65 @@ from pallas_kernels.layout import layout_of
 
 _MIN_ELEMENTS = 2**14
 _MIN_COLUMNS = 4
-"""With fewer, the lanes that a kernel has no use for cost more than XLA's passes."""
+"""With fewer columns, the unused lanes of a kernel cost more than XLA's passes."""
 _MEMORY_LIMIT = 64 * 2**20
 _OF_BLOCKS = frozenset(
     jnp.dtype(t) for t in (jnp.float32, jnp.int32, jnp.uint32, jnp.bfloat16)
 )
-"""The dtypes of what is stored per block."""
+"""Supported dtypes of arrays with one element per block."""
 
 
 def max_leaves(leaves: Sequence[Leaf]) -> int:
-    """One: each leaf has a kernel of its own, and equal ones are compiled once."""
+    """Return 1: each leaf has its own kernel, and equal kernels are compiled once."""
     del leaves
     return 1
 
 
 def programs(leaves: Sequence[Leaf]) -> int:
-    """Each leaf has as many as it needs, whatever the others have."""
+    """Return the number of leaves, because kernels do not share programs."""
     return len(leaves)
 
 
 def groups(shards: Sequence[Shard]) -> list[list[int]]:
-    """Which of these leaves share a kernel: each has one of its own."""
+    """Return one group for each leaf."""
     return [[number] for number in range(len(shards))]
 
 
 def refusal(body: Body | BlockBody, leaf: Leaf, scalars: int) -> str | None:
-    """Why the kernel does not take a leaf, which is left to XLA; None if it does.
+    """Return why XLA updates a leaf instead of a kernel, or None if a kernel does.
 
     Args:
-      body: of the update.
-      leaf: whole, its operands with arrays or their ShapeDtypeStructs.
-      scalars: how many the body gets.
+      body: body of the update.
+      leaf: whole leaf, with arrays or their ShapeDtypeStructs.
+      scalars: number of the body's scalars.
     """
     if any(operand.repeated for operand in leaf.operands):
-        return "kernels for TPUs read no vectors along rows or columns"
+        return "TPU kernels do not support arrays that are repeated along an axis"
     if math.prod(leaf.shape) < _MIN_ELEMENTS:
         return f"it has fewer than {_MIN_ELEMENTS} elements"
     if not _is_better(leaf, leaf.shape, _MIN_ELEMENTS):
-        return f"XLA:TPU stores {list(leaf.shape)} in a way that kernels would copy"
-    # XLA updates a plain leaf in one pass, which costs less than copies of float16.
+        return (
+            f"shape {list(leaf.shape)} has too few rows or columns for TPU kernels, or "
+            "XLA:TPU stores it in an order that they do not support"
+        )
+    # XLA updates a plain leaf in one pass, which costs less than copying float16.
     plain = DTYPES if leaf.has_words_or_blocks else DTYPES - {jnp.dtype(jnp.float16)}
     operands = [(o.array.dtype, o.block_size) for o in leaf.operands]
     results = [(r.dtype, r.block_size) for r in leaf.results]
     for dtype, block_size in (*operands, *results):
         if dtype not in (plain if block_size is None else _OF_BLOCKS):
-            return f"kernels for TPUs copy arrays of {dtype}"
+            return f"TPU kernels do not support {dtype} arrays without a copy"
     operations = traced(body, operands, scalars).unsupported
     if operations:
-        return f"kernels for TPUs have no {operations[0]}"
+        return f"TPU kernels do not support {operations[0]}"
     return None
 
 
 def _is_better(leaf: Leaf, shape: tuple[int, ...], min_elements: int = 1) -> bool:
-    """Whether a part of this shape is better updated by a kernel than by XLA.
+    """Returns whether a kernel is likely faster than XLA for a part of this shape.
 
-    A kernel takes 128 columns at a time, whether or not there are so many. XLA updates
-    a plain leaf in one pass itself.
+    A kernel always processes 128 columns at a time. XLA needs only one pass for a plain
+    leaf.
     """
     elements, columns = size_for_kernel(leaf, shape)
     if not leaf.has_words_or_blocks and columns % LANES:
@@ -108,13 +113,13 @@ def _is_better(leaf: Leaf, shape: tuple[int, ...], min_elements: int = 1) -> boo
 
 
 def update(call: Call) -> list[jax.Array]:
-    """The results of a call's kernel, for one leaf without a :func:`refusal`.
+    """Run the kernel of one leaf that has no :func:`refusal`, and return its results.
 
-    Interpreted, it is run by Pallas' model of a TPU.
+    If the call is interpreted, Pallas simulates a TPU.
     """
     (shard,) = call.shards
     leaf, shape = shard.leaf, shard.shape
-    # By itself a part might be stored in another way.
+    # XLA might store a part in another order than the leaf.
     is_alike = not leaf.has_words_or_blocks or layout_of(shape).axis == leaf.layout.axis
     if _is_better(leaf, shape) or not is_alike:
         written = _by_kernel(call, shard)
@@ -152,10 +157,10 @@ def _by_kernel(call: Call, shard: Shard) -> list[jax.Array]:
     pairs = zip(operands, shard.leaf.arrays, strict=True)
     arrays = [each.to_kernel(x, interpret) for each, x in pairs]
     if not interpret:
-        # Else XLA copies parts of them to a TPU's vector memory beforehand.
+        # Otherwise XLA copies parts of the arrays to a TPU's vector memory beforehand.
         in_memory = pltpu.MemorySpace.HBM
         arrays = [pltpu.with_memory_space_constraint(x, in_memory) for x in arrays]
-    # Jitted, so that equal leaves are traced and lowered once.
+    # The call is jitted, so that equal leaves are traced and lowered once.
     written = _call(kernel)(
         layer.astype(jnp.int32),
         jnp.concatenate([row, base]),
@@ -168,13 +173,7 @@ def _by_kernel(call: Call, shard: Shard) -> list[jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """What a kernel is compiled for.
-
-    Args:
-      body, tiling, operands, results, when, interpret: as they are named.
-      table_width: scalars in a row of the table.
-      generation: of the TPU; None if it is not known, or interpreted.
-    """
+    """Static arguments of a kernel. Equal kernels are traced once."""
 
     body: Body | BlockBody
     tiling: Tiling
@@ -188,15 +187,15 @@ class _Kernel:
 
 @functools.lru_cache(maxsize=1024)
 def _call(kernel: _Kernel):
-    """The kernel as a jitted function of its arrays."""
+    """Returns the kernel as a jitted function of its arrays."""
     arrays = (*kernel.operands, *kernel.results)
     return jax.jit(
         pl.pallas_call(
             functools.partial(_program, kernel),
             out_shape=[x.output(kernel.interpret) for x in kernel.results],
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                # All scalars: the index map that Pallas gives to others counts in
-                # int64 with 64-bit types on, which a TPU does not.
+                # All scalars are prefetched. With 64-bit types enabled, Pallas gives
+                # other scalars an index map in int64, which TPUs do not support.
                 num_scalar_prefetch=3,
                 grid=kernel.tiling.grid,
                 in_specs=[x.spec() for x in kernel.operands],
@@ -262,13 +261,7 @@ def _first_element(
     rows: jax.Array,
     columns: jax.Array,
 ) -> jax.Array:
-    """The index in the whole leaf of a program's first element, as uint32.
-
-    Args:
-      tiling: of the leaf.
-      first: index of the part's first element.
-      matrix, aside, rows, columns: the program's numbers.
-    """
+    """Returns the index in the whole leaf of the first element of a program."""
     whole = tiling.whole
 
     def stride(axis: int) -> int:

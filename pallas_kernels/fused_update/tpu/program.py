@@ -1,6 +1,6 @@
-"""What each program of a TPU kernel does: it goes through its blocks, unit by unit.
+"""A program of a TPU kernel: a loop over the units of its blocks.
 
-Groups and units are those of :mod:`.tiling`; :mod:`.blocks` loads and stores them.
+:mod:`.tiling` defines groups and units, and :mod:`.blocks` loads and stores them.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ class BlockProgram:
     """One program of a kernel.
 
     Args:
-      tiling: of the leaf.
-      functions: the body's.
-      rules: by which the functions are evaluated.
-      scalars: the body's.
-      operands, results: its blocks of them.
-      first: uint32 scalar, the index of its first element in the whole leaf.
-      place: int32 scalars, its number among blocks of rows, and of columns.
+      tiling: tiling of the leaf.
+      functions: functions of the body.
+      rules: see :data:`.rules.RULES`.
+      scalars: scalars of the body.
+      operands, results: the program's blocks.
+      first: uint32 scalar, the index of the program's first element in the whole leaf.
+      place: int32 numbers of the program's block of rows and block of columns.
     """
 
     tiling: Tiling
@@ -42,7 +42,7 @@ class BlockProgram:
     place: tuple[jax.Array, jax.Array]
 
     def update(self) -> None:
-        """Update the blocks."""
+        """Update all blocks."""
         known: Known = {}
         of_blocks = self.functions.of_blocks
         self.functions.run.add_known(self.scalars, known)
@@ -56,7 +56,7 @@ class BlockProgram:
             block.close(self.place[1])
 
     def _units(self, known: Known) -> None:
-        """Update all units."""
+        """Updates all units in a loop."""
         unroll = self.tiling.unroll
 
         def units(first, _):
@@ -64,23 +64,17 @@ class BlockProgram:
                 self._unit(first, offset, dict(known))
             return first + jnp.int32(unroll), None
 
-        # A fori_loop counts in int64 with 64-bit types on.
+        # With 64-bit types enabled, a fori_loop would count in int64.
         lax.scan(units, jnp.int32(0), length=self.tiling.units // unroll)
 
     def keep(self) -> None:
-        """Write what is overwritten as it is."""
+        """Copy the operands that an update would overwrite to the results."""
         for block in self.results:
             if block.array.overwrites is not None:
                 block.ref[...] = self.operands[block.array.overwrites].ref[...]
 
     def _unit(self, first: jax.Array, offset: int, known: Known) -> None:
-        """Update one unit.
-
-        Args:
-          first: int32 scalar, the number of the loop body's first unit in the block.
-          offset: of the unit from this one.
-          known: what the body's functions compute of scalars.
-        """
+        """Updates the unit ``first + offset`` of the block."""
         group, unit = range(self.tiling.group), first + jnp.int32(offset)
         columns = [block.load(unit) for block in _plain(self.operands)]
         rows = [list(values) for values in zip(*columns, strict=True)]
@@ -105,7 +99,7 @@ class BlockProgram:
             block.store(unit, values, exist)
 
     def _index(self, start: jax.Array, first: jax.Array, offset: int, row: int) -> Sum:
-        """The elements' indices, if the program's first element has this one."""
+        """Returns the indices of a row if the program starts at ``start``."""
         tiling = self.tiling
         group, stride = tiling.group, tiling.row_stride
         constant = row * stride
@@ -117,7 +111,7 @@ class BlockProgram:
         else:
             within, rows = _iota(1), group
             if tiling.is_folded:
-                # Quarters of a register have neighbouring groups.
+                # The quarters of a register belong to neighbouring groups.
                 quarter = _iota(1) // jnp.int32(FOLD)
                 within = within + quarter * jnp.int32((group - 1) * FOLD)
                 rows = group * LANES // FOLD
@@ -129,15 +123,15 @@ class BlockProgram:
         return Sum(within.astype(jnp.uint32), scalar, constant % 2**32)
 
     def _of_unit(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A unit's number among groups of rows, and its register of those side by side.
+        """Returns the numbers of a unit along the rows and along matrices side by side.
 
-        Of one matrix, it has the groups of all 8 sublanes, and the number is a unit's.
+        For one matrix, they are the number of the unit and 0.
         """
         count = jnp.int32(self.tiling.registers or 1)
         return lax.div(unit, count), lax.rem(unit, count)
 
     def _exists(self, unit: jax.Array, row: int) -> jax.Array | None:
-        """Which elements there are; None if no word and no block is cut."""
+        """Returns a mask of elements in the array; None if no word or block is cut."""
         tiling = self.tiling
         if tiling.is_even:
             return None
@@ -160,16 +154,13 @@ class BlockProgram:
         exist: Sequence,
         **options,
     ) -> list:
-        """Take maxima over blocks and write what is per block.
+        """Writes the results per block and returns the body's ``before`` and ``after``.
 
         Args:
-          place: number of the unit, and of the block in its groups.
+          place: numbers of the unit, and of the block in its groups.
           arguments: values, scalars and indices of each row of the block.
-          exist: which elements there are in each row.
-          **options: of :meth:`.functions.Function.__call__`.
-
-        Returns:
-          What decoding and encoding need of the blocks, for each element.
+          exist: for each row, a mask of the elements in the array, or None for all.
+          **options: see :meth:`.functions.Function.__call__`.
         """
         functions = self.functions.of_blocks
         assert functions is not None
@@ -191,7 +182,7 @@ class BlockProgram:
     def _maximum(
         self, rows: Sequence[jax.Array], exist: Sequence, size: int
     ) -> jax.Array:
-        """The maxima over blocks of a size, at least 0."""
+        """Returns the maxima over blocks of a size, or 0, repeated in each block."""
         zero = jnp.zeros((), rows[0].dtype)
         maximum = jnp.zeros(REGISTER, zero.dtype)
         for x, here in zip(rows, exist, strict=True):
@@ -209,7 +200,7 @@ def _scales(blocks: Sequence[Block]) -> list[ScaleBlock]:
 
 
 def _block_maximum(x: jax.Array, sublanes: int, lanes: int) -> jax.Array:
-    """The maximum of neighbouring sublanes and lanes, in each of them."""
+    """Returns the maximum of neighbouring sublanes and lanes, in each of them."""
     for axis, count in enumerate((sublanes, lanes)):
         distance = 1
         while distance < count:
@@ -219,10 +210,10 @@ def _block_maximum(x: jax.Array, sublanes: int, lanes: int) -> jax.Array:
 
 
 def _swapped(x: jax.Array, distance: int, axis: int) -> jax.Array:
-    """Neighbours at a distance that is a power of two, exchanged in pairs."""
+    """Exchanges pairs of elements at a distance, which is a power of two."""
     if 2 * distance == x.shape[axis]:
         return pltpu.roll(x, jnp.int32(distance), axis)
-    # One permutation, where two rotations and a selection would be vector arithmetic.
+    # One permutation instead of two rotations and a selection in vector arithmetic.
     source = _iota(axis) ^ jnp.int32(distance)
     return jnp.take_along_axis(x, source, axis, mode="promise_in_bounds")
 
@@ -232,5 +223,5 @@ def _iota(axis: int) -> jax.Array:
 
 
 def _signed(number: int) -> int:
-    """A number modulo 2^32 as int32 has it."""
+    """Returns the int32 with the bits of a number modulo 2^32."""
     return (number + 2**31) % 2**32 - 2**31

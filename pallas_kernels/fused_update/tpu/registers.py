@@ -1,8 +1,8 @@
-"""Registers of a TPU kernel: which rows of a block they hold, and moves within them.
+"""Which rows of a block a register contains, and moves of lanes within registers.
 
-A reference of two axes has the rows of one matrix, of which a register holds one of
-each of 8 neighbouring groups. One of three axes has matrices side by side, of which a
-register holds one row of 8.
+In a reference with two axes, which is one matrix, a register contains one row of each
+of 8 neighbouring groups. In a reference with three axes, which has matrices side by
+side, a register contains one row of 8 matrices.
 """
 
 import functools
@@ -25,12 +25,12 @@ QUARTERS = LANES // FOLD
 
 
 def every(first: int, stride: int, size: int = SUBLANES):
-    """An index of so many rows at a distance from each other."""
+    """Return an index of ``size`` rows, with ``stride`` rows from one to the next."""
     return pl.ds(first, size, stride=stride) if stride > 1 else pl.ds(first, size)
 
 
 def part(ref: Ref, number: jax.Array, group: int) -> Ref:
-    """A reference to the rows of a unit, whose groups have so many."""
+    """Return a reference to the rows of a unit with ``group`` rows in a group."""
     if len(ref.shape) == 2:
         return ref.at[rows_of(number, group), :]
     registers = jnp.int32(ref.shape[1] // SUBLANES)
@@ -39,24 +39,24 @@ def part(ref: Ref, number: jax.Array, group: int) -> Ref:
 
 
 def rows_of(number: jax.Array, group: int):
-    """An index of the rows of a unit, whose groups have so many."""
+    """Return an index of the rows of a unit with ``group`` rows in a group."""
     rows = SUBLANES * group
     start = pl.multiple_of(number * jnp.int32(rows), rows)
     return pl.ds(start, rows)
 
 
 def _register(ref: Ref, row: int, group: int):
-    """An index of the register with a row of a unit's groups."""
+    """Returns an index of the register with a row of a unit's groups."""
     return (every(row, group), slice(None)) if len(ref.shape) == 2 else row
 
 
 def load(ref: Ref, group: int) -> list[jax.Array]:
-    """For each row of a group, a register with that row of 8 groups or matrices."""
+    """Return registers; register r has row r of each of 8 groups or matrices."""
     return [ref[_register(ref, row, group)] for row in range(group)]
 
 
 def store(ref: Ref, rows: Iterable, group: int) -> None:
-    """Write registers to the rows that :func:`load` reads them from, in its order."""
+    """Write registers in the order in which :func:`load` reads them."""
     for row, value in enumerate(rows):
         ref[_register(ref, row, group)] = whole(value)
 
@@ -64,17 +64,17 @@ def store(ref: Ref, rows: Iterable, group: int) -> None:
 def exchanged(
     registers: Sequence[jax.Array], source: Callable[[int, int], tuple[int, int]]
 ) -> list[jax.Array]:
-    """As many registers, whose quarters of the lanes are others' quarters.
+    """Return registers whose quarters of the lanes are quarters of other registers.
 
     Args:
-      registers: of 32-bit elements.
-      source: the number of a register and of its quarter, by those of a result.
+      registers: registers with 32-bit elements.
+      source: maps the numbers of a new register and quarter to the numbers of the old.
     """
     lane = lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
 
     @functools.cache
     def moved(register: int, quarters: int) -> jax.Array:
-        """A register, rotated by so many quarters."""
+        """Returns a register, rotated by a number of quarters."""
         x = registers[register]
         return pltpu.roll(x, jnp.int32(quarters * FOLD), 1) if quarters else x
 
@@ -94,5 +94,5 @@ def exchanged(
 
 
 def permuted(x: jax.Array, lanes: jax.Array) -> jax.Array:
-    """The elements of these lanes, for each of an array of two axes."""
+    """Return the elements in these lanes of each row."""
     return jnp.take_along_axis(x, lanes, 1, mode="promise_in_bounds")

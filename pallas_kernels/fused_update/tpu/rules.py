@@ -1,11 +1,11 @@
-"""Rules that evaluate bodies in the operations of TPU kernels: those of 32 bits.
+"""Rules that evaluate a body with the 32-bit operations of TPU kernels.
 
-A TPU's vector registers hold 32-bit elements, and arithmetic on others is missing or
-slow. So a body's jaxpr is evaluated with its values of 8 and 16 bits in the upper bits
-of 32-bit words, where bfloat16s are the patterns of float32 already. Widening one is
-then free, and so are the shifts by 16 around it.
+A TPU's vector registers contain 32-bit elements, and arithmetic on other types is
+missing or slow. Therefore, values of 8 and 16 bits are kept in the upper bits of 32-bit
+words. A bfloat16 in the upper bits is already the pattern of the equal float32, so
+widening it is free, and shifts by 16 before or after it are free too.
 
-Quotients and roots are those of :mod:`.division`, by generations of TPUs.
+Quotients and roots use :mod:`.division`, depending on the generation of the TPU.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _FLOATS = tuple(
 _NARROW = (*_FLOATS, *_UNSIGNED)
 _INTEGERS = tuple(map(jnp.dtype, (jnp.int32, jnp.uint32)))
 DTYPES = frozenset((*_NARROW, *_INTEGERS, jnp.dtype(jnp.float32), jnp.dtype(jnp.bool_)))
-"""The dtypes of values that kernels take."""
+"""The dtypes of values that kernels support."""
 
 _CONVERSIONS = {
     *((x, jnp.dtype(jnp.float32)) for x in _FLOATS),
@@ -57,12 +57,12 @@ _PRIMITIVES = frozenset(
         p.stop_gradient_p, p.copy_p,
     )
 )  # fmt: skip
-# These take and give values of 8 and 16 bits without arithmetic on them.
+# Operations that move values of 8 and 16 bits without arithmetic.
 _OF_NARROW = (p.convert_element_type_p, p.bitcast_convert_type_p, p.select_n_p)
 
 
 def unsupported(jaxpr: core.Jaxpr) -> Iterator[str]:
-    """The operations of a jaxpr that TPU kernels do not support."""
+    """Yield the operations of a jaxpr that TPU kernels do not support."""
     for eqn in jaxpr.eqns:
         if eqn.primitive is p.jit_p:
             yield from unsupported(eqn.params["jaxpr"].jaxpr)
@@ -113,7 +113,7 @@ def _bitcast(eqn, x):
 
 
 def _reinterpreted(eqn, x):
-    """An integer array as one of the other integers of 32 bits."""
+    """Converts an integer array between int32 and uint32."""
     old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
     if {old, new} != set(_INTEGERS):
         return NotImplemented
@@ -125,7 +125,7 @@ def _reinterpreted(eqn, x):
 
 
 def _by_number(rule: Callable) -> Callable:
-    """A rule for arrays of uint32 and a constant, from a function of both."""
+    """Makes a rule for a uint32 array and a constant from a function of both."""
 
     @functools.wraps(rule)
     def of_equation(eqn, x, y):
@@ -174,7 +174,7 @@ def _and(x, mask):
 
 
 def _xor(eqn, x, y):
-    """A word and itself shifted to the right: see :class:`.values.XorShifted`."""
+    """Combines a word and its right shift; see :class:`.values.XorShifted`."""
     if not isinstance(y, Field) or y.word is not x or y.place or y.shift + y.width < 32:
         return NotImplemented
     return XorShifted(x ^ y.value(), x, y.shift)
@@ -195,7 +195,7 @@ def _add(eqn, x, y):
 
 
 def _sub(eqn, x, y):
-    """The difference of two constants, by which a shift may be one."""
+    """Subtracts constants, so that a shift by the result is a shift by a constant."""
     x, y = _number_of(x), _number_of(y)
     if x is None or y is None or eqn.outvars[0].aval.dtype != jnp.uint32:
         return NotImplemented
@@ -212,17 +212,17 @@ def _select(eqn, which, *cases):
 
 
 def _selected(which, *words) -> jax.Array:
-    """Words, selected as floats.
+    """Selects words as floats.
 
-    No libtpu before 0.0.52 compiles a minimum or maximum of unsigned integers, and some
-    make one of a comparison and a selection between the words that were compared.
+    No libtpu before 0.0.52 compiles the minimum or maximum of unsigned integers, and
+    some versions turn a comparison and a selection of the same words into one.
     """
     floats = [lax.bitcast_convert_type(word, jnp.float32) for word in words]
     return lax.bitcast_convert_type(lax.select_n(which, *floats), jnp.uint32)
 
 
 def _unless(is_outside: Callable) -> Callable:
-    """A rule for the minimum or the maximum of words, from a comparison of both."""
+    """Makes a rule for the minimum or maximum of words from a comparison."""
 
     def of_equation(eqn, x, y):
         if not _is_array(eqn, jnp.uint32):
@@ -261,8 +261,8 @@ def _sqrt(eqn, x):
 def _pattern_above(x, base, most) -> jax.Array:
     """See :func:`.operations.pattern_above`.
 
-    Only floats have a maximum in one instruction. The comparison is false of NaN, and a
-    negative zero that the maximum may leave has no bit but the sign, as ``base`` is 0.
+    Only floats have a maximum in one instruction. A comparison with a NaN is false. If
+    the maximum returns a negative zero, ``base`` is 0, and only the sign bit is set.
     """
     base = whole(base)
     as_float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
@@ -272,7 +272,7 @@ def _pattern_above(x, base, most) -> jax.Array:
 
 
 def _number_of(x) -> int | None:
-    """The int of an input that is a constant of rank 0; None for any other input."""
+    """Returns an input as an int if it is a constant of rank 0, otherwise None."""
     if isinstance(x, np.generic | int) and not isinstance(x, bool):
         return int(x)
     if isinstance(x, np.ndarray) and not x.shape:
@@ -305,26 +305,26 @@ RULES: Mapping = {
     p.stop_gradient_p: lambda eqn, x: x,
     operations.PREFIX + "pattern_above": _pattern_above,
 }
-"""Functions of an equation and its inputs, by primitives, or of the inputs, by names of
-calls of :data:`.operations.OPERATIONS`; they may return NotImplemented."""
+"""Functions of an equation and its inputs by primitive, and functions of the inputs by
+name of a call (:data:`.operations.OPERATIONS`). They may return NotImplemented."""
 
 
 def by_itself(eqn, *inputs) -> jax.Array:
-    """The result of an equation for which there is no rule."""
+    """Return the result of an equation that has no rule."""
     params = eqn.primitive.get_bind_params(eqn.params)
     return eqn.primitive.bind(*map(whole, inputs), **params)
 
 
 def rules_for(generation: int | None) -> Mapping:
-    """The rules of kernels for TPUs of a generation; None if it is not known."""
+    """Return the rules for a generation of TPUs, or for an unknown one (None)."""
     if generation is None:
         return RULES
-    # From v6e on, one over a number and over its root are one instruction each.
+    # From v6e on, reciprocal and reciprocal root are one instruction each.
     return {**RULES, **({p.div_p: _div} if generation <= 5 else {p.sqrt_p: _sqrt})}
 
 
 def generation_of_target() -> int | None:
-    """The generation of the TPUs that are compiled for; None if it is not known."""
+    """Return the generation of the TPUs of the program; None if it is unknown."""
     try:
         return pltpu.get_tpu_info().generation
     except ValueError:

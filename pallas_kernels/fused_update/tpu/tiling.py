@@ -1,19 +1,19 @@
-"""Which part of a leaf each program of a TPU kernel updates, and in what pieces.
+"""How a leaf is divided among the programs of a TPU kernel, and into registers.
 
-A leaf is seen as matrices of rows and columns. A program updates a block of rows by 128
-columns. It goes through the block in units of registers, which have 8 sublanes of 128
-lanes, in one of two ways. In both the fields of one word are in as many registers, at
-the same sublane and lane as the word in its own.
+A leaf is viewed as matrices of rows and columns. A program updates a block of rows and
+128 columns. A register has 8 sublanes of 128 lanes. The program loops over *units* of
+its block, with one register for each row of a *group*. A group has the rows after which
+the bit offsets of most widths repeat. The fields of one word are in different
+registers, in the sublane and lane of the word. A unit is one of two kinds:
 
-- A *group* is the rows after which most packed fields repeat, and a register holds one
-  row of each of 8 neighbouring groups of a matrix.
-- Where XLA:TPU stores the axis between rows and columns, such as heads or layers, in
-  the sublanes of its tiles, the block has some 8 matrices or more *side by side*. A
-  register holds one row of 8 of them, and a unit is one group.
+- 8 groups of one matrix. A register contains one row of each of 8 neighbouring groups.
+- One group of 8 matrices *side by side*, if XLA:TPU stores the axis between rows and
+  columns, such as heads or layers, in the sublanes of its tiles. A register contains
+  one row of 8 matrices, and a block has 8 or more matrices.
 
-A folded vector is one matrix of 128 columns, which has 4 groups of its rows of 32 side
-by side. What is stored has 4 of its own rows next to each other; so the quarters of
-registers change places, see :mod:`.registers`.
+A folded vector is one matrix of 128 columns. In a register, its rows of 32 columns come
+from 4 groups. In memory, 4 rows of a group follow each other, so the quarters of
+registers are exchanged; see :mod:`.registers`.
 """
 
 import dataclasses
@@ -28,28 +28,28 @@ REGISTER = (SUBLANES, LANES)
 """The shape of a vector register of 32-bit values."""
 _MIN_GROUP, _MAX_GROUP = 4, 8
 _MAX_PERIOD = 16
-"""Rows of a group whose fields are in no other one, where blocks allow it."""
-# A block and what is computed of it, twice, because the next one is loaded meanwhile.
+"""Fields of a longer period never determine the rows of a group."""
+# A block and its results, twice, because the next block is loaded at the same time.
 _MAX_BYTES, _MAX_TRANSPOSED_BYTES = 14 * 2**20, 32 * 2**20
 _MAX_ROWS, _MIN_ROWS = 2048, 128
 _MAX_UNROLLED = 64
-"""Registers of an array in the body of the loop: more take longer to compile."""
+"""Registers of an array in an iteration; more registers take longer to compile."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a leaf, or a shard of one, is divided among programs.
+    """The division of a leaf or a shard among programs.
 
     Args:
-      shape: of the shard.
-      whole: of the leaf, whose row-major indices the elements have.
-      axis: the rows', counted from the end.
+      shape: shape of the shard.
+      whole: shape of the leaf, which determines the row-major indices of elements.
+      axis: axis of the rows, counted from the end.
       group: rows in a group.
-      row_unit, column_unit: the rows of whole words and blocks, and columns of blocks.
-      block_rows: rows of a program, of each matrix.
-      stacked_blocks: blocks below each other in a group, if it is higher than a block.
-      side_by_side: matrices of a program, which share registers; None for one.
-      is_merged: whether all axes after the rows are columns of one matrix.
+      row_unit, column_unit: rows of whole words and blocks, and columns of blocks.
+      block_rows: rows of each matrix in a program.
+      stacked_blocks: number of blocks in a group, along the rows.
+      side_by_side: number of matrices side by side in a program; None for one matrix.
+      is_merged: whether all axes after the rows are the columns of one matrix.
     """
 
     shape: tuple[int, ...]
@@ -65,12 +65,12 @@ class Tiling:
 
     @property
     def is_folded(self) -> bool:
-        """Whether it is of a vector."""
+        """Whether the last axis is folded into rows."""
         return self.axis == -1
 
     @property
     def matrix_axes(self) -> tuple[int, ...]:
-        """The axes of which each index has matrices of its own, from the end."""
+        """The axes whose indices number the matrices, counted from the end."""
         if self.is_merged:
             return tuple(range(-len(self.shape), self.axis))
         between = range(self.axis + 1, -1 if self.side_by_side is None else -2)
@@ -78,31 +78,31 @@ class Tiling:
 
     @property
     def matrices(self) -> int:
-        """How many matrices of rows and columns there are, side by side ones as one."""
+        """Number of matrices, without the axis of matrices side by side."""
         return math.prod(self.shape[axis] for axis in self.matrix_axes)
 
     @property
     def rows(self) -> int:
-        """Rows of a matrix."""
+        """Number of rows of a matrix."""
         if self.is_folded:
             return math.ceil(self.shape[-1] / (LANES * self.group)) * self.group
         return self.shape[self.axis]
 
     @property
     def columns(self) -> int:
-        """Columns of a matrix."""
+        """Number of columns of a matrix."""
         if self.is_folded:
             return LANES
         return _columns(self.shape, self.axis, self.is_merged)
 
     @property
     def row_stride(self) -> int:
-        """By how much the indices of neighbouring elements of a group differ."""
+        """Difference between the indices of neighbouring rows of a group."""
         return FOLD if self.is_folded else math.prod(self.whole[self.axis + 1 :])
 
     @property
     def grid(self) -> tuple[int, int, int, int]:
-        """Matrices, blocks of those side by side, of rows, and of columns."""
+        """Numbers of matrices, and of blocks of side-by-side ones, rows, columns."""
         blocks = 1
         if self.side_by_side is not None:
             blocks = self.shape[-2] // self.side_by_side
@@ -111,42 +111,42 @@ class Tiling:
 
     @property
     def registers(self) -> int:
-        """Registers that one row of a program's matrices fills, if they are several."""
+        """Registers in one row of a program's matrices side by side; otherwise 0."""
         return (self.side_by_side or 0) // SUBLANES
 
     @property
     def unit_rows(self) -> int:
-        """Rows of a unit: a register for each row of a group."""
+        """Number of rows of a matrix in a unit."""
         return self.group * (SUBLANES if self.side_by_side is None else 1)
 
     @property
     def units(self) -> int:
-        """Units of a program."""
+        """Number of units of a program."""
         return self.block_rows // self.unit_rows * (self.registers or 1)
 
     @property
     def unroll(self) -> int:
-        """Units that the loop's body has."""
+        """Number of units in an iteration of the loop."""
         return math.gcd(self.units, max(_MAX_UNROLLED // self.group, 1))
 
     @property
     def is_even(self) -> bool:
-        """Whether no word and no block is cut by the matrix's edges."""
+        """Whether the edges of the matrix cut no word and no block."""
         if self.is_folded:
             return self.shape[-1] % (LANES * self.group) == 0
         return not (self.rows % self.row_unit or self.columns % self.column_unit)
 
     def block_in_registers(self, block_size: int) -> tuple[int, int]:
-        """Sublanes and lanes of a register that have the groups of a block."""
+        """Return how many sublanes and lanes of a register belong to one block."""
         height, width = block_shape(block_size)
         return max(height // self.group, 1), width
 
 
 def tiling_of(shard: Shard) -> Tiling:
-    """The tiling of a leaf's part.
+    """Return the tiling of a shard.
 
-    A program takes whole periods of words and whole blocks of scales, as many rows as
-    there is memory for. Where words lie transposed it takes whole tiles of them.
+    A program processes whole periods of words and whole blocks of scales, and as many
+    rows as fit into memory. If words are stored transposed, it processes whole tiles.
     """
     leaf, axis = shard.leaf, _row_axis(shard.leaf, shard.shape)
     heights, widths = zip((1, 1), *map(block_shape, leaf.block_sizes), strict=True)
@@ -159,11 +159,11 @@ def tiling_of(shard: Shard) -> Tiling:
         unit = math.lcm(group, *periods)
         bytes_per_row = 2 * LANES * aside * sum(map(_bytes_side_by_side, both))
     else:
-        # A register holds 8 groups of each block, or more blocks, and 8 periods.
+        # A register covers 8 groups and 8 periods, and one or more blocks.
         unit = max(_MIN_ROWS, *(SUBLANES * rows for rows in (*heights, *periods)))
         unit *= max(widths) if axis == -1 else 1
         bytes_per_row = 2 * LANES * sum(map(_bytes_of, both))
-        # Words that lie transposed are in whole tiles if there is memory for so many.
+        # Transposed words are processed in whole tiles if these fit into memory.
         tile_rows = LANES * max(periods, default=1)
         tile_bytes = tile_rows * bytes_per_row
         is_transposed = axis != -1 and lies_transposed(shard.shape, axis)
@@ -189,15 +189,11 @@ def tiling_of(shard: Shard) -> Tiling:
 
 
 def _group(leaf: Leaf, *, has_sublanes: bool) -> tuple[int, int]:
-    """Rows of a group, and how many blocks it has below each other.
+    """Returns the rows of a group, and how many blocks it contains along the rows.
 
-    It has whole words of most widths. Fields of other widths are unpacked beforehand,
-    see :mod:`.blocks`.
-
-    Args:
-      leaf: of the tiling.
-      has_sublanes: whether a block may be spread over sublanes, so that a group has an
-        eighth of it or more. Else it has all of it.
+    A group contains whole words of most widths. Fields of all other widths are unpacked
+    beforehand; see :mod:`.blocks`. If blocks may use several sublanes, a group has at
+    least an eighth of a block; otherwise, it has whole blocks.
     """
     heights = [block_shape(size)[0] for size in leaf.block_sizes]
     periods = [period(bits)[0] for bits in leaf.packed]
@@ -207,7 +203,7 @@ def _group(leaf: Leaf, *, has_sublanes: bool) -> tuple[int, int]:
     group = math.lcm(
         _MIN_GROUP,
         *(rows for rows in periods if rows <= _MAX_GROUP),
-        # What is per block is computed once per group, so that large groups take less.
+        # Values per block are computed once per group, so large groups are cheaper.
         *(max(rows // SUBLANES, min(rows, _MAX_GROUP)) for rows in heights),
     )
     higher = math.lcm(group, *(rows for rows in periods if rows <= _MAX_PERIOD))
@@ -219,11 +215,11 @@ def _group(leaf: Leaf, *, has_sublanes: bool) -> tuple[int, int]:
 
 
 def minor_axes(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The axes in the lanes and in the sublanes of XLA:TPU's tiles, from the end.
+    """Return the axes in the lanes and sublanes of XLA:TPU's tiles, from the end.
 
-    Arrays are stored in tiles of 8 x 128, or of 1, 2 or 4 x 128 if they have no more
-    elements along an axis. XLA takes the two axes that need the least padding, and of
-    those the last ones.
+    XLA stores arrays in tiles of 8 x 128 elements, or of 1, 2 or 4 x 128 if an axis is
+    that short. It chooses the pair of axes that needs the least padding, and the last
+    such pair if several do.
 
     >>> minor_axes((4096, 4096)), minor_axes((4096, 1376)), minor_axes((2048, 4, 64))
     ((-1, -2), (-2, -1), (-3, -1))
@@ -242,7 +238,7 @@ def minor_axes(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def lies_transposed(shape: tuple[int, ...], axis: int = -2) -> bool:
-    """Whether XLA:TPU stores rows, and not columns, next to each other.
+    """Return whether XLA:TPU stores the elements of a column next to each other.
 
     >>> [lies_transposed(shape) for shape in ((4096, 4096), (4096, 1376), (1000, 2048))]
     [False, True, False]
@@ -251,9 +247,9 @@ def lies_transposed(shape: tuple[int, ...], axis: int = -2) -> bool:
 
 
 def size_for_kernel(leaf: Leaf, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Elements and columns of a part that one index of the axes before the rows has.
+    """Return the elements and columns of a part, without the axes before the rows.
 
-    They are 0 if no kernel takes such a part without copies that cost more than it.
+    Both are 0 if a kernel would need copies that cost more than the update.
     """
     axis = _row_axis(leaf, shape)
     if axis == -1:
@@ -273,16 +269,17 @@ def _columns(shape: tuple[int, ...], axis: int, is_merged: bool) -> int:
 
 
 def _row_axis(leaf: Leaf, shape: tuple[int, ...]) -> int:
-    """The axis of rows, from the end; any axis can be that of a plain leaf."""
+    """Returns the axis of rows, from the end. In plain leaves, it may be any axis."""
     if leaf.has_words_or_blocks:
         return leaf.layout.axis
     return minor_axes(shape)[1] if len(shape) > 1 else -1
 
 
 def _side_by_side(leaf: Leaf, shape: tuple[int, ...]) -> int | None:
-    """How many matrices of a part a program has; None for one.
+    """Returns the number of matrices side by side in a program; None for one matrix.
 
-    They are as many as share a tile of the narrowest dtype, if these divide all.
+    It is the number that shares a tile of the narrowest dtype if it divides the axis,
+    and the length of the axis otherwise.
     """
     if (
         _row_axis(leaf, shape) > -3
@@ -298,13 +295,13 @@ def _side_by_side(leaf: Leaf, shape: tuple[int, ...]) -> int | None:
 
 
 def _is_merged(leaf: Leaf, shape: tuple[int, ...]) -> bool:
-    """Whether all axes after a part's rows are columns of one matrix.
+    """Returns whether all axes after the rows are the columns of one matrix.
 
-    That keeps the order of elements, words and blocks if no block is cut, and their
-    indices if no axis is cut but the first. Where rows are next to each other, and
-    whole tiles of columns, it is how XLA:TPU stores them. Elsewhere it copies the
-    arrays, which is less than what it does with blocks itself, but more than what it
-    does with words alone.
+    This keeps the order of elements, words and blocks if no block is cut. It keeps
+    indices if only the first of these axes is cut. It is how XLA:TPU stores arrays with
+    neighbouring rows next to each other and whole tiles of columns. XLA copies other
+    arrays. The copy costs less than XLA's own update with blocks, but more than its
+    update with only words.
     """
     axis = _row_axis(leaf, shape)
     widths = [block_shape(size)[1] for size in leaf.block_sizes]
@@ -318,24 +315,24 @@ def _is_merged(leaf: Leaf, shape: tuple[int, ...]) -> bool:
 
 
 def _has_one_height(leaf: Leaf) -> bool:
-    """Whether a group can be all rows of each block."""
+    """Returns whether a group can contain all rows of each block."""
     heights = {block_shape(size)[0] for size in leaf.block_sizes}
     return len(heights) <= 1 and max(heights, default=1) <= _MAX_UNROLLED
 
 
 def _bytes_of(like: Operand | Result) -> float:
-    """Bytes per element, with those of scratch memory."""
+    """Returns the bytes per element, including scratch memory."""
     if like.bits is not None:
-        # Scratch memory has no second copy.
+        # Scratch memory is not doubled.
         return like.bits / 8 + (0 if is_unrolled(like.bits) else 2)
     if like.block_size is not None:
         return 1.0
-    # Rows of fewer bits are in scratch memory too.
+    # Scratch memory contains narrow rows too.
     return {1: 1.5, 2: 3}.get(_dtype_of(like).itemsize, 4)
 
 
 def _bytes_side_by_side(like: Operand | Result) -> float:
-    """The same if each element of fewer bits has a word of scratch memory."""
+    """Returns :func:`_bytes_of`, with a word of scratch memory per narrow element."""
     if like.bits is not None or like.block_size is not None:
         return _bytes_of(like)
     return {1: 3, 2: 4}.get(_dtype_of(like).itemsize, 4)

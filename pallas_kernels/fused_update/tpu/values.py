@@ -1,4 +1,4 @@
-"""Values in a TPU kernel that are no arrays of their own: parts of words, and sums."""
+"""Values in a TPU kernel that are computed when they are used: parts of words, sums."""
 
 import dataclasses
 
@@ -10,39 +10,39 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Narrow:
-    """A value of 8 or 16 bits: the upper ones of a word, with anything below."""
+    """A value in the upper 8 or 16 bits of a word, with arbitrary lower bits."""
 
     word: jax.Array
     dtype: np.dtype
 
     @property
     def width(self) -> int:
-        """Bits of the value."""
+        """Number of bits of the value."""
         return 8 * self.dtype.itemsize
 
     def alone(self) -> jax.Array:
-        """The word with zeros in its lower bits."""
+        """Return the word with zeros in its lower bits."""
         return self.word & jnp.uint32(0xFFFFFFFF << (32 - self.width) & 0xFFFFFFFF)
 
     def lowest(self) -> "Field":
-        """The value in the lower bits of a word."""
+        """Return the value in the lower bits of a word."""
         return Field(self.word, 32 - self.width, self.width)
 
     def as_float32(self) -> jax.Array:
-        """The float32 that a narrow float is."""
+        """Convert a narrow float to float32."""
         info = jnp.finfo(self.dtype)
         bits = self.alone()
         if info.nexp == 8:
             return lax.bitcast_convert_type(bits, jnp.float32)
         magnitude = (bits & jnp.uint32(0x7FFFFFFF)) >> jnp.uint32(8 - info.nexp)
-        # With exponent 0 they are multiples of the least number. On its way none may be
-        # a float32 as small as that, which a TPU takes for zero.
+        # Numbers with exponent 0 are multiples of the least number. No intermediate
+        # result may be subnormal, because a TPU would replace it by zero.
         least = (info.minexp + 127) << 23
         base = lax.bitcast_convert_type(jnp.uint32(least), jnp.float32)
         small = lax.bitcast_convert_type(magnitude + jnp.uint32(least), jnp.float32)
         small = lax.bitcast_convert_type(small - base, jnp.uint32)
         wide = magnitude + jnp.uint32(info.minexp + 126 << 23)
-        # What is above the largest number is infinite or NaN.
+        # Patterns above the largest number are infinities or NaNs.
         largest = np.asarray(info.max).view(f"uint{self.width}").item()
         special = (largest + 1) << (23 - info.nmant)
         wide = jnp.where(magnitude < jnp.uint32(1 << 23), small, wide)
@@ -55,11 +55,10 @@ class Narrow:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """The uint32 that some bits of a word are: ``word >> shift & (1 << width) - 1``.
+    """Bits of a word as uint32: ``(word >> shift & (1 << width) - 1) << place``.
 
-    It may have been shifted to the left since, by ``place``. So shifts that follow each
-    other are one, and bits that a later shift drops need no mask. A signed one is the
-    int32 of the same bits.
+    Consecutive shifts become one shift, and bits that a later shift drops need no mask.
+    If ``is_signed``, the value is the int32 with the same bits.
     """
 
     word: jax.Array
@@ -69,7 +68,7 @@ class Field:
     is_signed: bool = False
 
     def value(self) -> jax.Array:
-        """As an array."""
+        """Return the value as an array."""
         bits = self._bits()
         return lax.bitcast_convert_type(bits, jnp.int32) if self.is_signed else bits
 
@@ -83,15 +82,11 @@ class Field:
         return bits & jnp.uint32(mask)
 
     def is_upper(self, width: int) -> bool:
-        """Whether it is so many upper bits of the word."""
+        """Return whether the field is the upper ``width`` bits of the word."""
         return (self.shift, self.width, self.place) == (32 - width, width, 0)
 
     def sign_extended(self, places: int) -> jax.Array | None:
-        """int32 of the value shifted right, its sign above; None if that needs a mask.
-
-        Args:
-          places: by how many.
-        """
+        """Return int32 shifted right with its sign, or None if that needs a mask."""
         if self.place + self.width < 32 or places < self.place:
             return None
         moved = self._moved(self.place - self.shift)
@@ -107,9 +102,9 @@ class Field:
 
 @dataclasses.dataclass(frozen=True)
 class XorShifted:
-    """The exclusive or of a word and itself shifted to the right, which keeps its top.
+    """A word xor the word shifted right.
 
-    So the upper bits of ``array`` are those of the word that was there before.
+    The upper ``shift`` bits of ``array`` equal those bits in ``word``.
     """
 
     array: jax.Array
@@ -117,16 +112,16 @@ class XorShifted:
     shift: int
 
     def value(self) -> jax.Array:
-        """As an array."""
+        """Return the value as an array."""
         return self.array
 
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """A sum of uint32: an array that does not change in a loop, scalars, a constant.
+    """A uint32 sum of an array that is constant in a loop, a scalar and a constant.
 
-    Sums that differ in the constant alone have the rest in common, and a constant needs
-    no register.
+    Sums with different constants share the first two terms, and a constant needs no
+    register.
     """
 
     array: jax.Array
@@ -134,22 +129,22 @@ class Sum:
     constant: int = 0
 
     def value(self) -> jax.Array:
-        """As an array."""
+        """Return the value as an array."""
         total = self.array + self.scalar
         return total + jnp.uint32(self.constant) if self.constant else total
 
 
 Lazy = Field | XorShifted | Sum
-"""What has no array yet; see :func:`whole`."""
+"""Values that are not arrays yet; see :func:`whole`."""
 
 
 def whole(x):
-    """The array of what a :class:`Function` returned; a :class:`Narrow` stays one."""
+    """Return a lazy value as an array, and any other value unchanged."""
     return x.value() if isinstance(x, Lazy) else x
 
 
 def shifted_left(x, places: int) -> jax.Array:
-    """uint32 that a :class:`Function` returned, shifted to the left."""
+    """Shift a uint32 array, or a lazy value, to the left."""
     if isinstance(x, Field) and not x.place:
         return dataclasses.replace(x, place=places).value()
     return whole(x) << jnp.uint32(places) if places else whole(x)

@@ -136,4 +136,6 @@ def test_a_warning_says_that_gpus_have_no_kernel():
         step = functools.partial(lowbit_optax.step, tx)
         with pytest.warns(UserWarning, match=text):
             jax.eval_shape(step, params, state, large)
-    assert found == {"['w']": "XLA: kernels do not take block-scaled float8"}
+    assert list(found) == ["['w']"]
+    assert found["['w']"].startswith("XLA: ")
+    assert "block-scaled float8" in found["['w']"]

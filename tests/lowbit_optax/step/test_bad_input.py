@@ -84,13 +84,13 @@ def test_gradients_of_another_structure(grads, where, advance):
         (None, "None"),
         (1.0, r"1\.0"),
         ({"a": jnp.ones(8)}, "Array"),
-        (jnp.ones(8, jnp.int32), "int32.*floating"),
-        (jnp.ones(8, bool), "bool.*floating"),
-        (jnp.ones(8, jnp.complex64), "complex64.*floating"),
-        (np.zeros(8, jax.dtypes.float0), "float0.*floating"),
-        (jnp.ones(7), r"\(7,\).*\(8,\)"),
-        (jnp.ones((8, 1)), r"\(8, 1\).*\(8,\)"),
-        (jnp.ones(()), r"\(\).*\(8,\)"),
+        (jnp.ones(8, jnp.int32), "floating.*int32"),
+        (jnp.ones(8, bool), "floating.*bool"),
+        (jnp.ones(8, jnp.complex64), "floating.*complex64"),
+        (np.zeros(8, jax.dtypes.float0), "floating.*float0"),
+        (jnp.ones(7), r"\(8,\).*\(7,\)"),
+        (jnp.ones((8, 1)), r"\(8,\).*\(8, 1\)"),
+        (jnp.ones(()), r"\(8,\).*\(\)"),
     ],
     ids=lambda x: str(getattr(x, "dtype", x)) + str(getattr(x, "shape", "")),
 )
@@ -140,7 +140,7 @@ OTHER_PARAMS = [
     (DENSE | {"kernel": DENSE["kernel"][:32]}, f"residual of params{KERNEL}"),
     ({"kernel": DENSE["kernel"]}, f"residuals.*missing at {BIAS}"),
     (DENSE | {"kernel": DENSE}, KERNEL),
-    (WIDE["dense"], rf"{BIAS} is bfloat16.*cast after tx\.init.*from_master\(tx, "),
+    (WIDE["dense"], rf"{BIAS}.*float32.*bfloat16.*from_master\(tx, "),
 ]
 KAHAN, BITS, STOCHASTIC = map(
     _with, (kahan(), extra_bits(8), lowbit_optax.stochastic_rounding())
@@ -148,30 +148,30 @@ KAHAN, BITS, STOCHASTIC = map(
 BFLOAT16 = cast("bfloat16")
 EIGHT, FOUR = block_quantized(8), block_quantized(4, relative_to=None)
 FEWER_BITS = [kahan(float_format=FloatFormat(8, bits)) for bits in (3, 5)]
-MOMENT = rf"moment .*{BIAS} is .*\[8\]"
+MOMENT = rf"moment .*{BIAS}.*\[8\].*\[8\]"
 # Each case has a state, the transformation that uses it, and the error's pattern.
 OTHERS = [
     (tx.init(_params()), other, match)
     for tx, other, match in [
-        (BITS, _with(extra_bits(16)), "nearest_8_bits.*nearest_16_bits"),
-        (BITS, _with(extra_bits(8, rounding="toward_zero")), "nearest_8_.*toward_zero"),
-        (KAHAN, BITS, "compensation.*nearest_8_bits"),
-        (STOCHASTIC, _with(master_copy()), "None.*master"),
+        (BITS, _with(extra_bits(16)), "nearest_16_bits.*nearest_8_bits"),
+        (BITS, _with(extra_bits(8, rounding="toward_zero")), "toward_zero.*nearest_8_"),
+        (KAHAN, BITS, "nearest_8_bits.*compensation"),
+        (STOCHASTIC, _with(master_copy()), "master.*None"),
         (_adamw(BFLOAT16), _adamw(cast("float16")), MOMENT),
         (_adamw("float32"), _adamw(BFLOAT16), MOMENT),
         (_adamw({"nu": BFLOAT16}), _adamw(BFLOAT16), MOMENT),
         (_adamw(BFLOAT16), _adamw({"nu": BFLOAT16}), MOMENT),
-        (_adamw(EIGHT), _adamw(FOUR), rf"{KERNEL} is .*uint32.*"),
+        (_adamw(EIGHT), _adamw(FOUR), rf"{KERNEL}.*uint32.*"),
         (_adamw(EIGHT), _adamw("float32"), "QuantizedMoment"),
-        (_adamw(EIGHT), _adamw(BFLOAT16), "QuantizedMoment.*, but Cast"),
+        (_adamw(EIGHT), _adamw(BFLOAT16), "Cast.*, got QuantizedMoment"),
         (_adamw("float32"), _adamw(EIGHT), rf"{BIAS}.*QuantizedMoment"),
-        (*map(_with, FEWER_BITS), "other weights"),
-        (KAHAN, _adamw("float32"), "but .* returns .ScaleByAdamState"),
-        (optax.adamw(0.1), KAHAN, "tuple, not a LowbitState"),
-        (optax.chain(KAHAN), KAHAN, "tuple, not a LowbitState"),
+        (*map(_with, FEWER_BITS), "residual"),
+        (KAHAN, _adamw("float32"), "must be .ScaleByAdamState"),
+        (optax.adamw(0.1), KAHAN, "LowbitState, got a tuple"),
+        (optax.chain(KAHAN), KAHAN, "LowbitState, got a tuple"),
     ]
 ]
-OTHERS += [(state, KAHAN, "not a LowbitState") for state in (None, ())]
+OTHERS += [(state, KAHAN, "LowbitState") for state in (None, ())]
 OTHERS += [
     (tx.init({"dense": dense}), tx, match)
     for tx in (KAHAN, BITS, optax.chain(BITS))

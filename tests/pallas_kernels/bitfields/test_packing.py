@@ -1,4 +1,4 @@
-"""Packing k-bit fields into uint32 words, against Python's unbounded integers."""
+"""Packing k-bit fields into uint32 words, compared with Python's unbounded integers."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from pallas_kernels import (
     unpack,
 )
 
-# Compiled quickly rather than well: there are hundreds of shapes and widths here.
+# Quick compilation matters most, because there are hundreds of shapes and widths.
 _QUICK = {"xla_backend_optimization_level": "0"}
 pack_ = jax.jit(pack, static_argnums=1, compiler_options=_QUICK)
 
@@ -48,16 +48,16 @@ def test_fields_lie_in_words_with_the_first_lowest(bits):
         ((0,), -1),
         ((64, 3), -2),
         ((8, 32), -2),
-        ((3, 64), -2),  # 3 rows pad to 8, but 64 columns would pad to 256
+        ((3, 64), -2),  # 3 rows are padded to 8; 64 columns would be padded to 256
         ((3, 256), -1),
-        ((31, 1000), -2),  # 1 row in 32 is wasted: within a quarter
+        ((31, 1000), -2),  # one row of padding is below a quarter
         ((13, 1024), -2),  # 16 / 13 = 1.23
         ((12, 1024), -1),  # 16 / 12 = 1.33
         ((1, 1), -2),
         ((7, 4096, 512), -2),
-        ((768, 12, 64), -3),  # an attention kernel's heads are no rows
-        ((4096, 32, 128), -3),  # nor where they would divide
-        ((128, 64, 8, 16), -3),  # 64 are enough
+        ((768, 12, 64), -3),  # the heads of an attention kernel are not rows
+        ((4096, 32, 128), -3),  # not even if they are divisible
+        ((128, 64, 8, 16), -3),  # 64 rows are enough
         ((128, 63, 8, 16), -4),
         ((12, 64, 768), -2),
         ((24, 32, 512), -2),
@@ -76,8 +76,8 @@ def test_rows_are_the_last_axis_before_the_columns_that_wastes_little(shape, axi
     [
         ((4096, 512), 8, (1024, 512)),
         ((4096, 512), 12, (1536, 512)),
-        ((20, 512), 8, (5, 512)),  # 4 rows to a word
-        ((20, 512), 12, (9, 512)),  # 8 rows to three words
+        ((20, 512), 8, (5, 512)),  # 4 rows per word
+        ((20, 512), 12, (9, 512)),  # 8 rows per three words
         ((20, 512), 5, (5, 512)),
         ((7, 512), 8, (2, 512)),
         ((1024,), 8, (256,)),
@@ -99,7 +99,7 @@ def test_words_of_another_shape_are_refused_with_the_shape_they_should_have():
     words = pack_(jnp.zeros((64, 3), jnp.uint32), 8)
     for bits, shape in ((7, (64, 3)), (8, (64, 4)), (8, (65, 3)), (8, (64, 3, 1))):
         expected = str(packed_shape(shape, bits))
-        with pytest.raises(ValueError, match="do not hold") as error:
+        with pytest.raises(ValueError, match=r"words must have shape .*, got") as error:
             unpack(words, bits, shape)
         assert expected in str(error.value)
 
@@ -119,7 +119,7 @@ def test_a_period_is_the_fewest_rows_that_fill_whole_words(bits):
 def test_rows_of_any_width_come_back_from_the_words_they_were_put_in(bits):
     for count in (32, period(bits)[0]):
         fields = random_fields((count, 16), bits, seed=bits)
-        fields[:, 0] = 2**bits - 1  # all ones: a bit too many would spill over
+        fields[:, 0] = 2**bits - 1  # with all bits set, a wrong width would show
         words = put_fields([jnp.asarray(row) for row in fields], bits)
         padded = np.zeros((32, 16), np.uint32)
         padded[:count] = fields
@@ -131,5 +131,5 @@ def test_rows_of_any_width_come_back_from_the_words_they_were_put_in(bits):
 
 def test_rows_that_leave_a_word_unfinished_are_refused():
     rows = [jnp.uint32(0)] * 7
-    with pytest.raises(ValueError, match=r"7 fields of 12 bits .* multiple of 8"):
+    with pytest.raises(ValueError, match=r"12-bit fields .* multiple of 8, got 7"):
         put_fields(rows, 12)

@@ -1,7 +1,7 @@
 """``fused_update`` with values per block equals a numpy model, bit for bit.
 
-The model numbers the blocks of :mod:`pallas_kernels.layout` by its definition: it
-computes each element's block from the element's place.
+The model numbers the blocks of :mod:`pallas_kernels.layout` as the layout defines them:
+it computes each element's block from the element's position.
 """
 
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def test_a_layer_of_a_stack_is_updated_in_its_place(implementation):
     stacks, held = stacks_of(mixture, shape)
     options = dict(scalars=jnp.asarray(SCALARS), layer=jnp.int32(1))
     got = mixture.jitted(shape, implementation)(stacks, options)
-    # The index is the one in the whole stack.
+    # The index counts elements of the whole stack.
     want = mixture.want(held[1], SCALARS, index_of((3, *shape))[1])
     assert_layer_written(got, stacks, 1, want)
 

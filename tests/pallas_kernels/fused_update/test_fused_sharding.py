@@ -1,4 +1,4 @@
-"""``fused_update`` by kernels on eight devices gives one device's bits, in place."""
+"""With kernels on eight devices, ``fused_update`` gives one device's bits, in place."""
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +45,8 @@ def assert_placed(arrays, sharding):
         assert local == {sharding.shard_shape(x.shape)}
 
 
-# Whole words on every device, and whole blocks: units of 8 rows (32 at odd widths) by 4
-# columns, or more where blocks are larger.
+# Every device has whole words and whole blocks: units of 8 rows (32 at odd widths) by 4
+# columns, or larger units for larger blocks.
 WHOLE = {
     "rows": ((256, 6), (8,), P("x"), (8,)),
     "8 rows": ((64, 6), (8,), P("x"), (8,)),
@@ -97,11 +97,11 @@ def test_shards_of_whole_words_and_blocks_need_no_communication(name, axis_type)
         assert not collectives(update)
         got = update(arrays, options)
     assert_placed(got, sharding)
-    # The index among the results is the one in the whole.
+    # The index in the results counts elements of the whole array.
     assert_equal(got, mixture.want(held, LAST, index_of(shape)))
 
 
-# Shards hold parts of words, or whole words but parts of blocks.
+# Shards have parts of words, or whole words and parts of blocks.
 SPLIT = {
     "half words": ((16, 6), (8,), P("x"), (8,)),
     "rest on the last": ((24, 6), (8,), P("x"), (8,)),
@@ -123,7 +123,7 @@ def test_shards_that_split_words_or_blocks_give_the_same_numbers(name, axis_type
     mesh = mesh_of(*sizes, axis_type=axis_type)
     whole, spread = (NamedSharding(mesh, each) for each in (P(), spec))
     with jax.set_mesh(mesh):
-        # Rows of words divide as well, and elements per block do not.
+        # Rows of words are also divisible, but arrays with values per block are not.
         placed = [
             jax.device_put(
                 x, spread if spec[0] is None or x.shape[0] % sizes[0] == 0 else whole
@@ -178,7 +178,7 @@ MANY = {
     "pieces": (SHAPES, (P("x"), P("x"), P()), ()),
     "columns": (SHAPES, (P("x"), COLUMNS, P("x")), ()),
     "packed": ([(256, 32)] * 3, (P("x"),) * 3, (8,)),
-    # Where shards differ, each has a kernel of its own.
+    # Different shards have different kernels.
     "packed, several shards": ([(256, 32)] * 3, (P("x"), COLUMNS, P()), (8,)),
 }
 
@@ -241,7 +241,7 @@ def test_in_the_users_shard_map_a_shard_is_a_leaf_of_its_own(widths, shapes):
 
 
 def test_unknown_placements_are_settled_by_the_operands_that_are_overwritten():
-    # A gradient that lies elsewhere is moved to its parameter, and not the reverse.
+    # A gradient on other devices is moved to its parameter, and not the reverse.
     mesh = mesh_of(8)
     rows, columns = (NamedSharding(mesh, s) for s in (P("x"), P(None, "x")))
     param, grad = jnp.arange(512.0).reshape(64, 8), jnp.ones((64, 8))

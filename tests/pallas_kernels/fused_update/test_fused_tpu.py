@@ -1,4 +1,4 @@
-"""Kernels for TPUs, run by Pallas' model of a TPU, give the reference's numbers."""
+"""TPU kernels, run with Pallas's model of a TPU, give the reference's numbers."""
 
 import functools
 import itertools
@@ -36,8 +36,8 @@ SHAPES = {
     "stacked": (2, 72, 257),
 }
 TRANSPOSED = [(1024, 136), (1024, 16)]
-# Rows before heads or layers: a matrix for each head, transposed or not; heads side by
-# side in registers; and what is copied.
+# Rows come before heads or layers. Each head is a matrix, transposed or not; heads are
+# side by side in registers; or arrays are copied.
 BEFORE_HEADS = {
     "transposed": (72, 5, 64),
     "several axes transposed": (2, 256, 3, 32),
@@ -47,7 +47,7 @@ BEFORE_HEADS = {
     "some side by side": (2, 71, 3, 24, 128),
     "copied": (72, 4, 128),
 }
-# A vector of whole tiles, and one that XLA pads.
+# A vector with whole tiles, and one that XLA pads.
 VECTORS = [(32768,), (20011,)]
 LAYERED = {
     "plain": (2, 128, 129),
@@ -59,12 +59,12 @@ LAYERED = {
 
 @pytest.fixture(autouse=True)
 def only_kernels(monkeypatch):
-    """Fail where the reference would run in a kernel's place."""
+    """Fail if the reference would run instead of a kernel."""
     return tpu_refusals.noted(monkeypatch)
 
 
 WIDTHS = [(8,), (4, 8), (12,), (16,)]
-# Shapes, widths of their fields, and whether kernels take them.
+# Shapes, widths of their fields, and whether kernels update them.
 LEAVES = [
     *(
         (x, widths, True)
@@ -247,7 +247,7 @@ def test_plain_float16_is_left_to_the_reference(only_kernels):
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_gradients_of_every_dtype_have_the_same_bits(dtype, only_kernels):
     params = {"kernel": normal(RAGGED)}
-    # Every pattern: subnormals, infinities and NaNs, whose bits are not promised.
+    # All patterns, including subnormals, infinities, and NaNs, whose bits may differ.
     width = 8 * jnp.dtype(dtype).itemsize
     bits = np.random.default_rng(0).integers(0, 2**width, RAGGED)
     every = jnp.asarray(bits.astype(f"uint{width}").view(dtype))

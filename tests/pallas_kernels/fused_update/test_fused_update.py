@@ -83,7 +83,7 @@ def test_a_layer_of_a_stack_is_updated_in_its_place(stack, widths, implementatio
         got = update(
             stacks, dict(scalars=jnp.asarray(TABLE[2]), layer=jnp.int32(layer))
         )
-        # The index is the one in the whole stack.
+        # The index counts elements of the whole stack.
         want = mixture.want(held[layer], LAST, index_of(stack)[layer])
         assert_layer_written(got, stacks, layer, want)
 
@@ -152,7 +152,7 @@ SIZES = [(1,), (5000,), (3, 7), (1024,), (1025,), (70, 33), (), (2, 1, 5), (4096
 
 
 MANY = [((SIZES * 7)[:count], ()) for count in (1, len(SIZES), 60)]
-# The last are more than one kernel takes, in two of 5 and of 4.
+# One kernel cannot update 9 leaves, so 5 of them share a kernel, and so do the other 4.
 MANY += [
     pytest.param([shape] * count, widths, marks=pytest.mark.slow_to_compile)
     for shape, widths in [
@@ -227,14 +227,14 @@ def test_packing_refuses_the_same_under_each_implementation(implementation):
     back = functools.partial(unpack, shape=(32,), implementation=implementation)
     for way in (there, back):
         for bits in (-1, 0, 33):
-            with pytest.raises(ValueError, match=f"bits is {bits}"):
+            with pytest.raises(ValueError, match=f"bits .*, got {bits}"):
                 way(jnp.zeros(32, U32), bits)
         for other in ("int32", "uint8", "float32"):
-            with pytest.raises(ValueError, match=f"not {other}"):
+            with pytest.raises(ValueError, match=f"uint32, got {other}"):
                 way(jnp.zeros(32, other), 8)
     with pytest.raises(ValueError, match="scalar"):
         there(jnp.uint32(3), 8)
-    with pytest.raises(ValueError, match="do not hold"):
+    with pytest.raises(ValueError, match=r"words .* \(32,\).*8-bit.*, got .*\(9,\)"):
         back(jnp.zeros(9, U32), 8)
 
 
@@ -311,7 +311,7 @@ def test_leaves_without_elements_are_left_to_the_reference(shape):
         lambda values, *_: values, [Operand(jnp.zeros(shape))], [Result("float32")]
     )
     assert got.shape == shape
-    with pytest.raises(ValueError, match=r"kernels take 1 to \d+ elements, not 0"):
+    with pytest.raises(ValueError, match=r"1 to \d+ elements, got 0"):
         pack(jnp.zeros(shape, U32), 8, implementation="pallas")
 
 
@@ -319,16 +319,13 @@ def test_leaves_without_elements_are_left_to_the_reference(shape):
 
 X, WORDS = jnp.zeros((64, 8)), jnp.zeros((16, 8), U32)
 
-# Arguments, and what the error says of them.
+# Arguments, and a pattern that matches their error message.
 REFUSED = [
-    (
-        dict(operands=[Operand(WORDS, 8)]),
-        "shape is needed for packed or stacked arrays",
-    ),
-    (dict(operands=[Operand(X)], layer=jnp.int32(0)), "shape is needed"),
+    (dict(operands=[Operand(WORDS, 8)]), "shape must be given"),
+    (dict(operands=[Operand(X)], layer=jnp.int32(0)), "shape must be given"),
     (
         dict(operands=[Operand(X), Operand(X.T)]),
-        r"operand 1 has shape \[8, 64\]; a leaf of shape \[64, 8\] needs \[64, 8\]",
+        r"operand 1 has shape \[8, 64\].* leaf of shape \[64, 8\] needs \[64, 8\]",
     ),
     (
         dict(operands=[Operand(X), Operand(WORDS, 4)]),
@@ -336,7 +333,7 @@ REFUSED = [
     ),
     (
         dict(operands=[Operand(X), Operand(WORDS.astype(jnp.int32), 8)]),
-        "operand 1 is packed, and int32 instead of uint32",
+        "operand 1 is packed.* uint32, got int32",
     ),
     (
         dict(operands=[Operand(X)], results=[Result("bfloat16", overwrites=0)]),
@@ -362,13 +359,12 @@ REFUSED = [
             shape=(32,),
             layer=jnp.int32(0),
         ),
-        "words and blocks lie across layers",
+        r"words and blocks .* stack of shape \[32, 32\]",
     ),
-    (dict(operands=[Operand(jnp.uint32(0), 8)], shape=()), "a scalar has no words"),
+    (dict(operands=[Operand(jnp.uint32(0), 8)], shape=()), r"rank 1 .* got \(\)"),
     (
         dict(operands=[Operand(X)], implementation="cuda"),
-        "implementation is 'cuda', not None, 'xla', 'pallas', 'triton', 'mosaic' or "
-        "'tpu'",
+        "None, 'xla', 'pallas', 'triton', 'mosaic' or 'tpu', got 'cuda'",
     ),
 ]
 
@@ -376,6 +372,6 @@ REFUSED = [
 @pytest.mark.parametrize(("given", "match"), REFUSED)
 def test_arrays_that_do_not_fit_are_refused(given, match):
     given = {"results": [Result("float32")], **given}
-    error = TypeError if "instead of uint32" in match else ValueError
+    error = TypeError if "got int32" in match else ValueError
     with pytest.raises(error, match=match):
         fused_update(lambda values, *_: values[:1], **given)

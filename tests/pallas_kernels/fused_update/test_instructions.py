@@ -1,6 +1,7 @@
-"""Kernels' own instructions give the numbers of what they stand for.
+"""The PTX instructions of kernels give the numbers of the operations they replace.
 
-No GPU runs them here: a few lines of numpy do, as NVIDIA's PTX manual describes them.
+No GPU runs them here. A few lines of numpy emulate them as NVIDIA's PTX manual
+describes them.
 """
 
 import re
@@ -24,7 +25,7 @@ def with_peephole_rules(function):
 
 
 def convert_pair(high, low):
-    """cvt.rn.bf16x2.f32, whose NaN is 0x7FFF."""
+    """``cvt.rn.bf16x2.f32``, whose NaN is 0x7FFF."""
 
     def one(x):
         x = x.view(np.float32)
@@ -71,7 +72,7 @@ MEANINGS = {
 
 
 def execute(asm, *inputs, results=1):
-    """What PTX leaves in $0 and on, given the registers after them."""
+    """Run PTX on numpy arrays, and return the values of ``$0`` and other results."""
     registers = {f"${results + i}": x for i, x in enumerate(inputs)}
 
     def value(name):
@@ -97,7 +98,7 @@ def assembly(function, *dtypes):
 
 
 def masters():
-    """Patterns of float32: ties, their neighbours, specials, and others."""
+    """float32 patterns: ties, their neighbours, special values, and others."""
     high = np.arange(2**16, dtype=U32) << U32(16)
     low = U32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     random = np.random.default_rng(0).integers(0, 2**32, 2**16, dtype=U32)
@@ -139,7 +140,7 @@ def test_powers_of_five_come_from_tables():
     want = [0, *(5.0**i for i in range(7))]
     np.testing.assert_array_equal(operations.power_of_five(jnp.asarray(n)), want)
     (got,) = execute(assembly(instructions.power_of_five, np.uint32), n)
-    np.testing.assert_array_equal(got, want)  # before it is converted to float32
+    np.testing.assert_array_equal(got, want)  # before the conversion to float32
 
 
 def test_the_smaller_of_two_numbers_is_that_of_their_patterns():
@@ -159,7 +160,7 @@ def test_nans_have_one_pattern():
     ):
         got = np.asarray(operation(jnp.asarray(x.view(np.float32)))).view(U32)
         np.testing.assert_array_equal(got, np.where(nan, U32(0x7FC00000), x))
-        if instruction:  # arithmetic on a GPU gives this NaN and no other
+        if instruction:  # a GPU's arithmetic gives only this NaN
             known = jnp.asarray(np.where(nan, U32(0x7FFFFFFF), x).view(np.float32))
             np.testing.assert_array_equal(instruction(known), got)
 

@@ -1,4 +1,4 @@
-"""The numbers of shapes in GPU kernels: divided by, and read from a table."""
+"""GPU kernels divide by the numbers of shapes, and read them from a table."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ DIVISORS = sorted(
 
 
 class HighProduct:
-    """Of a launcher's instructions the one that a divisor needs, as NumPy has it."""
+    """A numpy version of the only launcher instruction that a divisor needs."""
 
     @staticmethod
     def high_product(x, y):
@@ -24,7 +24,7 @@ class HighProduct:
 
 
 def test_a_product_and_a_shift_divide_exactly():
-    # An error would show at a multiple of the divisor, or one below it.
+    # An error would occur at a multiple of the divisor, or one below it.
     for by in DIVISORS:
         word, *reciprocal = Number(by, divides=True).words
         assert word == by

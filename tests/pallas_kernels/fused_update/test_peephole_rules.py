@@ -1,7 +1,7 @@
-"""Which operations in the body of a GPU kernel are replaced by shorter ones.
+"""The operations in the body of a GPU kernel that shorter instructions replace.
 
-The replacements are machine instructions, which run only on a GPU. These tests look at
-the jaxpr; tests/gpu_program counts the instructions that remain.
+The replacements are machine instructions, which run only on a GPU. These tests check
+the jaxpr; tests in tests/gpu_program count the remaining instructions.
 """
 
 import jax
@@ -22,7 +22,7 @@ def with_peephole_rules(function):
 
 
 def operations(function, *args):
-    """Names of the operations of a function with short forms, in order."""
+    """Names of a function's operations that have short forms, in order."""
     short = jax.make_jaxpr(with_peephole_rules(function))(*args)
     return [eqn.params.get("asm", eqn.primitive.name).split()[0] for eqn in short.eqns]
 
@@ -67,7 +67,7 @@ def test_the_inverse_of_a_scale_needs_no_division():
     assert "div" not in operations(lambda x: jnp.float32(1) / scale(x), X)
 
 
-def test_what_is_neither_root_nor_byte_is_computed_as_it_was():
+def test_other_operations_do_not_change():
     def function(tree, number):
         return {"a": [jnp.where(tree["x"] > 1, number, tree["x"]), tree["y"] ^ 3]}
 

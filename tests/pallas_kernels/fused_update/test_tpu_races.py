@@ -1,8 +1,8 @@
-"""Kernels for TPUs have no races, and read nothing that was not written.
+"""TPU kernels have no races, and do not read memory that was not written.
 
-Pallas' model of a TPU gives two cores the programs that may run at the same time, and
-orders what each reads and writes. Memory that nobody wrote has all bits set, and an
-access beyond an array is an error.
+Pallas's model of a TPU runs programs that may run at the same time on two cores, and
+orders their reads and writes. In memory that was not written, all bits are set. An
+access beyond the end of an array raises an error.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ pytestmark = [
     pytest.mark.standard_promotion,
 ]
 
-# A program for each matrix, which may run at the same time, and three for the columns
-# of each, whose scales are in the same row.
+# Each matrix has programs that may run at the same time as those for the other. Three
+# programs update its columns, and their scales are in the same row.
 SHAPE = (2, 72, 257)
 # Plain arrays have kernels if their columns fill registers.
 SHAPES = {
@@ -69,7 +69,7 @@ FORMATS = {
 
 @pytest.fixture(autouse=True)
 def races_are_errors(monkeypatch):
-    """In kernels, which every leaf must have."""
+    """Fail on races in kernels, and if a leaf has no kernel."""
     taken = tpu_refusals.noted(monkeypatch)
     params = pltpu.InterpretParams(
         detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan"

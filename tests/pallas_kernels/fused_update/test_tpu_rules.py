@@ -1,4 +1,4 @@
-"""Every rule by which TPU kernels evaluate a body gives the operation's numbers."""
+"""Every rule that TPU kernels use to evaluate a body gives the operation's numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ WORDS = np.random.default_rng(0).integers(0, 2**32, (8, 128), np.uint32)
 
 
 def evaluated(function, *args):
-    """The array that a function's rules give; values of 8 and 16 bits as words."""
+    """The result of a function with the rules; values of 8 and 16 bits are words."""
     like = [jax.typeof(x) for x in args]
     result = Function(function, *like)(*map(as_word, args), known={})
     if not isinstance(result, Narrow):
@@ -38,7 +38,7 @@ def as_word(x):
 
 
 def every(dtype):
-    """All patterns of a narrow dtype, again and again."""
+    """All patterns of a narrow dtype, repeated."""
     width = 8 * jnp.dtype(dtype).itemsize
     bits = np.arange(2**16).reshape(-1, 128) % 2**width
     return jnp.asarray(bits.astype(f"uint{width}").view(dtype))
