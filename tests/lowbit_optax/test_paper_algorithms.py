@@ -188,8 +188,7 @@ UNITS = {
 @pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_unit_is_the_papers_algorithm_bit_for_bit(unit, rounding, jit, steps):
-    # Algorithms 2 (SGD) and 4 (AdamW) round stochastically; 3 and 5 use Kahan
-    # summation.
+    # Algorithms 2 (SGD) and 4 (AdamW) round stochastically; 3 and 5 are Kahan's.
     make, options, reference, assert_is_algorithm = UNITS[unit]
     grads = gradients(steps)
     tx = make(0.01, **options, rounding=rounding, seed=5)

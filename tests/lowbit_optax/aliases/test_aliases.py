@@ -74,9 +74,8 @@ def test_reaches_the_minimum_of_a_parabola_as_float32_training_does(optimizer):
     tx = optimizer(_decaying(optimizer.peak))
     params, state = _minimise(tx, start.astype(jnp.bfloat16), target)
     assert params.dtype == jnp.bfloat16
-    # The gradient is evaluated at the parameter, which is at most one spacing away from
-    # its master. Without a residual, the parameter itself keeps jumping between
-    # neighbours.
+    # The gradient is evaluated at the parameter, at most one spacing away from its
+    # master. Without a residual, the parameter keeps jumping between neighbours.
     spacings = 1 if state.residual.by_name else 2
     reference = _float32_error(optimizer.reference, optimizer.peak)
     allowed = spacings * BFLOAT16_SPACING + reference

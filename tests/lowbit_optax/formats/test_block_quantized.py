@@ -107,8 +107,7 @@ def test_values_are_normal_and_scales_finite_in_blocks_of_any_size(code):
     for largest in (2.0**-126, 1e-37, 1e-30):
         _, values = finite_values(code, largest)
         sizes = np.sort(np.abs(values))
-        # Signed codes have two zeros. The other values must be normal, because CPUs may
-        # flush subnormal numbers.
+        # Signed codes have two zeros. CPUs may flush subnormal numbers.
         assert sizes[1 + code.signed] >= 2.0**-126
     scale, _ = prepared(code, 3.4028235e38)
     assert np.isfinite(float(scale))
@@ -355,7 +354,7 @@ def test_partial_blocks_have_the_shapes_and_errors_of_whole_blocks(
     assert stored.scales.shape == layout_of(shape).blocks_shape(block_size)
     decoded = np.asarray(decode(format_, stored, shape))
     assert decoded.shape == shape
-    # Each error is at most half a step of its block, whose largest value is the largest
+    # Errors are at most half a step of a block whose largest value has the largest
     # code.
     reach = 2 ** (bits - 1) - 1
     bound = 2.01 * np.abs(x).max() / (2 * reach)

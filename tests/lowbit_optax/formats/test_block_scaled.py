@@ -119,8 +119,7 @@ def test_every_code_with_every_residual_is_stored_again_as_it_is(exponent, round
         return  # the code is chosen at random
     param, residual = split(again, random=random)
     assert_same_bits(split(masters, random=random), (param, residual))
-    # Check only codes that rounding can give: at most 448, and no zero that has the
-    # sign of another number.
+    # Check only codes that rounding can return: nonzero and below 448.
     is_own = (codes[1] & 0x7F < 0x7E) & (codes[1] & 0x7F > 0)
     np.testing.assert_array_equal(
         np.asarray(param.codes_e4m3)[1][is_own], codes[1][is_own]

@@ -69,8 +69,7 @@ def norm_ratio(got, want):
 
 @pytest.mark.parametrize(
     ("exponent", "eps"),
-    # Adam's eps also sets a gradient size, so test it both scaled with the gradients
-    # and fixed.
+    # Adam's eps is also a gradient size: test it scaled with the gradients, and fixed.
     [*((x, 1e-8 * 10.0**x) for x in (0, -2, -4, -6, -7, -8)), (-8, 1e-8)],
 )
 def test_updates_do_not_depend_on_the_size_of_gradients(exponent, eps):
@@ -137,9 +136,7 @@ IN_ITS_BLOCK = np.broadcast_to((np.arange(SHAPE[0]) % 32 < 8)[:, None], SHAPE)
         ((("mu", block_quantized(4)), ("nu", EIGHT)), 1e30, 0.9, 1.1),
     ],
 )
-def test_updates_next_to_a_large_gradient_keep_most_of_their_size(
-    moments, size, least, most
-):
+def test_updates_next_to_a_large_gradient_have_known_sizes(moments, size, least, most):
     got, want = (
         np.asarray(beside_a_spike(x, 0.9)(size))[1:, IN_ITS_BLOCK & ~OUTLIER]
         for x in (moments, "float32")

@@ -98,8 +98,7 @@ def movement(format_, dtype, rate, sign, start=1.0, steps=16):
 @pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
 def test_weights_of_one_move_by_the_requested_amount(format_, rate, sign):
     ratio, deviation = movement(format_, "bfloat16", rate, sign)
-    # Allow five standard errors of 2^18 weights, plus the rounding of the
-    # probabilities.
+    # Allow five standard errors of 2^18 weights, and rounding of the probabilities.
     allowed = 5 * deviation / 2**9 / (16 * rate) + 2.0**-17 * 2.0**-23 / rate
     assert abs(ratio - 1) <= allowed
     assert allowed < 0.6 or format_ == FORMATS["stochastic_rounding"]

@@ -219,12 +219,10 @@ def _assert_arrived(out, format_, dtype):
                 lost = is_large & (true < 0) & (to < tiny)
                 bound = bound + np.where(lost, tiny, 0.0)
         case "KahanFormat" if format_.arithmetic == "param":
-            # u, y, s - w and c each round by a unit of themselves; |c| is at most a
-            # unit of w.
+            # u, y, s - w and c each round by their unit; |c| is at most a unit of w.
             bound = bound + 4 * epsilon * (by + epsilon * from_) + unit * epsilon + tiny
         case "KahanFormat":
-            # The compensation is at most a unit, and is rounded to bfloat16 or to the
-            # format of the parameter.
+            # The compensation is at most a unit, and is rounded as well.
             bound = bound + unit * (2.0**-7 if fewer is None else epsilon)
         case _:
             bound = bound + unit

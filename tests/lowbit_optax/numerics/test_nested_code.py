@@ -104,9 +104,8 @@ def test_rounding_keeps_the_mean_of_the_logarithm():
         SIX, ready, np.repeat(BLOCKS[None], 4096, 0), ALL_WORDS[:, None, None]
     )
     logs = np.log2(np.asarray(values, np.float64)).mean(0)
-    # Errors are in octaves, and the random numbers have 12 bits. Rounding that
-    # preserved the mean of x would give errors of up to 0.086 octaves (or steps, if
-    # longer).
+    # Errors are in octaves, and random numbers have 12 bits. Rounding that preserved
+    # the mean of x would be off by up to 0.086 octaves, or by 0.086 longer steps.
     error = np.abs(logs - np.log2(BLOCKS))
     assert np.all(error <= 0.01 + STEPS[:, None] * 2.0**-12)
 

@@ -109,8 +109,7 @@ def test_every_number_of_bits_rounds_the_master_once(dtype, rounding, residual):
         is_held = np.isfinite(cast(cast(x, dtype), np.float32))
         assert np.isfinite(np.asarray(joined)[is_held]).all()
         if residual == "stochastic":
-            # The master rounds down or up, unless the parameter rounds past the largest
-            # value.
+            # It rounds down or up, unless the parameter rounds past the largest value.
             _, up = expected(x, dtype, extra, rounding, words, np.ceil)
             ends = np.sort(np.stack([kept, up]).astype(np.float32), axis=0)
             number = np.isfinite(ends).all(0)

@@ -366,8 +366,8 @@ def _of_no_floats(run):
     ids=["adamw", "lion", "sgd"],
 )
 def test_a_run_with_integers_and_booleans_continues_after_a_step(optimizer):
-    # optax starts with zeros in the leaves' dtypes, and most become floats at the first
-    # step.
+    # optax keeps zeros in the leaves' dtypes, and the first step turns most into
+    # floats.
     plain, low = optimizer(0.1), lowbit(optimizer(0.1), min_size=0)
     kahans = lowbit(optimizer(0.1), weights=kahan(), moments=BFLOAT16_MOMENTS)
     w = jnp.full((64, 8), 0.5, BF16)

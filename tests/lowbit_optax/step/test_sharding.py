@@ -200,9 +200,7 @@ UNEVEN = {
 
 @AXES
 @pytest.mark.parametrize(("shape", "spec", "other"), UNEVEN.values(), ids=UNEVEN)
-def test_state_of_uneven_shards_is_sharded_along_another_axis(
-    shape, spec, other, axis_type
-):
+def test_state_of_uneven_shards_has_another_axis(shape, spec, other, axis_type):
     tx = lowbit_optax.lowbit_adamw(0.01, min_size=0)
     mesh = _mesh(axis_type)
     sharding, moved = (jax.NamedSharding(mesh, x) for x in (spec, other))

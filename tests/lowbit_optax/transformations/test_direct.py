@@ -89,8 +89,8 @@ def test_sums_of_gradients_step_directly():
 def test_a_boundary_between_update_and_sum_changes_no_bit(boundary):
     tx = direct_updates(lowbit_adamw(0.1))
     params = model_params()
-    # Include a weight that falls by more bits than float32 has, and zeros of both
-    # signs.
+    # Include zeros of both signs, and a weight that falls by more bits than float32
+    # has.
     params["kernel"] = (
         params["kernel"].at[0, :3].set(jnp.array([1e30, 0.0, -0.0], jnp.bfloat16))
     )
