@@ -1,4 +1,4 @@
-"""The documentation names everything public, and its links lead somewhere."""
+"""The documentation lists every public name, and all of its links work."""
 
 import importlib
 import re
@@ -48,7 +48,7 @@ def _pages():
     return [*top, ROOT / "benchmarks" / "README.md", *DOCS.rglob("*.md")]
 
 
-def test_links_lead_to_files_that_are_there():
+def test_links_lead_to_existing_files():
     for page in _pages():
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
             if not target.startswith("https://"):
@@ -72,7 +72,7 @@ def test_every_page_is_in_the_navigation():
         assert page.relative_to(DOCS).as_posix() in navigation
 
 
-def test_every_command_names_a_file_that_is_there():
+def test_every_command_names_an_existing_file():
     for page in _pages():
         text = page.read_text()
         for name in re.findall(r"\b((?:benchmarks|examples|tests)/[\w/]+\.py)\b", text):

@@ -1,4 +1,4 @@
-"""README's figures match the pages that describe their measurement."""
+"""The figures in the README match the pages that document the measurements."""
 
 import re
 
@@ -12,21 +12,21 @@ def _page(name: str) -> str:
 
 
 def _table(head: str) -> list[list[str]]:
-    """The rows below a header that begins with ``head``."""
+    """Returns the cells of the table whose header begins with ``head``."""
     (block,) = re.findall(
         rf"^\| {head} .*\n\|[-|]+\n((?:\|.*\n)+)", README, re.MULTILINE
     )
     return [row.strip("| ").split(" | ") for row in block.splitlines()]
 
 
-def test_losses_are_those_of_the_trained_gpts():
+def test_losses_match_the_trained_gpts():
     losses = re.findall(r"0\.\d{4} ± 0\.\d{4}", README)
     assert len(losses) == 4
     for loss in losses:
         assert loss in _page("accuracy.md")
 
 
-def test_times_and_errors_are_those_of_the_device_and_of_the_peers():
+def test_times_and_errors_match_the_pages_of_the_device_and_the_peers():
     peers, device = _page("peers.md"), _page("hardware.md")
     rows = _table("library")
     assert len(rows) == 7
@@ -36,7 +36,7 @@ def test_times_and_errors_are_those_of_the_device_and_of_the_peers():
             assert f"| {figure} |" in device, library
 
 
-def test_large_models_are_those_that_were_compiled():
+def test_large_models_match_the_compiled_ones():
     rows = _page("claims.md").partition("## Large models")[2]
     for billions in re.findall(r"(\d+\.\d) billion", README):
         assert f"| {billions} |" in rows

@@ -1,8 +1,8 @@
 """The figures of ``docs/claims.md`` and of other pages match the records.
 
-A function of a record yields the figures of its page: a dictionary by row and column of
-a table, a dictionary by label of a list ("label: figure") within one row or paragraph,
-or a text that the page contains.
+Each function reads one record and yields the figures of its page: a dictionary keyed by
+a table's row and column, a dictionary keyed by the labels of a list ("label: figure")
+in one row or paragraph, or a text that the page contains.
 """
 
 import json
@@ -137,7 +137,7 @@ def _demotion_orders(record):
     yield orders | alone | {"decreasing": both("decreasing, 0.6")}
     names = "float32", "uniform", "operator-based", "operator-based, outputs"
     yield {name: both(name) for name in names}
-    # An element that is promoted from 8 to 16 bits costs half of its 16 bits.
+    # Promoting an element from 8 to 16 bits adds half of its final 16 bits.
     cost = (low["uniform"] - low["uniform, promotion"]) / 2
     promoted = [each for name, each in found.items() if name.endswith("promotion")]
     least = min(each["accuracy"]["mean"] for each in promoted)
@@ -273,7 +273,7 @@ FIGURES = [
 
 
 def _tables(text):
-    """The cells of each table by row and column."""
+    """Yields the cells of each table, keyed by row and column."""
     for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         lines = [line[1:-1].split("|") for line in block.splitlines()]
         (_, *heads), _, *rows = [[x.strip() for x in line] for line in lines]
@@ -293,7 +293,7 @@ def _is_in(text, figures):
 
 
 @pytest.mark.parametrize(("record", "page", "figures"), FIGURES)
-def test_the_figures_of_the_page_are_those_of_the_record(record, page, figures):
+def test_the_figures_of_the_page_match_the_record(record, page, figures):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     found = json.loads((ROOT / "benchmarks" / f"{record}.json").read_text())
     for each in figures(found):

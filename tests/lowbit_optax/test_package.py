@@ -1,4 +1,4 @@
-"""``import lowbit_optax`` gives all modules, and only one of them needs flax."""
+"""``import lowbit_optax`` provides all modules, and only one of them needs flax."""
 
 import textwrap
 
@@ -52,7 +52,7 @@ def test_modules_are_attributes_that_dir_lists():
     assert callable(lowbit_optax.precision.trace)
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_exists():
     for name in lowbit_optax.__all__:
         assert hasattr(lowbit_optax, name), name
         assert name in dir(lowbit_optax), name

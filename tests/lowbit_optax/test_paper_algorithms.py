@@ -1,9 +1,8 @@
-"""Algorithms 2 to 5 of Zamirai et al. 2020 against plain numpy, bit for bit.
+"""Algorithms 2 to 5 of Zamirai et al. (2020) match plain numpy bit for bit.
 
-The reference is the paper's pseudocode on ml_dtypes.bfloat16 arrays in numpy, where
-every operation takes bfloat16 and rounds its result to nearest: the paper's 16-bit
-unit. It shares with the library only the random words of the stochastic subtraction,
-which it applies by itself.
+The reference runs the paper's pseudocode on ml_dtypes.bfloat16 arrays in numpy. Like
+the paper's 16-bit unit, every operation has bfloat16 operands and rounds its result to
+nearest. Only the random words of the stochastic subtraction come from the library.
 """
 
 import functools
@@ -31,7 +30,7 @@ def starting_weights(dtype=bf16):
 
 
 def gradients(steps, dtype=bf16):
-    """Noise of several magnitudes around a fixed direction."""
+    """Returns noise of several magnitudes around a fixed direction."""
     rng = np.random.default_rng(1)
     scale = {name: 10.0 ** rng.uniform(-3, 1, s) for name, s in SHAPES.items()}
     noise = {n: rng.normal(0.3, 1, (steps, *s)) for n, s in SHAPES.items()}
@@ -44,10 +43,10 @@ def _words(seed, step, name, shape):
 
 
 def stochastic_minus(w, x, name, step, seed):
-    """The paper's circled minus: bfloat16 in, the exact result rounded stochastically.
+    """Subtracts and rounds stochastically (the paper's circled minus).
 
-    The difference is formed in float32 (the unit's accumulator); its upper 16 bits are
-    a bfloat16, and the lower 16 go up with their share of 2^16.
+    The difference is computed in float32, the unit's accumulator. Its upper 16 bits are
+    a bfloat16, which rounds up with a probability of the lower 16 bits over 2^16.
     """
     difference = w.astype(np.float32) - x.astype(np.float32)
     words = np.asarray(_words(jnp.uint32(seed), jnp.uint32(step), name, w.shape))
@@ -56,14 +55,14 @@ def stochastic_minus(w, x, name, step, seed):
 
 
 def kahan_add(w, c, u):
-    """Algorithm 3, lines 7 to 10: the weight and its compensation."""
+    """Returns the weight and its compensation (algorithm 3, lines 7 to 10)."""
     y = u - c
     s = w + y
     return s, (s - w) - y
 
 
 def numpy_sgd(w, grads, eta, mu, d, *, rounding, name, seed=0):
-    """Algorithms 2 (stochastic rounding) and 3 (Kahan); their line numbers."""
+    """Runs algorithms 2 (stochastic rounding) and 3 (Kahan); comments number lines."""
     number = w.dtype.type
     mu, d = number(mu), number(d)
     m, c = np.zeros_like(w), np.zeros_like(w)  # Algorithm 3, line 2
@@ -81,7 +80,7 @@ def numpy_sgd(w, grads, eta, mu, d, *, rounding, name, seed=0):
 
 
 def numpy_adamw(w, grads, eta, b1, b2, eps, d, *, rounding, name, seed=0):
-    """Algorithms 4 (stochastic rounding) and 5 (Kahan); their line numbers."""
+    """Runs algorithms 4 (stochastic rounding) and 5 (Kahan); comments number lines."""
     number = w.dtype.type
     b1, b2, eps, d = number(b1), number(b2), number(eps), number(d)
     one = number(1)
@@ -106,7 +105,7 @@ def numpy_adamw(w, grads, eta, b1, b2, eps, d, *, rounding, name, seed=0):
 
 
 def run_library(tx, grads, *, jit, start=None):
-    """Params and state after one step per gradient."""
+    """Returns the parameters and the state after one step per gradient."""
     start = starting_weights(grads["w"].dtype) if start is None else start
     params = jax.tree.map(jnp.asarray, start)
     grads = jax.tree.map(jnp.asarray, grads)
@@ -127,7 +126,7 @@ def run_library(tx, grads, *, jit, start=None):
 
 
 def schedule(count):
-    """A warm-up and decay, of exact float32 operations."""
+    """Returns a warm-up and decay of exact float32 operations."""
     if isinstance(count, int):
         count = np.float32(count)
         return (np.float32(2) ** np.float32(-7)) * (np.minimum(count, 64) + 1) / 64
@@ -135,7 +134,7 @@ def schedule(count):
     return jnp.float32(2.0**-7) * (jnp.minimum(count, 64) + 1) / 64
 
 
-# Without jit one step takes as long as a hundred with.
+# Without jit, one step takes as long as a hundred steps with jit.
 modes = pytest.mark.parametrize(
     ("jit", "steps"), [(True, 400), (False, 25)], ids=["jit", "eager"]
 )
@@ -164,7 +163,7 @@ def assert_is(got, reference, *, moments, is_kahan):
     params, state = got
     for name, expected in reference.items():
         start = starting_weights(expected["w"].dtype)[name]
-        # They went somewhere, so that equality says something.
+        # The weights must move; otherwise, equality would prove little.
         assert np.mean(expected["w"] != start) > 0.5
         assert_same_bits(params[name], expected["w"])
         for field, key in moments.items():
@@ -200,7 +199,7 @@ def test_a_unit_is_the_papers_algorithm_bit_for_bit(unit, rounding, jit, steps):
 
 
 def test_adamw_rounds_after_every_operation_with_betas_that_show_it():
-    # 1 - 0.997 is a power of two in bfloat16 and 1 - 0.9 exact; these are not.
+    # 1 - 0.997 is a power of two in bfloat16, and 1 - 0.9 is exact. Use other betas.
     grads = gradients(100)
     betas = dict(b1=0.1, b2=0.98)
     tx = sixteen_bit_adamw(0.01, **{**ADAMW, **betas})
@@ -214,6 +213,3 @@ def test_a_learning_rate_schedule_is_rounded_to_the_unit_at_each_step():
     assert_is_sgd(got, sgd_reference(grads, schedule, "kahan"), is_kahan=True)
     got = run_library(sixteen_bit_adamw(schedule, **ADAMW), grads, jit=True)
     assert_is_adamw(got, adamw_reference(grads, schedule, "kahan"), is_kahan=True)
-
-
-# The default, float32 arithmetic: a float32 run up to what storing rounds.

@@ -1,4 +1,4 @@
-"""Expressions that raise an error, and the parts that its message must have."""
+"""Every listed expression raises an error with the listed parts in its message."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from lowbit_optax.precision import FloatFormat
 
 pytestmark = pytest.mark.standard_promotion
 
-# The names that the expressions below use, besides those of this file.
+# Modules whose names the expressions below use, in addition to names of this file.
 MODULES = [
     *(lowbit_optax, block_scaling, formats, loss_scaling, lpmm, reports),
     transformations,
@@ -66,7 +66,7 @@ def lpmm_update(grad, tx=LPMM, made_by=None):
     tx.update({"w": grad}, (made_by or tx).init(QUANTIZED), QUANTIZED)
 
 
-# In each line an expression, and after it parts of the message, in any order.
+# Each line has an expression and then the parts of the message, in any order.
 REFUSED = {
     "weight formats": r"""
 extra_bits(-1)  # bits  -1  bfloat16  0  16
@@ -385,7 +385,7 @@ REFUSED["dtypes"] = "\n".join(
 
 
 def test_errors_name_the_argument_and_its_value():
-    """One case, so that the quick run does not leave out any line."""
+    """Uses a single case, so that the quick run does not leave out any line."""
     for lines in REFUSED.values():
         for line in lines.replace("\n    #", "  #").strip().splitlines():
             code, _, parts = line.partition("  # ")

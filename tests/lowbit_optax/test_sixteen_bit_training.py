@@ -1,8 +1,8 @@
-"""Training in 16-bit arithmetic only: Zamirai et al. 2020, figure 2 and figure 10.
+"""Training in 16-bit arithmetic reproduces figures 2 and 10 of Zamirai et al. (2020).
 
-Least squares in 10 dimensions by stochastic gradient descent, one example per step:
-inputs N(0, 1), weights uniform in [0, 100), labels with noise 0.5, learning rate 0.01.
-Where bfloat16's numbers are 0.5 apart, updates under 0.25 are lost.
+The task is least squares in 10 dimensions with stochastic gradient descent and one
+example per step: inputs N(0, 1), weights uniform in [0, 100), labels with noise 0.5,
+learning rate 0.01. Where bfloat16's numbers are 0.5 apart, updates under 0.25 are lost.
 """
 
 import functools
@@ -41,11 +41,11 @@ def loss_fn(weights, inputs, labels):
 
 
 def trained(tx, dtype, formats=None):
-    """For each seed the data, and what training on it gave.
+    """Returns each seed's data and the results of training on it.
 
-    That is the parameters of every 50th step in the last half, the last masters, and
-    the mean of the parameters in the last half. With formats every activation, weight
-    and gradient is rounded to them.
+    The results are the parameters of every 50th step in the last half, the last
+    masters, and the mean of the parameters in the last half. With ``formats``, every
+    activation, weight and gradient is rounded to them.
     """
     loss = loss_fn
     if formats is not None:
@@ -74,7 +74,7 @@ def trained(tx, dtype, formats=None):
 
 
 def losses(results, which):
-    """Mean over seeds of the exact loss of their params, masters or mean."""
+    """Returns the mean over seeds of the exact loss of params, masters or the mean."""
     loss_of = jax.vmap(loss_fn, (0, None, None))
     values = [loss_of(x[which].astype(jnp.float32), *data) for data, x in results]
     return float(np.mean([jnp.mean(x) for x in values]))
@@ -92,7 +92,7 @@ def float32():
 
 @functools.cache
 def nearest_updates():
-    """Training in float32, except that each update rounds the weights to nearest."""
+    """Trains in float32, except that each update rounds the weights to nearest."""
     return losses(trained(in_bfloat16(nearest()), jnp.bfloat16), "params")
 
 
@@ -122,7 +122,7 @@ def test_nearest_updates_in_16_bit_arithmetic_stop_as_far_above():
 )
 def test_kahan_summation_in_16_bit_arithmetic_trains_like_float32(tx):
     results = trained(tx, jnp.bfloat16, BFLOAT16)
-    # What remains is that bfloat16 has no numbers closer to the solution.
+    # The remaining loss is due to the spacing of bfloat16 near the solution.
     rounded = [
         (data, {"masters": x["masters"].astype(jnp.bfloat16)}) for data, x in results
     ]
@@ -142,7 +142,7 @@ def test_stochastic_rounding_in_16_bit_arithmetic_is_float32_with_noise():
 
 @pytest.mark.slow_to_compile
 def test_shorter_weights_come_near_with_14_bits_only():
-    """Activations, weights and gradients of 1 + 8 + m bits, Kahan summation."""
+    """Uses Kahan summation; weights, gradients and activations have 1 + 8 + m bits."""
     found = {}
     for mantissa in (3, 5, 7):
         fmt = FloatFormat(8, mantissa)

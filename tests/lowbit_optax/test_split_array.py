@@ -1,4 +1,4 @@
-"""Operators on split numbers: float32 arithmetic on the masters, rounded once."""
+"""Operators on split numbers run in float32 on the masters and round once."""
 
 import operator
 
@@ -17,14 +17,14 @@ SIZE = 64
 
 
 def numbers(seed, shape=(SIZE,), *, positive=False):
-    """float32 numbers of several magnitudes, none zero."""
+    """Returns nonzero float32 numbers of several magnitudes."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=shape) * 10.0 ** rng.uniform(-3, 3, shape)
     return (np.abs(x) if positive else x).astype(np.float32)
 
 
 def split16(x):
-    """Split without loss, so that every result is comparable in all its bits."""
+    """Splits without loss, so that results can be compared in all their bits."""
     return split_array(x, jnp.bfloat16, SIXTEEN)
 
 
@@ -47,7 +47,7 @@ OPERANDS = {
 
 
 def on_either_side(x, y):
-    """``{operator: (x op y, y op x)}``."""
+    """Returns ``{operator: (x op y, y op x)}``."""
     return {name: (op(x, y), op(y, x)) for name, op in OPERATORS.items()}
 
 
@@ -66,7 +66,7 @@ def test_an_operator_is_float32s_with_the_other_operand_on_either_side(kind, jit
 @each_operator
 def test_a_number_is_an_operand_on_either_side(op):
     for number in (3, 0.1, -2.5):
-        # In jax.numpy: XLA divides by a scalar by multiplying with its reciprocal.
+        # Compute in jax.numpy, because XLA divides by a scalar with its reciprocal.
         wide, x = jnp.float32(number), jnp.asarray(X)
         np.testing.assert_array_equal(join_array(op(split16(X), number)), op(x, wide))
         np.testing.assert_array_equal(join_array(op(number, split16(X))), op(wide, x))
@@ -103,7 +103,7 @@ def test_a_method_is_float32s_arithmetic():
         np.testing.assert_array_equal(got, expected, err_msg=name)
 
 
-# Rounded once, to what the format keeps.
+# Results are rounded once, to the bits that the format keeps.
 
 
 @each_operator
@@ -111,7 +111,7 @@ def test_a_result_is_the_float32_result_rounded_once_to_the_bits_kept(op):
     x, y = (split_array(a, jnp.bfloat16, EIGHT) for a in (X, Y))
     exact = op(np.asarray(join_array(x)), np.asarray(join_array(y)))
     bits = exact.view(np.uint32).astype(np.uint64)
-    # 16 + 8 of 32 bits, nearest even.
+    # 16 + 8 of 32 bits, rounded to nearest even.
     rounded = ((bits + 0x7F + ((bits >> 8) & 1)) >> 8) << 8
     expected = rounded.astype(np.uint32).view(np.float32)
     np.testing.assert_array_equal(join_array(op(x, y)), expected)
@@ -140,13 +140,13 @@ def test_every_format_computes_and_keeps_its_kind(format_):
     split, result, joined = compute(jnp.full((40, 3), 1.5))
     assert result.weight_format == format_
     chex.assert_trees_all_equal_shapes_and_dtypes(result, split)
-    # sqrt(2), to a unit of bfloat16 or better.
+    # sqrt(2) is accurate to a unit of bfloat16 or better.
     np.testing.assert_allclose(joined, np.sqrt(2), atol=2.0**-7)
 
 
-def test_stochastic_results_are_drawn_anew_at_every_operation():
+def test_every_operation_draws_its_own_stochastic_results():
     format_ = lowbit_optax.stochastic_rounding()
-    # A quarter of the spacing above 1: the shares that go up are independent.
+    # A quarter of the spacing above 1 rounds up independently in each draw.
     one = split_array(jnp.ones(4096), jnp.bfloat16, format_)
     quarter = np.float32(2.0**-9)
     first = one + quarter
@@ -175,7 +175,7 @@ def test_shapes_broadcast_as_arrays_do(op):
         return [join_array(op(split16(a), b)) for a, b in pairs]
 
     for (a, b), result in zip(pairs, results(pairs), strict=True):
-        # In jax.numpy: XLA divides by what it broadcasts as by a scalar.
+        # Compute in jax.numpy, because XLA divides by a broadcast array as by a scalar.
         expected = op(jnp.asarray(a), jnp.asarray(b))
         assert result.shape == expected.shape
         np.testing.assert_array_equal(result, expected)

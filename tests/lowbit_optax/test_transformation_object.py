@@ -1,9 +1,8 @@
-"""A transformation is an ordinary optax one: it can be copied, pickled and mapped over.
+"""Transformations can be copied, pickled and mapped over like those in optax.
 
-Standard pickle stores functions by name only. Most of optax's transformations consist
-of local functions, so it cannot pickle them; it can pickle transformations made of a
-module's functions. If an inner transformation can be pickled, ``lowbit`` of it must be
-too. cloudpickle must work for all.
+Standard pickle stores functions by name only, so it cannot pickle most of optax's
+transformations, which consist of local functions. If an inner transformation can be
+pickled, ``lowbit`` with it must be too. cloudpickle must work for all of them.
 """
 
 import copy
@@ -65,7 +64,7 @@ def _grads():
 
 
 def _program(function, tx):
-    """The operations of a step, in order, which differ between step and update."""
+    """Returns a step's operations in order, which differ between step and update."""
     params = _params()
     state = jax.eval_shape(tx.init, params)
     jaxpr = jax.make_jaxpr(functools.partial(function, tx))(params, state, _grads())
@@ -168,7 +167,7 @@ PICKLED_BY_OPTAX = {
     ],
     ids=["lowbit", "with_loss_scale"],
 )
-def test_what_optax_pickles_is_pickled_inside_lowbit_too(inner, around):
+def test_pickled_transformations_are_pickled_inside_lowbit_too(inner, around):
     pickle.loads(pickle.dumps(inner))
     tx = around(inner)
     other = pickle.loads(pickle.dumps(tx))

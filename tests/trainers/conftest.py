@@ -1,4 +1,4 @@
-"""Run these tests with the trainers' own warnings, and with JAX's usual promotion."""
+"""Runs these tests with the trainers' own warnings and JAX's usual promotion."""
 
 from pathlib import Path
 

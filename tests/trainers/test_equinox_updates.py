@@ -109,7 +109,7 @@ def test_it_trains_like_float32():
     ("package", "make_advance"),
     [("equinox", _by_its_own), ("haliax", _haliax_advance)],
 )
-def test_by_their_apply_updates_ours_train_with_updates_of_their_dtype(
+def test_other_apply_updates_train_with_updates_of_matching_dtype(
     package, make_advance
 ):
     lines = f"tx = {MATCHING}", LINES[1]
@@ -124,7 +124,7 @@ def test_parameters_that_haliax_made_float32_are_noticed(name):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_restored_run_goes_on_as_if_it_had_not_stopped(name, tmp_path):
+def test_a_restored_run_continues_as_if_it_had_not_stopped(name, tmp_path):
     tx = OURS[name](LEARNING_RATE)
     advance, start = _advance(tx, _apply), _start(tx, jnp.bfloat16)
     half = _train(advance, *start, slice(STEPS // 2))

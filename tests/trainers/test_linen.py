@@ -79,7 +79,7 @@ def _placed(state, mesh):
 
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("devices", WHERE)
-def test_a_restored_run_goes_on_as_if_it_had_not_stopped(name, devices, tmp_path):
+def test_a_restored_run_continues_as_if_it_had_not_stopped(name, devices, tmp_path):
     tx = OURS[name](LEARNING_RATE)
     mesh = lambda size: Mesh(np.array(jax.devices()[:size]), ("data",))
     half = _train(_placed(_start(tx, jnp.bfloat16), mesh(2)), slice(STEPS // 2))

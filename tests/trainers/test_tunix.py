@@ -78,8 +78,8 @@ def test_it_trains_like_float32():
 
 @pytest.mark.parametrize("devices", WHERE)
 @pytest.mark.parametrize("name", OURS)
-def test_a_restored_run_goes_on_as_if_it_had_not_stopped(name, devices, tmp_path):
-    """The bits match on the same number of devices; others sum products differently."""
+def test_a_restored_run_continues_as_if_it_had_not_stopped(name, devices, tmp_path):
+    """Bits match on the same number of devices; other numbers sum in another order."""
     tx = OURS[name](LEARNING_RATE)
     whole = _trained(tx, jnp.bfloat16, STEPS, devices=2)
     _trained(tx, jnp.bfloat16, STEPS // 2, tmp_path, devices=2)

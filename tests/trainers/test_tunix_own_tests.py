@@ -1,7 +1,7 @@
-"""Tunix's own tests of its trainer, with optimizers of this package instead of optax's.
+"""Tunix's own tests of its trainer, run with optimizers of this package.
 
-The package of Tunix does not contain its tests. To run them, set the environment
-variable ``TUNIX`` to a checkout of Tunix at the tag of the installed version.
+The Tunix package does not contain its tests. To run them, set the environment variable
+``TUNIX`` to a checkout of Tunix at the tag of the installed version.
 """
 
 import json

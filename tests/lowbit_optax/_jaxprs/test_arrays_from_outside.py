@@ -1,4 +1,4 @@
-"""Which arrays a kernel reads besides a leaf's own, on small graphs."""
+"""Finds the arrays that a kernel reads in addition to the leaf's own arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ TURN = jnp.eye(3)[::-1]
 
 
 def updated(function, *others):
-    """The shapes that the program of ``function(x, *others)`` reads, and its result."""
+    """Returns the shapes that ``function``'s program reads, and the program's value."""
     arguments = X, *others
     graph = Graph(jax.make_jaxpr(function)(*arguments))
     own, scalars = graph.inputs[:1], Scalars(graph)

@@ -1,4 +1,4 @@
-"""Nodes of small graphs: scalars that are the same, zeros, repeated scalars."""
+"""Graphs merge equal scalars and recognize zeros and repeated scalars."""
 
 import jax
 import jax.numpy as jnp
@@ -105,13 +105,13 @@ ZEROS = {
     "negative": (lambda x: jnp.full(4, -0.0), True),
     "one": (lambda x: jnp.ones(4), False),
     "an input": (lambda x: x, False),
-    "a product with it": (lambda x: x * 0, False),  # NaN for infinities
+    "a product with it": (lambda x: x * 0, False),  # NaN where x is infinite
     "a sum": (lambda x: jnp.zeros(4) + 1, False),
 }
 
 
 @pytest.mark.parametrize(("function", "is_it"), ZEROS.values(), ids=ZEROS)
-def test_what_is_zero_for_every_input(function, is_it):
+def test_results_that_are_always_zero_are_recognised(function, is_it):
     assert is_zero(graph_of(function, X).outputs[0]) == is_it
 
 

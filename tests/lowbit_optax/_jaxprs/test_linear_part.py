@@ -1,4 +1,4 @@
-"""``linear_factor`` returns the derivative by element, or raises an error."""
+"""``linear_factor`` returns the elementwise derivative or raises an error."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ YES, NO = jnp.bool_(True), jnp.bool_(False)
 
 
 def factor_of(function, *others, strict=True):
-    """The factor of ``function(m, g, rate, *others)`` for m, evaluated."""
+    """Evaluates the factor that ``function(m, g, rate, *others)`` applies to m."""
     arguments = M, G, RATE, *others
     graph = Graph(jax.make_jaxpr(function)(*arguments))
     node = linear_factor(graph.outputs[0], graph.inputs[0], graph, strict=strict)
@@ -60,7 +60,7 @@ def test_a_condition_selects_among_factors(which):
     assert float(factor_of(function, which)) == (-0.25 if which else 0.0)
 
 
-def test_a_norm_of_it_counts_as_a_constant():
+def test_a_norm_of_the_input_counts_as_a_constant():
     def function(m, g, rate):
         del g, rate
         return m / jnp.sum(m)
@@ -68,7 +68,7 @@ def test_a_norm_of_it_counts_as_a_constant():
     np.testing.assert_array_equal(factor_of(function), 1 / jnp.sum(M))
 
 
-def test_what_does_not_depend_on_it_has_no_factor():
+def test_a_result_that_does_not_depend_on_the_input_has_no_factor():
     assert factor_of(lambda m, g, rate: g * rate) is None
 
 

@@ -1,4 +1,4 @@
-"""The aliases train like their float32 optax counterparts and take their arguments."""
+"""Aliases train like optax's float32 counterparts and accept the same arguments."""
 
 import functools
 import inspect
@@ -30,11 +30,11 @@ pytestmark = pytest.mark.standard_promotion
 STEPS = 400
 
 each_alias = pytest.mark.parametrize("alias", EVERY_ALIAS.values(), ids=EVERY_ALIAS)
-BFLOAT16_SPACING = 2.0**-7  # of weights between 1 and 2, where the parabola's are
+BFLOAT16_SPACING = 2.0**-7  # for weights between 1 and 2, as in the parabola
 
 
 def _parabola():
-    """Start and minimum of ``sum((w - target)**2) / 2``."""
+    """Returns the start and the minimum of ``sum((w - target)**2) / 2``."""
     target = 1.5 + 0.3 * jax.random.uniform(jax.random.key(1), (64, 8), minval=-1.0)
     return jnp.full((64, 8), 1.5), target
 
@@ -74,8 +74,8 @@ def test_reaches_the_minimum_of_a_parabola_as_float32_training_does(optimizer):
     tx = optimizer(_decaying(optimizer.peak))
     params, state = _minimise(tx, start.astype(jnp.bfloat16), target)
     assert params.dtype == jnp.bfloat16
-    # The gradient is taken at the parameter, at most one spacing from its master. A
-    # master that is the parameter itself keeps stepping from neighbour to neighbour.
+    # The gradient is evaluated at the parameter, at most one spacing away from its
+    # master. Without a residual, the parameter keeps jumping between neighbours.
     spacings = 1 if state.residual.by_name else 2
     reference = _float32_error(optimizer.reference, optimizer.peak)
     allowed = spacings * BFLOAT16_SPACING + reference
@@ -137,7 +137,7 @@ def test_sgd_weight_decay_is_added_to_the_gradient(alias):
 
 
 @pytest.mark.parametrize("moments", [{"nu": lowbit_optax.cast("float16")}, {}])
-def test_moments_that_are_not_named_are_float32(moments):
+def test_moments_without_a_format_are_float32(moments):
     tx = lowbit_optax.kahan_adamw(1e-3, moments=moments)
     adam = tx.init(jnp.ones(64, jnp.bfloat16)).inner_state[0]
     assert adam.mu.dtype == "float32"
@@ -164,7 +164,7 @@ NOT_FINITE = [float("nan"), float("inf"), -float("inf"), np.float32("nan")]
 
 
 @each_alias
-def test_a_learning_rate_that_is_no_rate_is_refused_in_a_sentence(alias):
+def test_an_invalid_learning_rate_raises_a_clear_error(alias):
     name = f"{alias.__name__}: learning_rate"
     for rate in NOT_A_RATE:
         with pytest.raises(TypeError, match=f"{name} .*number.*schedule"):
@@ -178,7 +178,7 @@ def test_a_learning_rate_that_is_no_rate_is_refused_in_a_sentence(alias):
         assert alias(rate)
 
 
-def test_other_hyperparameters_that_are_no_numbers_are_refused_too():
+def test_other_hyperparameters_that_are_not_numbers_are_refused():
     for alias, name, value in (
         (lowbit_optax.kahan_sgd, "momentum", "0.9"),
         (lowbit_optax.sr_sgd, "weight_decay", "0.1"),
@@ -213,7 +213,7 @@ def test_two_storages_of_one_moment_are_refused(alias, argument, field, stored):
         make(
             0.1, **{argument: "float16"}, moments={field: lowbit_optax.cast("bfloat16")}
         )
-    # Where only one of them says how it is stored, all is well.
+    # An argument is fine as long as only one of the two options sets the dtype.
     for moments in ("float32", {}, {field: "float32"}):
         tx = make(0.1, **{argument: jnp.bfloat16}, moments=moments)
         state = tx.init(jnp.ones((64, 64), jnp.bfloat16)).inner_state[0]

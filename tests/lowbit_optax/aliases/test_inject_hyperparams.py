@@ -1,6 +1,6 @@
-"""``optax.inject_hyperparams`` around the aliases and inside ``lowbit``.
+"""``optax.inject_hyperparams`` works around the aliases and inside ``lowbit``.
 
-It turns all arguments that are ints or floats, including defaults, into traced arrays.
+It turns every int or float argument, including defaults, into a traced array.
 """
 
 import functools
@@ -31,7 +31,7 @@ def injected(alias, **options):
 
 
 def params_for(name, size=64):
-    """A kernel of 64 elements, which are not packed; 4096 are."""
+    """Returns a kernel; a residual of 64 elements is not packed, one of 4096 is."""
     weights = {"kernel": jnp.linspace(-1, 1, size).reshape(-1, 64)}
     if name.startswith("lpmm"):
         return lowbit_optax.lpmm.quantize_params(weights, bits=12, min_size=0)
@@ -43,7 +43,7 @@ def grads_for(size=64):
 
 
 def counted_step(tx):
-    """A jitted step, and the list of its traces."""
+    """Returns a jitted step, and a list that grows each time the step is traced."""
     traces = []
 
     @jax.jit
@@ -59,7 +59,7 @@ def counted_step(tx):
 def test_the_rate_of_a_running_state_changes_without_compiling_again(name):
     alias, arguments = ALIASES[name]
     size = 4096 if name == "lowbit_adamw" else 64
-    # No other keyword than the learning rate, and the momentum that SGD may have.
+    # Pass only the learning rate, and the momentum for SGD.
     tx = injected(alias)(learning_rate=0.1, **arguments)
     params, grads = params_for(name, size), grads_for(size)
     train_step, traces = counted_step(tx)
@@ -67,7 +67,7 @@ def test_the_rate_of_a_running_state_changes_without_compiling_again(name):
     assert _differ(first, params)
     state.hyperparams["learning_rate"] = jnp.float32(0)
     second, end = train_step(first, state, grads)
-    # With a rate of 0 there is no update, and nothing to round.
+    # A rate of 0 gives a zero update, so nothing is rounded.
     assert_same_bits(second, first)
     assert_same_bits(end.inner_state.residual, state.inner_state.residual)
     end.hyperparams["learning_rate"] = jnp.float32(0.1)
@@ -86,7 +86,7 @@ def test_every_optional_keyword_is_none_by_default(name):
     alias, _ = ALIASES[name]
     for parameter in inspect.signature(alias).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY:
-            # Python's booleans are no hyperparameters for optax.
+            # optax does not treat Python booleans as hyperparameters.
             assert parameter.default in (None, False), parameter.name
 
 
@@ -102,11 +102,11 @@ def test_the_state_of_sgd_does_not_depend_on_the_weight_decay(name):
 
 @pytest.mark.parametrize("name", ["kahan_sgd", "lpmm_sgd"])
 def test_a_traced_weight_decay_of_zero_is_no_weight_decay(name):
-    # Powers of two: products are exact, however XLA contracts them with sums.
+    # Products of powers of two are exact, so fusing them with sums changes nothing.
     alias = functools.partial(ALIASES[name][0], 0.125, 0.5)
     params, grads = params_for(name), grads_for()
     if name == "kahan_sgd":
-        # Zero times infinity would be NaN.
+        # With a weight decay of zero, this would become 0 * inf = NaN.
         params["kernel"] = params["kernel"].at[0, 4].set(jnp.inf)
     state = alias().init(params)
 
@@ -161,7 +161,7 @@ def _adamw(b2):
 
 
 OF_ONE = lowbit_optax.loss_scaling.static_scale(1.0)
-# Transformations that a function under optax.inject_hyperparams may return.
+# Functions that return a transformation, for optax.inject_hyperparams.
 MADE_INSIDE = {
     "lowbit": _adamw,
     "lowbit of a chain": lambda b2: lowbit(
@@ -200,7 +200,7 @@ CASES = {
 @pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES)
 @pytest.mark.parametrize(("make", "around"), CASES.values(), ids=CASES)
 def test_lowbit_refuses_a_b2_that_is_1_in_the_parameters_dtype(make, around, route):
-    """It raises in the parameters' dtype, and only there."""
+    """The error is raised only in the parameters' dtype."""
     params, grads = params_for("lowbit"), grads_for()
     narrow = around(optax.inject_hyperparams(make)(b2=0.999))
     state = narrow.init(params)
@@ -212,7 +212,7 @@ def test_lowbit_refuses_a_b2_that_is_1_in_the_parameters_dtype(make, around, rou
         assert np.all(np.isfinite(leaf.astype(jnp.float32)))
 
 
-def test_quantized_weights_do_not_make_a_rate_0():
+def test_quantized_weights_do_not_round_the_rate_to_0():
     params, grads = params_for("lpmm", 4096), grads_for(4096)
     make = lambda learning_rate: lowbit(optax.sgd(learning_rate))
     narrow = optax.inject_hyperparams(make)(0.1)
@@ -223,7 +223,7 @@ def test_quantized_weights_do_not_make_a_rate_0():
     assert _differ(moved, params)
 
 
-def test_what_clips_outside_of_lowbit_may_be_narrow():
+def test_clipping_outside_of_lowbit_may_be_narrow():
     make = lambda largest: optax.chain(
         optax.clip_by_global_norm(largest), lowbit(optax.adamw(0.01))
     )
@@ -257,7 +257,7 @@ def test_integers_must_be_static_and_the_error_says_so(name, argument):
     ("make", "arguments"),
     [(emulation.sixteen_bit_sgd, {"momentum": 0.9}), (emulation.sixteen_bit_adamw, {})],
 )
-def test_of_the_16_bit_unit_only_the_rate_may_be_injected(make, arguments):
+def test_only_the_rate_of_the_16_bit_unit_may_be_injected(make, arguments):
     make = functools.partial(make, **arguments)
     params = params_for("lowbit")
     match = r"float32 array.*learning_rate.*static_args"

@@ -1,4 +1,4 @@
-"""``lowbit_muon`` is optax's Muon in few bits, a matrix of a stack at a time."""
+"""``lowbit_muon`` matches optax's Muon and updates a stack one matrix at a time."""
 
 import functools
 
@@ -75,12 +75,12 @@ def test_the_products_of_one_matrix_of_a_stack_are_temporary():
     muon = optax.contrib.muon(0.02, muon_weight_dimension_numbers=dimensions)
 
     def temporary(tx):
-        """Bytes per parameter."""
+        """Returns the temporary bytes per parameter."""
         step = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
         compiled = step.lower(params, jax.eval_shape(tx.init, params), params).compile()
         return compiled.memory_analysis().temp_size_in_bytes / (12 * 256 * 256)
 
-    # Each product of the whole stack would be 4 bytes per parameter.
+    # Products of the whole stack would need 4 bytes per parameter each.
     assert temporary(lowbit_muon(0.02)) < temporary(lowbit(muon)) - 7
 
 

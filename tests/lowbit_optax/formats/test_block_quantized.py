@@ -1,4 +1,4 @@
-"""Block-wise quantised moments: the codes, their rounding, and their storage."""
+"""Block-wise quantised moments use the right codes, rounding and storage."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.standard_promotion
 
 
 class CodeByPrograms:
-    """A code whose functions of arrays are one program each, not many operations."""
+    """Jits each array function of a code, so that the tests run faster."""
 
     def __init__(self, code):
         self.code = code
@@ -56,13 +56,13 @@ each_unsigned_code = pytest.mark.parametrize(
 
 
 def prepared(code, largest):
-    """The scale for blocks with these largest values, and the prepared scale."""
+    """Returns the scale, and the prepared scale, for these largest values."""
     scale = code.scale_of_keys(code.keys(jnp.float32(largest)))
     return scale, code.prepare(scale.astype(jnp.float32))
 
 
 def finite_values(code, largest=3.3):
-    """The fields with finite values, ascending by value, and the values in float64."""
+    """Returns the fields of finite values and their float64 values, by value."""
     fields = np.arange(2**code.bits, dtype=np.uint32)
     if not code.signed:
         fields = fields[: code.infinity_field]
@@ -79,7 +79,7 @@ def finite_values(code, largest=3.3):
 def test_fields_stand_for_increasing_numbers(code):
     _, values = finite_values(code)
     steps = np.diff(values)
-    # Codes with a sign have two zeros.
+    # Signed codes have two zeros.
     assert np.all(steps >= 0)
     assert np.sum(steps == 0) <= 1
     assert np.all(values[np.flatnonzero(steps == 0)] == 0)
@@ -92,7 +92,7 @@ def test_signed_codes_are_symmetric_and_zero_is_a_code(code):
     fields, values = finite_values(code)
     assert 0.0 in values
     if code.signed:
-        # The most negative integer of a linear code is not used.
+        # A linear code does not use its most negative integer.
         used = values[fields != 0] if code.__class__.__name__ == "Linear" else values
         np.testing.assert_array_equal(used, -used[::-1])
     else:
@@ -107,7 +107,7 @@ def test_values_are_normal_and_scales_finite_in_blocks_of_any_size(code):
     for largest in (2.0**-126, 1e-37, 1e-30):
         _, values = finite_values(code, largest)
         sizes = np.sort(np.abs(values))
-        # Codes with a sign have two zeros; subnormal numbers would be others, on CPUs.
+        # Signed codes have two zeros. CPUs may flush subnormal numbers.
         assert sizes[1 + code.signed] >= 2.0**-126
     scale, _ = prepared(code, 3.4028235e38)
     assert np.isfinite(float(scale))
@@ -117,7 +117,7 @@ def test_values_are_normal_and_scales_finite_in_blocks_of_any_size(code):
 def test_the_largest_of_a_block_is_never_rounded_to_infinity(code):
     if not code.is_linear_in_units:
         pytest.skip("its fields are sums with the block's base")
-    # Of a stored value, the quotient by the unit may be a little more than exact.
+    # The quotient of a stored value and the unit may slightly exceed the exact value.
     _, ready = prepared(code, 3.3)
     top = code.decode_fields(jnp.uint32([code.largest_field]), ready)
     x = top * (1 + jnp.float32([0, 1, 4]) * 2.0**-23)
@@ -153,18 +153,18 @@ def test_the_scale_covers_the_block_and_does_not_creep(code):
         largest.shape, top if code.signed else code.largest_field, jnp.uint32
     )
     reach = np.asarray(code.decode_fields(field, ready))
-    # Rounded up, but for the tolerance against creeping.
+    # The scale rounds up, except within the tolerance that prevents creeping.
     assert np.all(reach >= largest * (1 - 2.0**-20))
     spare = 1 + 2.0**-7 if code.scale == "bfloat16" else 2
     if isinstance(code, Float) and code.scale == "bfloat16":
-        spare = {8: 9 / 8, 4: 3 / 2}[code.bits]  # a step
+        spare = {8: 9 / 8, 4: 3 / 2}[code.bits]  # one step of the scale
     assert np.all(reach <= largest * spare * (1 + 2.0**-18))
-    # What is decoded is covered by the scale that it was decoded with,
+    # The scale that decoded the values covers them,
     again = code.scale_of_keys(code.keys(jnp.asarray(reach)))
     if not isinstance(code, Float):
         np.testing.assert_array_equal(again, scale)
         return
-    # or by the next one, with which it is stored unchanged.
+    # or the next scale covers them and stores them unchanged.
     ready = code.prepare(again.astype(jnp.float32))
     for draw in (0, 2**32 - 1):
         fields = code.encode_fields(jnp.asarray(reach), ready, jnp.uint32(draw))
@@ -176,7 +176,7 @@ def test_the_scale_covers_the_block_and_does_not_creep(code):
 def test_no_finite_float_is_rounded_to_infinity(bits, scale):
     code = code_of("float", bits, False, scale)
     patterns = np.random.default_rng(0).integers(2**23, 2030 << 20, 4096)
-    steps = np.arange(9, 2030) << 20  # and what is near the values of fields
+    steps = np.arange(9, 2030) << 20  # numbers near the values of fields
     near = (steps + np.arange(-20, 21)[:, None]).ravel()
     patterns = np.concatenate([patterns, near])
     largest = patterns.astype(np.int32).view(np.float32)
@@ -195,7 +195,7 @@ def test_every_stochastic_code_is_unbiased_over_all_random_numbers(code):
     _, values = finite_values(code)
     reach = float(np.asarray(values.max()))
     rng = np.random.default_rng(2)
-    # Between codes everywhere, the smallest included, in proportion to the codes.
+    # Cover the range between every pair of codes, including the smallest, evenly.
     values = np.unique(values[(values >= 0) & (values <= reach)])
     first = 0 if code.signed else 1
     at = rng.integers(first, len(values) - 1, 200)
@@ -205,8 +205,8 @@ def test_every_stochastic_code_is_unbiased_over_all_random_numbers(code):
         x *= rng.choice([-1, 1], x.shape).astype(np.float32)
     _, ready = prepared(code, 3.3)
     numbers = np.arange(2**RANDOM_BITS, dtype=np.uint32) << (32 - RANDOM_BITS)
-    # What stands in the lower bits is not read.
-    # Some codes read more bits. This is the middle of what these can be.
+    # Most codes ignore the bits below. Some codes read them, so set them to the middle
+    # of their range.
     numbers |= np.uint32(1 << (31 - RANDOM_BITS))
 
     @jax.jit
@@ -217,8 +217,8 @@ def test_every_stochastic_code_is_unbiased_over_all_random_numbers(code):
     mean = np.asarray(decoded(jnp.asarray(x), jnp.asarray(numbers)), np.float64)
     step = (values[at + 1] - values[at]).astype(np.float64)
     error = np.abs(mean.mean(0) - x) / step
-    # 2^-13 of a step from the random numbers, and float32's rounding of x / unit,
-    # which is many steps above zero in codes with many steps.
+    # The random numbers contribute 2^-13 of a step. Float32 rounds x / unit, which is
+    # many steps above zero in codes with many steps.
     rounding = 2.0**-22 * np.abs(x) / step
     assert np.all(error <= 2.0 ** -(RANDOM_BITS + 1) + rounding), error.max()
 
@@ -246,7 +246,7 @@ def test_no_positive_second_moment_becomes_zero(code):
 
 @each_code
 @pytest.mark.parametrize("draw", [0, 2**32 - 1])
-def test_what_is_not_finite_keeps_to_its_own_field(code, draw):
+def test_non_finite_values_have_their_own_field(code, draw):
     bad = np.array([np.inf, -np.inf, np.nan, -np.nan, 3.4e38], np.float32)
     _, ready = prepared(code, 3.3)
     words = jnp.full(bad.shape, draw, jnp.uint32)
@@ -277,7 +277,7 @@ def test_a_negative_second_moment_is_the_smallest_code(code):
 @pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_dynamic_map_is_the_published_one(bits, signed):
-    """``create_dynamic_map`` of bitsandbytes, rewritten; golden values below."""
+    """``create_dynamic_map`` of bitsandbytes, rewritten and checked by values below."""
     data = []
     for i in range(bits - 1):
         items = 2 ** (i if signed else i + 1) + 1
@@ -290,14 +290,14 @@ def test_the_dynamic_map_is_the_published_one(bits, signed):
         np.testing.assert_allclose(published[-1], 0.9929687)
         np.testing.assert_allclose(published[128:131], [5.5e-7, 3.25e-6, 7.75e-6])
     code = code_of("dynamic", bits, signed, "power_of_two")
-    # Of a scale of 1, the values are the map's own.
+    # With a scale of 1, the decoded values are the values of the map.
     _, values = finite_values(code, largest=published[-1])
     np.testing.assert_allclose(np.unique(values), published, rtol=2e-6)
 
 
 def test_segments_double_their_steps():
-    # Eight segments of sixteen steps are the mu-law of ITU-T G.711, whose segments
-    # start at 31, 95, 223, ... 4063 on a scale where its bias is 33 and its steps 2.
+    # Eight segments of sixteen steps form the mu-law of ITU-T G.711. Its segments start
+    # at 31, 95, 223, ..., 4063, on a scale with a bias of 33 and steps of 2.
     telephony = CodeByPrograms(Segments(8, True, "power_of_two", 3))
     _, values = finite_values(telephony, largest=247.0)
     positive = values[values >= 0][1:]
@@ -335,7 +335,7 @@ SHAPES = [(64,), (270,), (5,), (64, 8), (3, 3, 40), (100, 7), (2, 33, 65), (9, 3
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("bits", "block_size"), [(8, 32), (4, 32), (8, 64)])
-def test_shapes_and_errors_are_those_of_whole_blocks_everywhere(
+def test_partial_blocks_have_the_shapes_and_errors_of_whole_blocks(
     shape, bits, block_size
 ):
     format_ = block_quantized(
@@ -346,7 +346,7 @@ def test_shapes_and_errors_are_those_of_whole_blocks_everywhere(
         scale="power_of_two",
     )
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    x += np.sign(x)  # padding would be the smallest of a block
+    x += np.sign(x)  # zero padding would be the smallest
     stored = encode(format_, x)
     assert stored.codes.dtype == jnp.uint32
     assert stored.codes.shape == packed_shape(shape, bits)
@@ -354,7 +354,8 @@ def test_shapes_and_errors_are_those_of_whole_blocks_everywhere(
     assert stored.scales.shape == layout_of(shape).blocks_shape(block_size)
     decoded = np.asarray(decode(format_, stored, shape))
     assert decoded.shape == shape
-    # Half a step of the value's own block, whose largest value is the largest code.
+    # Errors are at most half a step of a block whose largest value has the largest
+    # code.
     reach = 2 ** (bits - 1) - 1
     bound = 2.01 * np.abs(x).max() / (2 * reach)
     assert np.abs(decoded - x).max() <= bound

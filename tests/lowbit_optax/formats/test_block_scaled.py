@@ -1,4 +1,4 @@
-"""Block-scaled float8 weights: codes, scales, residuals, and steps of them."""
+"""Block-scaled float8 weights round, store and update as documented."""
 
 import functools
 
@@ -22,11 +22,11 @@ E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
 TINY = float(np.finfo(np.float32).smallest_normal)
 
 scaled_rows = jax.jit(functools.partial(block_scale, axis=0, min_size=0))
-"""Of a matrix of 32 rows every column is a block."""
+"""Scales a matrix of 32 rows, in which every column is a block."""
 
 
 def columns(*rows):
-    """Blocks of these values, with zeros below."""
+    """Returns one block per column with these leading values, followed by zeros."""
     rows = np.broadcast_arrays(*map(np.atleast_1d, rows))
     x = np.zeros((32, rows[0].size), np.float32)
     x[: len(rows)] = rows
@@ -34,7 +34,7 @@ def columns(*rows):
 
 
 def tensor_of(codes, scales):
-    """Bytes of codes, ``[32, blocks]``, and of scales, ``[1, blocks]``, as they are."""
+    """Builds a tensor from uint8 codes ``[32, blocks]`` and scales ``[1, blocks]``."""
     return BlockScaledTensor(jnp.asarray(codes), jnp.asarray(scales), -2)
 
 
@@ -70,7 +70,7 @@ def test_every_bfloat16_is_rounded_to_the_nearest_code(largest):
     np.testing.assert_array_equal(np.asarray(got.scales_e8m0)[0], exponent + 127)
     with np.errstate(all="ignore"):
         want = (values.astype(float) * 0.5**exponent).astype(E4M3)
-    # XLA:CPU takes float32 that are no normal numbers for 0.
+    # XLA:CPU treats subnormal float32 numbers as 0.
     want = np.where(finite < TINY, np.copysign(0, want), want).astype(E4M3)
     is_number = np.isfinite(values)
     assert_same(np.asarray(got.codes)[0][is_number], want[is_number])
@@ -100,7 +100,7 @@ def test_every_code_with_every_residual_is_stored_again_as_it_is(exponent, round
     width = format_.format.width
     codes, fields = np.meshgrid(np.arange(256), np.arange(2**width))
     ones = np.ones((31, codes.size), int)
-    # The first row keeps the scale.
+    # The first row determines the scale.
     codes = np.concatenate([0x7E * ones[:1], codes.reshape(1, -1), 0 * ones[:30]])
     fields = np.concatenate([0 * ones[:1], fields.reshape(1, -1), 0 * ones[:30]])
     scales = np.full((1, codes.shape[1]), exponent + 127)
@@ -116,10 +116,10 @@ def test_every_code_with_every_residual_is_stored_again_as_it_is(exponent, round
     again = jax.jit(format_.join)(param, residual)
     assert_same(again, masters)
     if rounding == "stochastic":
-        return  # which of two codes it is, is drawn
+        return  # the code is chosen at random
     param, residual = split(again, random=random)
     assert_same_bits(split(masters, random=random), (param, residual))
-    # Those that rounding gives: not more than 448, no zero with another one's sign.
+    # Check only codes that rounding can return: nonzero and below 448.
     is_own = (codes[1] & 0x7F < 0x7E) & (codes[1] & 0x7F > 0)
     np.testing.assert_array_equal(
         np.asarray(param.codes_e4m3)[1][is_own], codes[1][is_own]
@@ -156,7 +156,7 @@ def test_with_scales_of_1_it_trains_as_float8_arrays_do(name):
 
 
 def model():
-    """Parameters and state of a matrix in two octaves, and of a vector in float32."""
+    """Returns a run with a matrix of two magnitudes and a float32 vector."""
     tx = lowbit(optax.adamw(0.05))
     size = jnp.where(jnp.arange(64) < 32, 1.0, 64.0)[:, None]
     params = {"w": normal(0) * size, "b": normal(1, (8,))}
@@ -188,7 +188,7 @@ def test_masters_follow_float32():
     moved = got["w"] - masters["w"]
     wanted = want["w"] - masters["w"]
     assert float(jnp.abs(wanted).mean()) > 0.1
-    # The largest weights, about 200, are followed in units of 2^-4.
+    # The largest weights, about 200, have units of 2^-4.
     np.testing.assert_allclose(moved[:32], wanted[:32], atol=0.02)
     np.testing.assert_allclose(moved, wanted, atol=0.3)
     assert float(jnp.abs(jnp.mean(moved - wanted))) < 0.003
@@ -209,7 +209,7 @@ def test_a_nan_stays_where_it_is():
 # Products.
 
 
-def test_codes_and_scales_are_what_scaled_products_take():
+def test_scaled_products_accept_codes_and_scales():
     x, w = block_scale(normal(0, (8, 64)), axis=-1, min_size=0), block_scale(normal(1))
     got = jax.lax.scaled_dot(
         x.codes,

@@ -1,4 +1,4 @@
-"""Runs on block-scaled weights: other formats, checkpoints, meshes, scans, reports."""
+"""Block-scaled weights work with conversion, checkpoints, meshes, scans and reports."""
 
 import functools
 
@@ -30,7 +30,7 @@ def begun():
 
 
 def converted(run, from_tx, to_tx, dtypes=None):
-    """``convert``, jitted: else each of its operations is compiled by itself."""
+    """``convert`` under jit, which avoids compiling every operation separately."""
     by = dict(from_tx=from_tx, to_tx=to_tx, dtype=dtypes)
     return jax.jit(functools.partial(convert, **by))(*run)
 
@@ -83,7 +83,7 @@ def test_a_checkpoint_of_blocks_along_another_axis_is_refused():
 # Meshes and scans.
 
 
-def test_the_sizes_that_divide_are_said():
+def test_the_error_names_sizes_that_divide():
     tx, mesh = lowbit(optax.sgd(0.1)), jax.sharding.AbstractMesh((16,), ("x",))
     shape = lambda rows: jax.ShapeDtypeStruct((rows, 64), jnp.float32)
     params = [jax.eval_shape(block_scale, shape(rows)) for rows in (160, 192)]
@@ -123,7 +123,7 @@ def test_a_report_counts_codes_scales_and_residuals():
     assert (row.dtype, row.params, row.residual) == ("mxfp8", 6144 + 192, 6144)
 
 
-def test_a_gpu_is_said_to_have_no_kernel_for_it():
+def test_a_warning_says_that_gpus_have_no_kernel():
     left_to_xla.warn_once.cache_clear()
     device = AbstractDevice("NVIDIA H200", 132, platform="gpu")
     mesh = AbstractMesh((4,), ("a",), (AxisType.Auto,), abstract_device=device)

@@ -1,4 +1,4 @@
-"""Moments in narrow floats: nearest rounding stalls them, stochastic does not."""
+"""Narrow moments stall with nearest rounding but not with stochastic rounding."""
 
 import itertools
 
@@ -19,7 +19,7 @@ SIZE = 4096
 
 
 def second_moment(format_, steps):
-    """nu of Adam at b2 = 0.999 under gradients of 1, as stored and in float32."""
+    """Returns Adam's nu at b2 = 0.999 for gradients of 1, as stored and in float32."""
     tx = lowbit_optax.lowbit(
         optax.scale_by_adam(b2=0.999),
         weights=lowbit_optax.nearest(),
@@ -36,15 +36,15 @@ def second_moment(format_, steps):
     def run(state):
         return lax.scan(one, state, length=steps)[0]
 
-    with jax.numpy_dtype_promotion("standard"):  # for optax's bias correction
+    with jax.numpy_dtype_promotion("standard"):  # optax's bias correction needs it
         state = tx.init(params)
         stored = run(state).inner_state.nu
     return stored, np.asarray(stored).astype(np.float64)
 
 
 def test_a_nearest_second_moment_stops_half_way_and_a_stochastic_one_does_not():
-    # After 5000 steps of gradient 1 nu is 1 - 0.999^5000 = 0.993. An update of
-    # 0.001 (1 - nu) is lost once it is under half the spacing of nu.
+    # After 5000 steps with a gradient of 1, nu is 1 - 0.999^5000 = 0.993. An update of
+    # 0.001 (1 - nu) is lost once it is less than half the spacing of nu.
     _, true = second_moment(None, 5000)
     np.testing.assert_allclose(true, 1 - 0.999**5000, rtol=1e-4)
     stored, nearest = second_moment(cast(jnp.bfloat16, rounding="nearest"), 5000)
@@ -53,8 +53,8 @@ def test_a_nearest_second_moment_stops_half_way_and_a_stochastic_one_does_not():
     _, later = second_moment(cast(jnp.bfloat16, rounding="nearest"), 6000)
     np.testing.assert_array_equal(later, nearest)  # it has stopped for good
     _, drawn = second_moment(cast(jnp.bfloat16), 5000)
-    # Each draw deviates by at most half of 2^-8, and b2 forgets them: in all
-    # 2^-9 / sqrt(1 - b2^2) = 0.044 an element. float32 agrees to 5000 * 2^-24.
+    # Each draw deviates by at most half of 2^-8, and b2 makes old draws decay, so an
+    # element deviates by 2^-9 / sqrt(1 - b2^2) = 0.044. Float32 adds 5000 * 2^-24.
     deviation = 2.0**-9 / np.sqrt(1 - 0.999**2)
     error = abs(drawn.mean() - true.mean())
     assert error <= 5 * deviation / np.sqrt(SIZE) + 5000 * 2.0**-24
@@ -97,6 +97,6 @@ def test_two_moments_and_two_steps_are_rounded_by_independent_draws(dtype):
     }
     up = {name: np.asarray(x).astype(np.float32) > 1 for name, x in up.items()}
     for first, second in itertools.combinations(up, 2):
-        # Two fair coins agree half the time.
+        # Two fair coins agree half of the time.
         agreeing = np.mean(up[first] == up[second])
         assert abs(agreeing - 0.5) <= 5 * np.sqrt(0.25 / SIZE), (first, second)

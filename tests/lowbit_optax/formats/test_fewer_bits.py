@@ -1,4 +1,4 @@
-"""Weights of 10 to 15 bits: bfloat16 numbers with fewer bits of mantissa."""
+"""Weights of 10 to 15 bits are bfloat16 numbers with fewer mantissa bits."""
 
 import pickle
 
@@ -34,7 +34,7 @@ def formats(bits, **overflow):
 
 
 def all_kinds_of_numbers():
-    """Random patterns, and those around what is special."""
+    """Returns random bit patterns and patterns around special numbers."""
     random = np.random.default_rng(0)
     special = [0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FFFFFFF]
     edges = [0x3F800000 + (1 << i) + d for i in range(23) for d in (-1, 0, 1)]
@@ -67,7 +67,7 @@ def test_rounding_is_that_of_the_float_format():
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_weights_and_compensations_are_of_the_format_from_the_start(bits):
+def test_initial_weights_and_compensations_have_the_format(bits):
     fmt = BITS[bits]
     txs = {
         name: lowbit(optax.sgd(2.0**-6), weights=weights)
@@ -95,7 +95,7 @@ def test_weights_and_compensations_are_of_the_format_from_the_start(bits):
         assert np.any(np.asarray(params["w"] != start[0]["w"]))
         w = params["w"].astype(jnp.float32)
         for c in _compensations(state):
-            # Compensations of fewer bits are larger, and none may be dropped.
+            # Compensations are larger with fewer weight bits, and none may be dropped.
             np.testing.assert_array_equal(master, w - c.astype(jnp.float32))
 
 
@@ -104,7 +104,7 @@ def _compensations(state):
     return [x for x in found if not is_blank(x, NO_RESIDUAL)]
 
 
-def test_states_are_of_one_kind_whatever_overflow_gives_and_when_they_are_copied():
+def test_overflow_modes_and_pickled_copies_share_one_state_structure():
     formats = [BITS[12], FloatFormat(8, 3, overflow="infinity")]
     first, other = (
         lowbit(optax.sgd(0.1), weights=kahan(float_format=x)).init(jnp.ones(8, BF16))

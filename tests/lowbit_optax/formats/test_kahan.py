@@ -1,4 +1,4 @@
-"""Kahan summation: small updates add up in every format, within known limits."""
+"""Kahan summation accumulates small updates in every format, up to known limits."""
 
 import functools
 
@@ -22,7 +22,7 @@ each_arithmetic = pytest.mark.parametrize("arithmetic", ARITHMETICS)
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def train(tx, params, grads, steps):
-    """Params and state after some steps with these gradients."""
+    """Returns the parameters and the state after ``steps`` steps."""
 
     def one(carry, _):
         params, state = carry
@@ -42,7 +42,7 @@ def masters(params, state):
 
 @functools.cache
 def float32_run(learning_rate, steps):
-    """The same training with float32 weights."""
+    """Returns the weights of the same training in float32."""
     params, grads = ones(jnp.float32)
     params, _ = train(optax.sgd(learning_rate), params, grads, steps)
     return np.asarray(params["w"])
@@ -54,7 +54,7 @@ STEPS, RATE = 1000, 1e-5
 
 
 def step_deviation(spacing, steps):
-    """Standard deviation after some stochastic roundings to this spacing, at most.
+    """Bounds the standard deviation after ``steps`` stochastic roundings.
 
     A draw between two neighbours varies most if both have probability 1/2.
     """
@@ -62,24 +62,25 @@ def step_deviation(spacing, steps):
 
 
 def assert_tracks_float32(run, spacing, steps=STEPS, rate=RATE):
-    """The masters' mean and each of them follow the float32 run.
+    """Checks that the masters, and their mean, follow the float32 run.
 
-    ``spacing`` is that of what is stored, which each step rounds stochastically. In
-    float32 the runs round their sums near 1 differently, by at most 2^-24 each time
-    and three times a step (y, w + y, the error).
+    ``spacing`` is the spacing of the stored number, which every step rounds
+    stochastically. The float32 sums near 1 also round differently, by at most 2^-24 for
+    each of the three sums of a step (y, w + y and the error).
     """
     params, state = run
     error = masters(params, state) - float32_run(rate, steps).astype(np.float64)
     rounding = steps * 3 * 2.0**-24
     deviation = step_deviation(spacing, steps)
     assert abs(error.mean()) <= 5 * deviation / np.sqrt(SIZE) + rounding
-    # Azuma-Hoeffding: one in 4096 is past 7 deviations with 4096 * 2 exp(-49/2).
+    # By Azuma-Hoeffding, the chance that one of 4096 exceeds 7 deviations is at most
+    # 4096 * 2 exp(-49/2).
     assert np.abs(error).max() <= 7 * deviation + rounding
 
 
 def test_a_compensation_rounded_to_nearest_stalls_where_the_default_does_not():
-    # 1e-6 is 2^-20. Nearest: once c reaches 2^-11, where bfloat16 is spaced 2^-18, a
-    # step is less than half of that and lost for ever.
+    # The rate 1e-6 is about 2^-20. Once c reaches 2^-11, bfloat16's spacing is 2^-18.
+    # Each step is then less than half a spacing, and nearest rounding loses it.
     steps, rate = 4000, 1e-6
     params, grads = ones()
     tx = lowbit_optax.kahan_sgd(rate, residual_rounding="nearest")
@@ -96,10 +97,11 @@ def test_a_compensation_rounded_to_nearest_stalls_where_the_default_does_not():
 @pytest.mark.parametrize(
     ("tx", "dtype", "largest"),
     [
-        # Below 1 bfloat16's spacing is 2^-8, and 8 bits more make it 2^-16.
+        # Below 1, bfloat16's spacing is 2^-8. Eight extra bits reduce it to 2^-16.
         (lowbit_optax.extra_bits_sgd(RATE, bits=8), jnp.bfloat16, 2.0**-8),
-        # The compensation is at most half of the parameter's spacing, or all of it if
-        # the parameter is drawn; it is bfloat16, so spaced 2^-8 of its own binade.
+        # The compensation is at most half of the parameter's spacing, or a whole
+        # spacing if the parameter is rounded stochastically. As a bfloat16 number, its
+        # own spacing is 2^-8 of its size.
         (lowbit_optax.kahan_sgd(RATE, rounding="stochastic"), jnp.bfloat16, 2.0**-8),
         *(
             (lowbit_optax.kahan_sgd(RATE), x, float(ml_dtypes.finfo(x).eps) / 4)
@@ -107,7 +109,7 @@ def test_a_compensation_rounded_to_nearest_stalls_where_the_default_does_not():
         ),
     ],
 )
-def test_what_is_stored_tracks_the_float32_run(tx, dtype, largest):
+def test_stored_masters_track_the_float32_run(tx, dtype, largest):
     params, grads = ones(dtype)
     run = train(tx, params, grads, STEPS)
     assert_tracks_float32(run, spacing=largest * 2.0**-8)
@@ -124,7 +126,7 @@ def advance(format_, param, c, update, seed=0):
 
 
 def rounding_errors(rng, w):
-    """Compensations that rounding to w can leave, which are up to half a spacing."""
+    """Returns compensations of up to half a spacing, as rounding to w can leave."""
     size = np.abs(w.astype(np.float64)) * float(ml_dtypes.finfo(w.dtype).eps) / 2
     return rng.uniform(-1, 1, SIZE) * size
 
@@ -158,7 +160,7 @@ def test_a_step_in_float32_arithmetic_rounds_only_what_is_stored(
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_no_update_changes_nothing(rounding):
-    # Not even where c is a tie, half of the spacing above 1.
+    # This includes a compensation that is a tie, half a spacing above 1.
     format_ = lowbit_optax.kahan(rounding=rounding)
     w = jnp.ones(SIZE, jnp.bfloat16)
     c = jnp.asarray(np.resize([2.0**-8, -(2.0**-8), 3e-4, 0.0], SIZE), jnp.bfloat16)
@@ -167,20 +169,20 @@ def test_no_update_changes_nothing(rounding):
 
 
 def test_a_compensation_of_a_whole_spacing_belongs_to_its_weight():
-    # What stochastic rounding of the weight lost, rounded up itself.
+    # Stochastic rounding can lose almost a whole spacing, which itself rounds up.
     param, residual = jnp.ones(1, jnp.bfloat16), jnp.full(1, 2.0**-7, jnp.bfloat16)
     joined = lowbit_optax.kahan(rounding="stochastic").join(param, residual)
     np.testing.assert_array_equal(joined, 1 - 2.0**-7)
 
 
-# What a GPU's compiler could take away.
+# Casts that a GPU's compiler could remove.
 
 
 @each_arithmetic
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_no_cast_measures_the_rounding_error(arithmetic, rounding):
-    # XLA:GPU drops float32 -> bfloat16 -> float32: an error measured with casts is
-    # zero there, and right on a CPU.
+    # XLA:GPU drops float32 -> bfloat16 -> float32, so an error measured with casts
+    # would be zero on a GPU although it is right on a CPU.
     format_ = lowbit_optax.kahan(rounding=rounding, arithmetic=arithmetic)
     param = jnp.ones(8, jnp.bfloat16)
     closed = jax.make_jaxpr(functools.partial(advance, format_))(

@@ -1,8 +1,8 @@
-"""Updates with low moments are neither too long nor far from float32's, at every b2.
+"""Updates with low-bit moments follow float32's updates at every b2.
 
-Where gradients stop, second moments decay, and differ by many octaves from those of
-their neighbours. A block must not take so coarse a grid for them that its other weights
-lose their second moments.
+When gradients stop, second moments decay to values many octaves below their neighbours.
+The block must not use a grid so coarse that its other weights lose their second
+moments.
 """
 
 import functools
@@ -36,7 +36,7 @@ def dying_rows():
 
 
 def rarely_touched(among):
-    """Rows with a gradient once in 1,000 steps, among those of ``among``."""
+    """Returns gradients that are zero outside ``among`` in 999 of 1,000 steps."""
     first = np.random.default_rng(2).integers(0, 1000, (SHAPE[0], 1))
     touched = (STEP - first) % 1000 == 0
     return normal() * (touched | among)
@@ -64,16 +64,16 @@ def test_low_moments_follow_float32(case, b2):
     grads = jnp.asarray(CASES[case](), jnp.float32)
     largest, _, cosine = compared(*(updates(x, grads, b2) for x in ("low", "float32")))
     assert largest <= 1.25
-    # Rows of which all gradients are 20 octaves larger need the coarsest grid.
+    # Rows in which all gradients are 20 octaves larger need the coarsest grid.
     assert cosine >= (0.93 if case == "rows 1e6 times as large" else 0.94)
 
 
-def test_a_weight_that_has_died_rests():
+def test_a_weight_without_gradients_stops_moving():
     grads = jnp.asarray(CASES["a dead weight in each block"](), jnp.float32)
     got, want = (
         np.abs(np.asarray(updates(x, grads, 0.95)))[200:, ONE_OF_EACH_BLOCK]
         for x in ("low", "float32")
     )
     assert got.max() <= 1.25 * want.max()
-    # In the end its second moment would be 2^-140 of its neighbours', and is 2^-61.
+    # At the end, the second moment should be 2^-140 of its neighbours, but it is 2^-61.
     assert got[500:].max() <= 1e-6

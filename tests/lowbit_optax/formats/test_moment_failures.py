@@ -1,7 +1,7 @@
-"""Known failures of quantised moments do not occur, judged against float32 AdamW.
+"""Quantised moments avoid known failures; updates are compared with float32 AdamW.
 
-The parameters are float32, which ``lowbit`` passes through. So the tests see updates
-before any rounding of weights.
+The parameters are float32, which ``lowbit`` passes through, so the tests see the
+updates before any rounding of weights.
 """
 
 import functools
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.standard_promotion
 
 SHAPE = (128, 64)
 RATE = 1e-3
-OUTLIER = (np.arange(SHAPE[0]) % 32 == 5)[:, None]  # one value of each block
+OUTLIER = (np.arange(SHAPE[0]) % 32 == 5)[:, None]  # one value in each block
 EIGHT = block_quantized(8)
 
 
@@ -31,7 +31,7 @@ def adam(moments, b1=0.9, b2=0.99, eps=1e-8):
 
 
 def scanned(tx, start, grad_of, steps):
-    """Parameters and state after some steps, and the updates of every step."""
+    """Returns the final parameters and state, and the updates of each step."""
 
     def one(carry, step):
         params, state = carry
@@ -43,7 +43,7 @@ def scanned(tx, start, grad_of, steps):
 
 
 def run(moments, grad_of, steps, **options):
-    """Updates of every step in units of the rate, the last parameters, the state."""
+    """Returns the updates in units of the rate, and the final parameters and state."""
     tx, params = adam(moments, **options), jnp.zeros(SHAPE)
     (params, state), updates = jax.jit(
         lambda start: scanned(tx, start, grad_of, steps)
@@ -52,7 +52,7 @@ def run(moments, grad_of, steps, **options):
 
 
 def decoded(format_, adam):
-    """mu and nu in float32."""
+    """Decodes mu and nu to float32."""
     return tuple(
         np.asarray(
             format_.for_field(name, name == "nu").decode(getattr(adam, name), SHAPE)
@@ -69,7 +69,7 @@ def norm_ratio(got, want):
 
 @pytest.mark.parametrize(
     ("exponent", "eps"),
-    # Adam's eps is a size of gradients too: scaled with them, and its own.
+    # Adam's eps is also a gradient size: test it scaled with the gradients, and fixed.
     [*((x, 1e-8 * 10.0**x) for x in (0, -2, -4, -6, -7, -8)), (-8, 1e-8)],
 )
 def test_updates_do_not_depend_on_the_size_of_gradients(exponent, eps):
@@ -87,7 +87,7 @@ def test_a_gradient_that_is_not_finite_harms_its_own_parameter_alone(bad):
     want, plain, _ = run("float32", grads, 400)
     others = np.broadcast_to(~OUTLIER, SHAPE)
     assert np.all(np.isfinite(params[others]))
-    # What float32 loses may be lost here too, and nothing else.
+    # A value may only be lost if float32 loses it too.
     assert np.all(np.isfinite(params) | ~np.isfinite(plain))
     assert np.abs(params[np.isfinite(params)]).max() <= 10 * np.nanmax(np.abs(plain))
     if not np.isfinite(bad):
@@ -98,7 +98,7 @@ def test_a_gradient_that_is_not_finite_harms_its_own_parameter_alone(bad):
 
 @functools.cache
 def beside_a_spike(moments, b1):
-    """From the size of one gradient to the updates beside it, from then on."""
+    """Maps the size of one gradient to the later updates of its neighbours."""
     tx, params = adam(moments, b1=b1, b2=0.999), jnp.zeros(SHAPE)
 
     def updates(size):
@@ -111,10 +111,10 @@ def beside_a_spike(moments, b1):
 
 @pytest.mark.parametrize("b1", [0.9, 0.99])
 @pytest.mark.parametrize("size", [1e6, 1e18, 1.85e19, 2e19, 9e19, 9e20, 3.4e38])
-def test_beside_a_gradient_of_any_size_no_update_is_too_long(size, b1):
+def test_no_update_next_to_a_gradient_of_any_size_is_too_long(size, b1):
     got, want = (beside_a_spike(moments, b1)(size) for moments in (EIGHT, "float32"))
     assert np.abs(got).max() <= 1.3 * np.abs(want).max()
-    if size > 2.0**64:  # whose square is infinite
+    if size > 2.0**64:  # the square overflows
         assert abs(norm_ratio(got, want) - 1) <= 0.05
 
 
@@ -130,13 +130,13 @@ IN_ITS_BLOCK = np.broadcast_to((np.arange(SHAPE[0]) % 32 < 8)[:, None], SHAPE)
         ("low", 1e6, 1.0, 1.1),
         ("low", 1e9, 1.0, 1.1),
         ("low", 1e18, 0.1, 0.2),
-        # From here on the square is infinite.
+        # At this size, the square overflows.
         (EIGHT, 1e30, 0.9, 1.1),
         ("low", 1e30, 0.9, 1.1),
         ((("mu", block_quantized(4)), ("nu", EIGHT)), 1e30, 0.9, 1.1),
     ],
 )
-def test_beside_a_large_gradient_the_updates_of_its_block(moments, size, least, most):
+def test_updates_next_to_a_large_gradient_have_known_sizes(moments, size, least, most):
     got, want = (
         np.asarray(beside_a_spike(x, 0.9)(size))[1:, IN_ITS_BLOCK & ~OUTLIER]
         for x in (moments, "float32")
@@ -145,7 +145,7 @@ def test_beside_a_large_gradient_the_updates_of_its_block(moments, size, least, 
 
 
 def test_after_gradients_stop_v_decays_as_in_float32():
-    # 300 more steps are 3 e-folds of v at b2 = 0.99.
+    # At b2 = 0.99, v decays by 3 e-folds in 300 steps.
     grads = lambda step, normal: jnp.where(step < 200, normal, 0.0)
     for steps in (200, 300, 500):
         _, want = decoded("float32", run("float32", grads, steps)[2])
@@ -164,12 +164,12 @@ def test_there_is_no_first_moment_where_there_never_was_a_gradient():
     for values in (mu, params):
         np.testing.assert_array_equal(values[silent], 0.0)
     assert np.all(nu[~silent] > 0)
-    # The smallest second moment beside others is not 0, but far below these.
+    # Next to other moments, the smallest second moment is not 0 but far below them.
     assert nu[silent].max() <= 2.0**-31 * nu.max()
 
 
 def cosine(inner, moments, steps):
-    """How similar the later updates are to those with float32 moments."""
+    """Returns the cosine between later updates with ``moments`` and with float32."""
     draws = np.random.default_rng(0).standard_normal((steps, 64, 64), np.float32)
     both = (updates(x, draws, 0.999, inner) for x in (moments, "float32"))
     return compared(*(x[steps // 2 :] for x in both))[2]
@@ -198,7 +198,7 @@ def test_a_second_moment_of_wider_range_needs_relative_first_moments(nu, relativ
     moments = (("mu", block_quantized(8, relative_to=relative_to)), *nu)
     got, want = (beside_a_spike(x, 0.9)(1e9) for x in (moments, "float32"))
     largest = np.abs(got).max() / np.abs(want).max()
-    # The largest of few updates is chance: 140 to 240 with the seeds 0 to 9.
+    # The largest of a few updates depends on chance: 140 to 240 for seeds 0 to 9.
     assert largest <= 1.3 if relative_to else 100 < largest < 400
 
 

@@ -1,4 +1,4 @@
-"""How the fields of states are stored: optax's own, and those that a user declares."""
+"""State fields get the right format, in optax's states and in user-defined ones."""
 
 import re
 import typing
@@ -78,7 +78,7 @@ SHAPE = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
 
 
 def stored(inner, moments):
-    """By field of the state, how arrays of the parameter's shape are stored."""
+    """Describes how each state field stores arrays of the parameter's shape."""
     tx = lowbit_optax.lowbit(inner, moments=moments, weights=lowbit_optax.extra_bits())
     pattern = re.compile(
         r"float32\[64, 128\](?: in (\d-bit \w+ '\w+').*?(?:,( over) the root.*)?)?"
@@ -92,7 +92,7 @@ def stored(inner, moments):
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_fields_are_stored_as_what_is_known_of_them_allows(name):
+def test_known_state_fields_are_stored_in_suitable_formats(name):
     inner, fields = FIELDS[name]
     for moments, formats in FORMATS.items():
         wanted = {field: formats.get(kind, kind) for field, kind in fields.items()}
@@ -107,13 +107,13 @@ ASKED_FOR = {
 
 
 @pytest.mark.parametrize("field", ASKED_FOR)
-def test_second_moments_that_are_asked_for_have_no_sign(field):
+def test_requested_second_moments_are_stored_without_a_sign(field):
     found = stored(ASKED_FOR[field], {field: lowbit_optax.block_quantized(8)})
     assert found[field] == "8-bit unsigned 'float'"
 
 
 def custom_momentum():
-    """A user's transformation, whose state has a field of a known name."""
+    """A user-defined transformation whose state has a field with a known name."""
 
     def init(params):
         return {"mu": jax.tree.map(jnp.zeros_like, params)}
@@ -137,7 +137,7 @@ def test_other_states_stay_float32_unless_fields_are_named():
     assert by_name.float32_moments == ("mu",)
 
 
-def test_a_moment_dtype_beside_a_format_is_an_error():
+def test_a_moment_dtype_together_with_a_format_raises_an_error():
     narrow = optax.adamw(1e-3, mu_dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match=r"'mu'.*bfloat16.*mu_dtype"):
         lowbit_optax.lowbit(narrow).init({"w": jnp.ones((64, 64))})
@@ -150,7 +150,7 @@ PARAMS = {"w": jnp.ones((64, 64), jnp.bfloat16)}
 
 
 def transformation(state_class):
-    """Adam under other names, which the state's class has."""
+    """Adam with the field names of ``state_class``."""
     adam = optax.scale_by_adam()
 
     def update(updates, state, params=None):
@@ -211,7 +211,7 @@ def test_a_declared_bound_lets_four_bits_be_relative():
     assert isinstance(state.fast, RelativeMoment)
 
 
-def test_a_second_moment_stored_with_a_sign_unasked_is_warned_of():
+def test_storing_an_undeclared_second_moment_with_a_sign_warns():
     moments = {"squares": lowbit_optax.block_quantized(8)}
     with pytest.warns(UserWarning, match="'squares' of State is stored with a sign"):
         stepped(new_class(), moments)

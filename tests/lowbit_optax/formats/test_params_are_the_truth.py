@@ -1,8 +1,8 @@
-"""A parameter that the user sets stays set, in every weight format.
+"""A parameter that the user overwrites keeps its new value in every weight format.
 
-Pruning, projections, averages swapped in and re-initialisation all write into
-``params`` and leave the optimizer's state alone. What the state holds for such a
-parameter belongs to its old value, which must not come back.
+Pruning, projections, swapped-in averages and re-initialisation write to ``params`` and
+leave the optimizer's state unchanged. The state of such a parameter belongs to the old
+value, which must not come back.
 """
 
 import functools
@@ -34,17 +34,17 @@ each_format = pytest.mark.parametrize("name", FORMATS)
 
 
 def same_numbers(a, b):
-    """Whether numbers are equal, elementwise; NaNs count as equal."""
+    """Returns where two arrays have equal numbers or are both NaN."""
     return (a == b) | (np.isnan(a) & np.isnan(b))
 
 
-# What a master is joined of: no residual of another parameter moves it away.
+# Joining: a residual of another parameter does not move the master away.
 
 
 def spacings_away(master, param):
-    """How far masters are from finite parameters, in spacings of the parameters.
+    """Measures distances of masters from finite parameters in parameter spacings.
 
-    The spacing at a power of two is that of the numbers above it, the larger one.
+    At a power of two, the spacing is the larger one, above the number.
     """
     info = ml_dtypes.finfo(param.dtype)
     param, master = param.astype(np.float64), master.astype(np.float64)
@@ -53,7 +53,7 @@ def spacings_away(master, param):
 
 
 def check_joined(bits, rounding, residuals):
-    """Joins every bfloat16 parameter with each of these residuals, all at once."""
+    """Joins every bfloat16 parameter with each of these residuals."""
     param = every(jnp.bfloat16)
     wide = param.astype(np.float32)
     format_ = ExtraBits(bits, rounding, packed=False)
@@ -90,7 +90,7 @@ def test_no_residual_moves_a_bfloat16_parameter(bits, rounding):
 def test_a_stored_master_stays_only_if_it_rounds_to_the_parameter(dtype):
     param = every(dtype)
     rng = np.random.default_rng(1)
-    # Of each parameter its own number, what lies about it, ties, and others.
+    # For each parameter, try its own value, values around it, ties, and other values.
     info = ml_dtypes.finfo(dtype)
     with np.errstate(all="ignore"):
         wide = param.astype(np.float64)
@@ -99,12 +99,12 @@ def test_a_stored_master_stays_only_if_it_rounds_to_the_parameter(dtype):
         masters = [*near, rng.permutation(wide), np.full_like(wide, np.nan)]
         masters = np.stack(masters).astype(np.float32)
         rounded = masters.astype(param.dtype)
-        # NVIDIA's own NaN: a careless rounding makes a zero of it.
+        # This is NVIDIA's NaN, which careless rounding turns into zero.
         masters[-1].view(np.uint32)[:] = 0x7FFFFFFF
     join = jax.jit(jax.vmap(MasterCopyFormat().join, (None, 0)))
     found = np.asarray(join(jnp.asarray(param), jnp.asarray(masters)))
     stays = same_numbers(rounded.astype(np.float32), param.astype(np.float32))
-    if dtype == jnp.bfloat16:  # zeros of two signs are masters of two signs
+    if dtype == jnp.bfloat16:  # +0 and -0 have separate masters
         stays &= np.isnan(masters) | (np.signbit(rounded) == np.signbit(param))
     want = np.where(stays, masters, param.astype(np.float32))
     np.testing.assert_array_equal(found, want)
@@ -114,11 +114,11 @@ def test_a_stored_master_stays_only_if_it_rounds_to_the_parameter(dtype):
 
 @each_dtype
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_a_compensation_is_the_parameters_own_or_nothing(dtype, rounding):
+def test_compensations_of_other_parameters_are_dropped(dtype, rounding):
     format_ = lowbit_optax.kahan(rounding=rounding)
     param = every(dtype)
     size = np.abs(param.astype(np.float32))
-    # XLA's code for CPUs may take float32's subnormals for zero, with some processors.
+    # On some processors, XLA's CPU code treats float32 subnormals as zero.
     param = param[np.isfinite(size) & ((size == 0) | (size >= FLUSHED))]
     sizes = 2.0 ** np.arange(-40, 8)
     residual = np.concatenate([sizes, -sizes, 1.9 * sizes]).astype(ml_dtypes.bfloat16)
@@ -129,7 +129,7 @@ def test_a_compensation_is_the_parameters_own_or_nothing(dtype, rounding):
             jnp.asarray(np.repeat(residual[:, None], param.size, 1)),
         )
     )
-    # |w| 2^-m is up to two spacings, just below a power of two.
+    # Just below a power of two, |w| 2^-m is up to two spacings.
     most = 1.02 if rounding == "nearest" else 2
     assert np.all(spacings_away(found, param) <= most)
     assert np.any(found != param.astype(np.float32))
@@ -137,7 +137,7 @@ def test_a_compensation_is_the_parameters_own_or_nothing(dtype, rounding):
 
 @each_dtype
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_what_rounding_really_left_is_kept(dtype, rounding):
+def test_rounding_errors_of_the_parameter_are_kept(dtype, rounding):
     format_ = lowbit_optax.kahan(rounding=rounding)
     info = ml_dtypes.finfo(dtype)
     rng = np.random.default_rng(2)
@@ -146,7 +146,7 @@ def test_what_rounding_really_left_is_kept(dtype, rounding):
     masters = rng.normal(size=n) * np.exp(
         rng.uniform(np.log(low), np.log(float(info.max) / 8), n)
     )
-    # Around powers of two, where the spacing changes, and ties.
+    # Add numbers around powers of two, where the spacing changes, and ties.
     powers = 2.0 ** np.arange(np.log2(max(float(info.tiny), low)), np.log2(info.max))
     ulp = 2.0**-info.nmant
     edges = [powers * (1 + f * ulp) for f in (-0.5, -0.25, -0.125, 0.25, 0.5, 1.5)]
@@ -165,7 +165,7 @@ def test_what_rounding_really_left_is_kept(dtype, rounding):
     assert np.any(residual.astype(np.float32) != 0)
 
 
-# Through the transformation: by step and by update, large leaves and small ones.
+# Whole steps with step and update, for large and small leaves.
 
 SHAPES = {"large": (64, 96), "small": (12, 5)}
 
@@ -202,7 +202,7 @@ def sgd(weights):
 
 
 def pruned(params):
-    """Every third weight 0, and every sixth of them -0."""
+    """Sets every third weight to 0 and every sixth to -0."""
 
     def prune(w):
         index = jnp.arange(w.size).reshape(w.shape)

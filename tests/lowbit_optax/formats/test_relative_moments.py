@@ -1,7 +1,7 @@
-"""First moments relative to the root of the stored second follow float32's AdamW.
+"""First moments relative to the root of the second moment follow float32's AdamW.
 
-Updates are compared with float32's element by element, at gradients by which moments
-with one scale per block fail: values of many sizes beside each other.
+Updates are compared element by element with float32's, for gradients of many sizes in
+one block. Moments with a single scale per block fail on these gradients.
 """
 
 import functools
@@ -42,7 +42,7 @@ def many_sizes():
 
 
 def rarely_touched():
-    """Rows with gradients once in 50 to 1,000 steps, as those of an embedding."""
+    """Returns rows with a gradient once in 50 to 1,000 steps, as in an embedding."""
     grads, random = normal(500), np.random.default_rng(3)
     every = np.exp(random.uniform(np.log(50), np.log(1000), SHAPE[0]))
     touched = random.random((len(grads), SHAPE[0])) < 1 / every
@@ -55,7 +55,7 @@ def spike():
     return grads
 
 
-# Per case its gradients, and where they are outliers, whose neighbours are compared.
+# Maps each case to its gradients and to the outliers whose neighbours are compared.
 CASES = {
     "normal": (normal, NOWHERE),
     "rows of 30": (lambda: normal() * np.where(ROW, 30, 1), ROW),
@@ -70,7 +70,7 @@ CASES = {
 
 @functools.cache
 def updates_beside(moments, case):
-    """Updates of every step where there are no outliers."""
+    """Returns the updates of every step, without the outliers."""
     make, is_outlier = CASES[case]
     of_all = updates(moments, jnp.asarray(make(), jnp.float32))
     return np.asarray(of_all)[:, ~is_outlier]
@@ -91,7 +91,7 @@ def test_updates_of_gradients_of_one_size_are_longer_by_noise_alone(moments, cas
     assert abs(np.linalg.norm(got) / np.linalg.norm(want) - 1) <= 0.06
 
 
-# Bounds of the largest update, of the size of all, and of the cosine.
+# Bounds on the largest update, on the norm of all updates, and on the cosine.
 BOUNDS = {
     "4-bit mu": (FOUR, 1.1, (0.96, 1.08), 0.93),
     "8 bits": (EIGHT, 1.4, (0.9, 1.1), 0.95),
@@ -134,7 +134,7 @@ def test_eight_bits_are_relative_on_request():
 @pytest.mark.parametrize("shape", [(64, 72), (70, 65)], ids=["even", "ragged"])
 @pytest.mark.parametrize("moments", [FOUR, LOW], ids=["4-bit mu", "low"])
 def test_kernels_give_the_same_bits(moments, shape, advance):
-    # With these, all roots and products are exact.
+    # With these hyperparameters, all roots and products are exact.
     inner = optax.adamw(2.0**-9, b1=0.5, b2=0.75, eps=0.0, weight_decay=2.0**-7)
     random = np.random.default_rng(0)
     params = {"w": jnp.asarray(random.standard_normal(shape), jnp.bfloat16)}
@@ -146,7 +146,7 @@ def test_kernels_give_the_same_bits(moments, shape, advance):
 
 
 def keeps_mu_of_zeros(inner):
-    """Adam that leaves mu alone, and not nu, where all gradients are zero."""
+    """Adam that keeps mu but still updates nu when all gradients are zero."""
 
     def update(updates, state, params=None):
         new, (adam, *rest) = inner.update(updates, state, params)

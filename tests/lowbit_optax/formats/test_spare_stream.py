@@ -1,6 +1,6 @@
-"""A weight format that spares a stream reads at most 24 bits of its words.
+"""A weight format that spares a stream reads at most 24 bits of each random word.
 
-The leaf's moments are rounded by their products.
+The moments of the leaf are rounded with products of these words.
 """
 
 import jax
@@ -25,7 +25,7 @@ SPARING = {
     "stochastic rounding": (lo.stochastic_rounding(), BF16, 0x0000FFFF),
     "quantised": (quantized_weights(), None, 0x000001FF),
 }
-"""With the bits that are not read."""
+"""Maps names to a format, a dtype and a mask of the bits that are not read."""
 OTHERS = {
     "5 extra bits and a stochastic sum": (
         lo.extra_bits(5, sum_rounding="stochastic"),
@@ -53,7 +53,7 @@ def differ(one, other):
 
 
 @pytest.mark.parametrize("name", SPARING)
-def test_what_is_spared_is_not_read(name):
+def test_spared_bits_are_not_read(name):
     format_, dtype, spared = SPARING[name]
     assert format_.spare_stream(jnp.dtype(dtype or jnp.float32)) is not None
     words = np.random.default_rng(1).integers(0, 2**32, MASTERS.shape, np.uint32)

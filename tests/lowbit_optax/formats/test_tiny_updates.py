@@ -1,7 +1,8 @@
-"""Updates far below float32's resolution move weights as far as they ask, on average.
+"""Updates far below float32's resolution move weights by the right amount on average.
 
-A sum in float32 is rounded to nearest, and loses an update below 2^-25 of the weight.
-With ``sum_rounding="stochastic"`` its rounding error enters the stochastic rounding.
+A float32 sum rounds to nearest and loses an update below 2^-25 of the weight. With
+``sum_rounding="stochastic"``, the rounding error of the sum enters the stochastic
+rounding of the weight.
 """
 
 import functools
@@ -50,7 +51,7 @@ def test_sums_of_any_numbers_are_neighbours_with_their_mean(w, u):
     assert np.all(np.abs(np.longdouble(got) - exact) <= step)
     assert len(np.unique(got)) <= 2
     error = abs(float(np.mean(got - np.longdouble(nearest)) + (nearest - exact)))
-    # Where the update is the larger, its own last bit is the limit.
+    # If the update is larger than the weight, its own last bit is the limit.
     assert error <= max(step * 2.0**-16, abs(u) * 2.0**-24 * (abs(u) > abs(w)))
 
 
@@ -75,7 +76,7 @@ def test_sums_without_a_rounding_error_are_float32s(w, u, want):
 
 @functools.cache
 def movement(format_, dtype, rate, sign, start=1.0, steps=16):
-    """The mean movement of many equal weights over what was asked."""
+    """Returns the mean movement over the requested one, and the masters' deviation."""
     tx = lowbit_optax.lowbit(
         optax.sgd(rate), weights=format_, implementation="xla", min_size=0
     )
@@ -95,9 +96,9 @@ def movement(format_, dtype, rate, sign, start=1.0, steps=16):
 @pytest.mark.parametrize("sign", [1.0, -1.0], ids=["up", "down"])
 @pytest.mark.parametrize("rate", [1e-6, 1e-8])
 @pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
-def test_weights_of_one_move_as_asked(format_, rate, sign):
+def test_weights_of_one_move_by_the_requested_amount(format_, rate, sign):
     ratio, deviation = movement(format_, "bfloat16", rate, sign)
-    # Five standard errors of 2^18 weights, and what the probabilities are rounded by.
+    # Allow five standard errors of 2^18 weights, and rounding of the probabilities.
     allowed = 5 * deviation / 2**9 / (16 * rate) + 2.0**-17 * 2.0**-23 / rate
     assert abs(ratio - 1) <= allowed
     assert allowed < 0.6 or format_ == FORMATS["stochastic_rounding"]

@@ -1,4 +1,4 @@
-"""Loss scales follow plain models of their rules; a skipped step changes nothing."""
+"""Loss scales follow plain models of their rules, and skipped steps change nothing."""
 
 import functools
 
@@ -69,9 +69,9 @@ def test_backoff_follows_its_rule_step_by_step():
 
 
 def log_normal_model(sizes, finite, initial=2.0**15, decay=0.99, limit=65504.0):
-    """The scales that follow from a series of max |g|, in float64.
+    """Yields the scale after each max |g|, computed in float64.
 
-    Overflows here are few, so that halving never makes gradients subnormal.
+    The inputs contain few overflows, so halving never makes gradients subnormal.
     """
     scale, mean, square, weight = initial, 0.0, 0.0, 0.0
     usual = initial
@@ -94,7 +94,7 @@ def log_normal_model(sizes, finite, initial=2.0**15, decay=0.99, limit=65504.0):
 
 
 def run_of(scaling, largest, finite):
-    """The scale after each of some steps."""
+    """Returns the scale after each step."""
 
     def one(carry, step):
         carry = scaling.next(*carry, *step)
@@ -107,7 +107,7 @@ def run_of(scaling, largest, finite):
 
 @pytest.mark.parametrize("exponent", [-4, 12])
 def test_the_first_gradients_of_log_normal_are_never_far_from_the_mean(exponent):
-    """Which would keep a first scale that is too large."""
+    """If they were outliers, an initial scale that is too large would be kept."""
     size = np.exp2(np.array([exponent], np.float32))
     scaling = log_normal_scale(2.0**24)
     got = run_of(scaling, size, np.array([True]))
@@ -122,14 +122,14 @@ def test_log_normal_follows_a_model_in_numpy():
     largest = np.where(finite, sizes, np.nan).astype(np.float32)
     got = run_of(log_normal_scale(), largest, finite)
     want = list(log_normal_model(sizes, finite))
-    # A floor's argument may fall on the other side of a whole number.
+    # The floor's argument may end up on the other side of a whole number.
     assert np.mean(got == want) > 0.99
     np.testing.assert_array_less(np.abs(np.log2(got) - np.log2(want)), 1.5)
 
 
 @functools.cache
 def in_float16(scaling):
-    """For max |g| of some runs: the scales; which steps overflow, which are zero."""
+    """Returns a function from max |g| to scales, overflows and zeros of each step."""
 
     def one(carry, size):
         scale, state = carry
@@ -142,7 +142,7 @@ def in_float16(scaling):
 
 
 def log_normal_run(sizes):
-    """The scales of one run, which steps overflow, and which are zero."""
+    """Returns the scales of one run, which steps overflow, and which are zero."""
     sizes = np.asarray([sizes], np.float32)
     return [np.asarray(x[0]) for x in in_float16(log_normal_scale())(sizes)]
 
@@ -155,7 +155,7 @@ def test_log_normal_overflows_less_than_once_in_a_thousand_steps(deviation):
 
 
 @pytest.mark.parametrize("name", ["backoff", "log_normal"])
-def test_a_run_of_overflows_is_no_permanent_stall(name):
+def test_a_run_of_overflows_does_not_stall_training(name):
     sizes = np.array([np.inf] * 100 + [2.0**-9] * 600, np.float32)
     scales = run_of(SCALINGS[name], sizes, np.isfinite(sizes))
     assert scales[99] <= 1.0
@@ -179,7 +179,7 @@ def test_overflows_do_not_hide_gradients_of_the_usual_size(run):
     scales, overflows, zeros = log_normal_run(sizes)
     assert scales.min() * 2.0**-9 >= 2.0**-24
     assert not (overflows | zeros)[-3:].any()
-    # A size that was seen once sets the scale by the statistics again.
+    # One finite step is enough to compute the scale from the statistics again.
     assert (scales[-2:] == scales[49]).all()
 
 
@@ -254,7 +254,7 @@ BY_KERNELS = [
     "inner",
     [*(pytest.param(make, id=name) for name, make in INNERS.items()), *BY_KERNELS],
 )
-def test_an_overflow_moves_nothing_but_the_scale(inner, advance):
+def test_an_overflow_changes_only_the_scale(inner, advance):
     tx = with_loss_scale(inner(), SCALINGS["backoff"])
     advance = jitted(tx, advance)
     params = parameters() | {"norm": jnp.ones(7)}

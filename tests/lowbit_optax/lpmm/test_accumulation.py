@@ -1,4 +1,4 @@
-"""Gradients summed in few bits, with one update by the sum every N calls."""
+"""Gradients are summed in few bits and applied in one update every N calls."""
 
 import functools
 import itertools
@@ -33,7 +33,7 @@ WITHIN = {
         tx, optax.snapshot("norm", lambda x: jnp.float32(jnp.linalg.norm(x["w"])))
     ),
 }
-# These keep sums, or land differences of parameters, in bfloat16.
+# Tolerances of the cases that keep sums or parameter differences in bfloat16.
 ROUNDED = {"momentum before": 2**-9, "snapshot after": 0.08}
 
 
@@ -49,7 +49,7 @@ def test_every_third_step_is_one_with_the_sum(name, implementation):
     if name in ("masked", "snapshot after") and implementation == "pallas":
         pytest.skip("an integer has no kernel")
     inner = WITHIN[name](low)
-    # In float32 the sums are exact.
+    # Sums kept in float32 are exact.
     tx = accumulate_gradients(inner, 3, min_size=10**9)
     params = {"w": jnp.ones(SHAPE, jnp.bfloat16), "b": jnp.ones(7)}
     if name == "masked":
@@ -76,7 +76,7 @@ def test_every_third_step_is_one_with_the_sum(name, implementation):
             continue
         want, inner_state = plain(want, inner_state, summed(i - 2))
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            # Programs that contract other products differ in last bits.
+            # Two programs may fuse different products, which changes the last bits.
             a, b = np.float32(a), np.float32(b)
             np.testing.assert_allclose(a, b, rtol=2**-7, atol=ROUNDED.get(name, 0))
         assert not any(np.any(x) for x in jax.tree.leaves(state.accumulators))
@@ -86,8 +86,8 @@ def test_every_third_step_is_one_with_the_sum(name, implementation):
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("how", ["branches", "xla", "pallas"])
 @pytest.mark.parametrize("microbatch", [0, 1])
-def test_a_microbatch_that_overflows_is_left_out(microbatch, how):
-    devices = 1 if how == "branches" else 8  # one CPU branches
+def test_a_microbatch_that_overflows_is_skipped(microbatch, how):
+    devices = 1 if how == "branches" else 8  # one CPU uses branches
     low = lowbit_optax.lowbit(
         optax.sgd(0.5, 0.9), implementation=None if how == "branches" else how
     )
@@ -114,7 +114,7 @@ def test_a_microbatch_that_overflows_is_left_out(microbatch, how):
             want, expected = plain(want, expected, grad)
     assert (int(state.inner_state.mini_step), int(state.inner_state.count)) == (0, 2)
     assert (np.float32(got) != 1).mean() > 0.9
-    # Programs that contract other products round a few sums to other codes.
+    # Two programs may fuse different products, which changes the codes of a few sums.
     assert np.mean(np.asarray(got) != np.asarray(want)) < 0.01
 
 
@@ -130,7 +130,7 @@ FORMATS = {
 
 @functools.cache
 def summed(format_, inner):
-    """From three gradients to the last call's updates and state."""
+    """Returns a function from three gradients to the last call's updates and state."""
     min_size = 10**9 if format_ == "float32" else None
     tx = accumulate_gradients(inner, 3, FORMATS[format_], min_size=min_size)
 
@@ -148,14 +148,14 @@ GUARDED = optax.apply_if_finite(optax.sgd(0.1), 3)
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_what_is_not_finite_reaches_the_inner_transformation(format_):
+def test_non_finite_values_reach_the_inner_transformation(format_):
     grads = np.array(grads_of(3))
     grads[:, :, 9] = 0.0
     for when, bad in itertools.product(range(3), (np.nan, np.inf, -np.inf)):
         spoilt = grads.copy()
         spoilt[when, 3, 4] = bad
         total, _ = summed(format_, SUM)(spoilt)
-        # As with MultiSteps: there, and nowhere else.
+        # As with MultiSteps, only the sums of these elements become non-finite.
         np.testing.assert_array_equal(np.isfinite(total), np.isfinite(spoilt.sum(0)))
     updates, state = summed(format_, GUARDED)(spoilt)
     assert not updates.any()
@@ -174,8 +174,8 @@ def test_outside_of_jit_only_the_first_steps_compile(route, caplog):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    with jax.set_mesh(jax.make_mesh((1,), ("x",), (AxisType.Auto,))):  # it branches
-        for _ in range(4):  # the second pair adds to a momentum that is not zero
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), (AxisType.Auto,))):  # branches
+        for _ in range(4):  # the second pair adds to a nonzero momentum
             params, state = step(params, state)
         with jax.log_compiles():
             for _ in range(4):

@@ -1,4 +1,4 @@
-"""LPMM's Algorithm 1, written as in the paper, against the package step by step."""
+"""The package's steps match Algorithm 1 of the LPMM paper."""
 
 import functools
 
@@ -18,7 +18,7 @@ from lowbit_optax.formats.quantized_tensor import requantize
 pytestmark = pytest.mark.standard_promotion
 
 SHAPE, BITS = (128, 64), 8
-# Powers of two, so that no compiler's contraction of a product and a sum shows.
+# Products of powers of two are exact, so fusing them with sums changes nothing.
 ALPHA, BETA, CURVATURE = 2.0**-4, 0.5, 0.5
 LINEAR = block_quantized(8, code="linear", block_size=2048, rounding="nearest")
 DYNAMIC = block_quantized(8, code="dynamic", block_size=2048, rounding="nearest")
@@ -35,7 +35,7 @@ def start():
 
 
 def gradient(theta, noise):
-    """The gradient of one microbatch's loss, CURVATURE / 2 |theta|^2 + noise theta."""
+    """Returns a microbatch's gradient of CURVATURE / 2 |theta|^2 + noise theta."""
     return CURVATURE * theta + noise
 
 
@@ -44,7 +44,7 @@ def rounded(format_, x):
 
 
 def algorithm_1(theta, noise):
-    """The steps of Algorithm 1; each line has its number in the paper."""
+    """Runs Algorithm 1; comments give the line numbers of the paper."""
     q_g, q_m = (functools.partial(rounded, x) for x in (LINEAR, DYNAMIC))
     m = jnp.zeros(SHAPE)
     for of_step in noise:  # 1: for t = 1, 2, ..., T do
@@ -57,7 +57,7 @@ def algorithm_1(theta, noise):
 
 
 def trained(tx, params, noise):
-    """Parameters and state after each update."""
+    """Returns the parameters and the state after each update."""
 
     @jax.jit
     def step(params, state, noise):
@@ -74,7 +74,7 @@ def trained(tx, params, noise):
 @pytest.mark.parametrize(
     ("n", "implementation"), [(1, "xla"), (3, "xla"), (1, "pallas"), (3, "pallas")]
 )
-def test_rounded_to_nearest_every_step_is_the_algorithms(n, implementation):
+def test_steps_rounded_to_nearest_match_the_algorithm(n, implementation):
     noise = noise_of(4, n)
     sgd = lpmm_sgd(ALPHA, BETA, rounding="nearest", implementation=implementation)
     tx = accumulate_gradients(sgd, n, LINEAR)
@@ -87,7 +87,7 @@ def test_rounded_to_nearest_every_step_is_the_algorithms(n, implementation):
         np.testing.assert_array_equal(DYNAMIC.decode(trace, SHAPE), m)
 
 
-def test_rounded_stochastically_it_is_sgd_of_the_sums_in_expectation():
+def test_steps_rounded_stochastically_match_sgd_in_expectation():
     noise = noise_of(3, 2)
     values, m = start().dequantize(), jnp.zeros(SHAPE)
     for first, second in noise:
@@ -111,13 +111,13 @@ def test_rounded_stochastically_it_is_sgd_of_the_sums_in_expectation():
     ends = np.stack([end(jnp.uint32(seed)) for seed in range(48)])
     error, spread = ends.mean(axis=0) - values, ends.std(axis=0).mean()
     assert spread > 0.1 * float(start().scales.view(jnp.float32).mean())
-    # The mean of 48 runs is off by a seventh of their spread, everywhere alike.
+    # The standard error of a mean of 48 runs is 1/7 of their spread.
     assert np.abs(error).max() < 5.5 * spread / np.sqrt(48)
     assert abs(error.mean()) < 5 * spread / np.sqrt(48 * error.size)
 
 
-# Four bits, so that the stored momentum is far from what it was rounded from. Adam's
-# has eight: four would be stored relative to the root of the second moment.
+# With four bits, the stored momentum differs visibly from the momentum before rounding.
+# Adam uses eight bits: four would be stored relative to the second moment's root.
 SGD = functools.partial(
     lpmm_sgd, ALPHA, BETA, momentum_bits=4, block_size=64, rounding="nearest"
 )
@@ -181,5 +181,5 @@ def test_the_step_reads_the_momentum_as_it_is_stored(route):
     for noise in noise_of(2, 1):
         old, (params, state) = params, step(params, state, noise[0])
         want = requantize(old.dequantize() + update(state), old, None)
-        # Sums that are contracted, and roots, differ in last bits.
+        # Roots and fused sums may differ in the last bits.
         assert np.mean(np.asarray(params.dequantize() != want.dequantize())) < 0.001

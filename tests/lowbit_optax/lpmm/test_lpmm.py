@@ -1,4 +1,4 @@
-"""Quantised weights: unbiased codes, exact landing, training as with float32."""
+"""Quantised weights use unbiased codes, land exactly and train as with float32."""
 
 import functools
 
@@ -30,7 +30,7 @@ def quantize(x, bits=12, **options):
 
 
 def steps_of(tensor, shape):
-    """delta of every element."""
+    """Returns the step size (delta) of every element."""
     _, block = blocks_of(shape, tensor.block_size)
     return np.asarray(tensor.scales).view(np.float32)[block]
 
@@ -40,7 +40,7 @@ def steps_of(tensor, shape):
 
 @pytest.mark.parametrize("bits", [4, 8, 12])
 def test_the_mean_over_all_random_words_is_the_value_itself(bits):
-    # Codes and a 256th of a step between them, all 256 leading bytes of a word.
+    # Try codes plus multiples of 1/256 of a step, with every leading byte of a word.
     top = linear_code.largest_code(bits)
     codes = np.unique(np.clip([-top, -top + 1, -3, -1, 0, 1, 2, top - 1], -top, top))
     x = (codes[:, None] + np.arange(256) / 256).reshape(-1, 1).astype(np.float32)
@@ -61,7 +61,7 @@ def test_an_error_is_below_a_step_and_to_nearest_half_of_one(bits, rounding):
     tensor = quantize(x, bits, block_size=64, rounding=rounding)
     delta = steps_of(tensor, x.shape)
     error = np.abs(np.asarray(values_of(tensor)) - x)
-    # Half of a unit of the float32 that the difference is read in.
+    # Also allow half a unit of float32, in which the difference is computed.
     limit = delta * (0.5 if rounding == "nearest" else 1.0)
     assert np.all(error <= limit * (1 + 2.0**-9))
     largest = np.abs(np.pad(x, ((0, 4), (0, 7)))).reshape(13, 8, 5, 8).max((1, 3))
@@ -73,10 +73,10 @@ def test_an_error_is_below_a_step_and_to_nearest_half_of_one(bits, rounding):
 
 @ROUNDINGS
 @pytest.mark.parametrize("bits", BITS)
-def test_what_is_on_the_grid_stays_where_it_is(bits, rounding):
+def test_values_on_the_grid_stay_unchanged(bits, rounding):
     x = normal(96, 40, scale=np.float32(1e-3))
     x[:, 4] = 0
-    # The largest value of every block is on the largest code, so the step stays.
+    # The largest value of every block has the largest code, so the step stays the same.
     x[::64] = linear_code.largest_code(bits) * np.float32(2.0**-9)
     first = quantize(x, bits, rounding="stochastic")
     again = quantize(values_of(first), bits, rounding=rounding, seed=5)
@@ -85,8 +85,8 @@ def test_what_is_on_the_grid_stays_where_it_is(bits, rounding):
 
 @pytest.mark.parametrize("bits", [4, 5, 6, 7, 8, 12])
 def test_updates_of_zero_mean_do_not_make_the_steps_grow(bits):
-    # Rounded up, the largest weight would be the largest code of a larger step, which
-    # the next update exceeds.
+    # If the largest weight were rounded up, it would get the largest code of a larger
+    # step, and the next update would exceed that code.
     params = quantize(normal(2048, 4), bits)
     start = jnp.asarray(steps_of(params, params.shape))
     tx = lpmm_sgd(1.0)
@@ -101,7 +101,7 @@ def test_updates_of_zero_mean_do_not_make_the_steps_grow(bits):
     growth = steps_of(after, after.shape) / start
     moved = (values_of(after) - values_of(params)) / start
     assert float(growth.max()) < (6 if bits < 6 else 2)
-    # The updates' own is 3; stochastic rounding adds 0.08 for each.
+    # The updates alone have a variance of 3, and rounding adds 0.08 for each update.
     assert float(moved.var()) < (100 if bits < 6 else 30)
 
 
@@ -113,12 +113,12 @@ def test_extremes_of_float32(bits):
     x[:2, 32] = 1e-38, -1e-45
     x[:3, 64] = np.nan, np.inf, 7.0
     tensor = quantize(x, bits, rounding="stochastic")
-    assert not steps_of(tensor, x.shape)[:, 96:].any()  # where all are zero
+    assert not steps_of(tensor, x.shape)[:, 96:].any()  # the block is zero
     got = values_of(tensor)
     x, got = x[:, ::32], np.asarray(got)[:, ::32]
     np.testing.assert_allclose(got[:2, 0], x[:2, 0], rtol=0.15)
     assert np.all(np.abs(got[:, 1]) < 1e-29)
-    # What is not finite shows, and spares its neighbours.
+    # Non-finite values stay visible and do not change their neighbours.
     assert np.isnan(got[:2, 2]).all()
     np.testing.assert_allclose(got[2:, 2], x[2:, 2], rtol=0.15)
     np.testing.assert_array_equal(got[:, 3], 0)
@@ -210,7 +210,7 @@ def gradients(count, scale=0.1):
 
 @pytest.mark.parametrize("bits", [4, 5, 6, 7, 8, 12, 16])
 def test_a_step_without_gradients_changes_nothing(bits):
-    # Blocks whose largest weights lie anywhere below the largest code of their step.
+    # The largest weight of a block can be anywhere below its step's largest code.
     x = normal(1024, 64) * np.exp(normal(1024, 1, seed=1, scale=3.0))
     params = quantize(x, bits, block_size=64, rounding="stochastic")
     tx = lpmm_sgd(1.0)
@@ -222,7 +222,7 @@ def test_a_step_without_gradients_changes_nothing(bits):
         assert_same_bits(still, params)
 
 
-def test_what_lands_is_the_quantised_sum():
+def test_new_parameters_are_the_quantised_sum():
     params, tx = params_of(), lpmm_sgd(0.05, rounding="nearest")
     (grads,) = gradients(1)
     updates, _ = jax.jit(tx.update)(grads, initial(tx, params), params)
@@ -295,7 +295,7 @@ def test_layers_dequantised_in_a_scan_give_the_same_gradients():
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_adam_looks_ahead_as_optaxs_does_if_it_should(nesterov):
+def test_adam_has_the_nesterov_momentum_of_optax(nesterov):
     weights, grads = {"w": jnp.ones((64, 64))}, {"w": jnp.full((64, 64), 0.5)}
     params = lowbit_optax.lpmm.quantize_params(weights, bits=16)
     tx = lpmm_adam(0.1, nesterov=nesterov)

@@ -1,4 +1,4 @@
-"""Quantised weights among optax's wrappers, jit, devices, flax and checkpoints."""
+"""Quantised weights work with optax's wrappers, jit, devices, flax and checkpoints."""
 
 import functools
 import subprocess
@@ -39,7 +39,7 @@ def series(count):
 
 
 def trained(tx, params, grads, advance=apply):
-    """The parameters after steps from the initial state."""
+    """Returns the parameters after training from the initial state."""
     return train(tx, params, initial(tx, params), grads, advance)[0]
 
 
@@ -48,7 +48,7 @@ def trained(tx, params, grads, advance=apply):
 
 @pytest.mark.slow_to_compile
 @pytest.mark.parametrize("advance", [apply, lowbit_optax.step])
-def test_partition_and_masked_train_each_weight_by_its_own(advance):
+def test_partition_and_masked_train_each_weight_with_its_own_optimizer(advance):
     labels = {"kernel": "low", "other": "low", "bias": "plain"}
     low, plain = lpmm_sgd(0.1, 0.9), optax.adam(0.01)
     parted = optax.partition({"low": low, "plain": plain}, labels)

@@ -1,8 +1,9 @@
-"""LPMM's steps give the same numbers by interpreted kernels and by XLA.
+"""LPMM's interpreted kernels and XLA produce the same numbers.
 
-The two may round sums with products differently; see ``test_implementations.py``. With
-powers of two as hyperparameters and as the weights' step sizes, products are exact; the
-momentum's are not, so no product is fused with a sum.
+Kernels and XLA may round sums with products differently; see
+``test_implementations.py``. Hyperparameters and step sizes of weights are powers of
+two, so their products are exact. The momentum's step sizes are not, so its products are
+not fused with sums.
 """
 
 import functools
@@ -21,9 +22,9 @@ from lowbit_optax import lpmm_adam, lpmm_sgd
 pytestmark = pytest.mark.standard_promotion
 
 
-# Shape, bits of the weights, their block size, and the kernels. The ragged leaf has
-# columns that do not divide into fours, and blocks that reach beyond its ends. Leaves
-# for TPUs are large enough for their kernel.
+# Maps a case to shape, bits of the weights, block size and implementation. The ragged
+# leaf has columns that are not a multiple of four, and blocks that reach beyond its
+# ends. Leaves for TPUs are large enough for the TPU kernel.
 LEAVES = {
     "even": ((64, 64), 12, 2048, "pallas"),
     "ragged": ((70, 61), 8, 256, "pallas"),
@@ -46,12 +47,12 @@ def each_of(leaves):
 
 
 def steps(make, implementation, params, series):
-    """Parameters and state after each step."""
+    """Returns the parameters and the state after each step."""
     tx = make(implementation=implementation)
     state = initial(tx, params)
     step = jax.jit(functools.partial(lowbit_optax.step, tx))
     traced = step.trace(params, state, series[0])
-    # Some small leaves are left to XLA, whatever the implementation.
+    # Check that the leaf is large enough to get a kernel.
     assert ("pallas_call" in str(traced.jaxpr)) == (implementation != "xla")
     step = traced.lower().compile(compiler_options=OPERATION_BY_OPERATION)
     for grads in series:
@@ -60,7 +61,7 @@ def steps(make, implementation, params, series):
 
 
 def both(make, params, series, by):
-    """The same by kernels and by XLA."""
+    """Yields pairs of results, from the kernel and from XLA."""
     each = (steps(make, name, params, series) for name in (by, "xla"))
     return zip(*each, strict=True)
 
@@ -68,10 +69,10 @@ def both(make, params, series, by):
 @each_of(MORE_LEAVES)
 def test_steps_of_sgd_have_the_same_bits(shape, bits, block_size, by):
     params = quantised(shape, bits, block_size)
-    # The first is the largest; what it changed decides about the step sizes after it.
+    # The first gradient is the largest, and its changes determine later step sizes.
     first, small = shrinking(params, 0), shrinking(params, 1)
     small = jax.tree.map(lambda x: jnp.where(jnp.abs(x) < 2.0**-4, x, 0), small)
-    # A TPU's kernel has blocks of one size.
+    # A TPU kernel supports a single block size.
     momentum = block_size if by == "tpu" else None
     make = functools.partial(lpmm_sgd, 0.25, 0.25, block_size=momentum)
     for by_kernel, by_xla in both(make, params, [first, small, small], by):
@@ -97,13 +98,13 @@ def test_steps_of_adam_have_the_same_bits_while_roots_are_exact(
     make = functools.partial(lpmm_adam, 2.0**-9, b1=0.5, b2=0.75, eps=0.0)
     first, *others = both(make, params, series, by)
     assert_same_bits(*first)
-    # A root or a quotient that is rounded differently changes few of what is stored.
+    # Differently rounded roots and quotients change only a few stored values.
     for each in others:
         for own, other in zip(*map(jax.tree.leaves, each), strict=True):
             assert np.mean(np.asarray(own) != np.asarray(other)) < 0.003
 
 
-def test_a_tensor_of_folded_layers_is_left_to_xla_and_says_why():
+def test_a_tensor_of_folded_layers_is_left_to_xla_with_a_reason():
     weights, grads = {"w": jnp.ones((64, 4096))}, {"w": jnp.ones((64, 4096))}
     params = lowbit_optax.lpmm.quantize_params(weights, stacked=lambda path: True)
     tx = lpmm_sgd(0.25, implementation="pallas")

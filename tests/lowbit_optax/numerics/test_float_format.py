@@ -1,4 +1,4 @@
-"""Emulated formats, checked against ml_dtypes and lists of their numbers."""
+"""Emulated formats match ml_dtypes and lists of their numbers."""
 
 import dataclasses
 import functools
@@ -65,16 +65,16 @@ def in_float32(values):
 
 
 def all_numbers(name):
-    """Every pattern of a dtype and its value, by ml_dtypes and numpy alone."""
+    """Returns every pattern of a dtype and its value, from ml_dtypes and numpy."""
     width = ml_dtypes.finfo(name).bits
     patterns = np.arange(2**width, dtype=f"uint{max(width, 8)}")
     return patterns, in_float32(patterns.view(jnp.dtype(name)))
 
 
 def numbers_of(fmt):
-    """The non-negative numbers by definition, ascending in float64; which are even.
+    """Returns the non-negative numbers in ascending order, and which of them are even.
 
-    The last one is not the format's: it is where its next number would be.
+    The last entry is not part of the format: it is where the next number would be.
     """
     e, m = fmt.exponent_bits, fmt.mantissa_bits
     bias = 2 ** (e - 1) - 1 + fmt.bias
@@ -82,7 +82,7 @@ def numbers_of(fmt):
     normal = np.ldexp(1 + mantissas / 2**m, exponents - bias)
     subnormal = np.ldexp(mantissas / 2**m, 1 - bias)
     values = np.where(exponents > 0, normal, subnormal)
-    # IEEE 754: where no significand is even, ties go to the larger magnitude.
+    # As in IEEE 754, ties without an even significand round to the larger magnitude.
     even = mantissas % 2 == 0 if m else values == 0
     numbers = {"none": 2 ** (e + m), "nan": 2 ** (e + m) - 1}
     numbers["ieee"] = (2**e - 1) * 2**m
@@ -94,7 +94,7 @@ def numbers_of(fmt):
 
 
 def nearest_of_list(fmt, x):
-    """Rounding as a search in the list of the format's numbers."""
+    """Rounds by searching the list of the format's numbers."""
     values, even = numbers_of(fmt)
     largest, magnitude = values[-2], np.abs(cast(x, np.float64))
     above = np.clip(np.searchsorted(values, magnitude), 1, values.size - 1)
@@ -111,7 +111,7 @@ def nearest_of_list(fmt, x):
 
 
 def boundaries(fmt):
-    """Numbers of a format, the middles between them, and float32's on both sides."""
+    """Returns a format's numbers, their midpoints, and float32's neighbours of both."""
     values = numbers_of(fmt)[0]
     middles = (values[1:] + values[:-1]) / 2
     values, middles = in_float32(values), in_float32(middles)
@@ -129,7 +129,7 @@ def boundaries(fmt):
 
 
 def samples():
-    """All of bfloat16 and of float16, and any float32, in float32."""
+    """Returns all bfloat16 and float16 numbers and random float32 numbers."""
     every = np.arange(2**16, dtype=np.uint16)
     words = np.random.default_rng(0).integers(0, 2**32, 2**17, np.uint32)
     parts = every.view(jnp.bfloat16), every.view(np.float16), words.view(np.float32)
@@ -164,11 +164,11 @@ def test_nearest_is_found_in_the_list_of_numbers(fmt, overflow):
     x = np.concatenate([samples(), boundaries(fmt)])
     want = nearest_of_list(fmt, x)
     assert_same(jax.jit(fmt.round)(x), want)
-    # Numbers of the format stay whatever the random words are.
+    # Numbers of the format stay unchanged for all random words.
     own, drawn = want[np.isfinite(want)], jax.jit(fmt.round)
     for word in (0, 0xFFFFFFFF):
         assert_same(drawn(own, np.full(own.shape, word, np.uint32)), own)
-    past = ~(np.abs(cast(x, np.float64)) <= fmt.largest)  # NaN is past it
+    past = ~(np.abs(cast(x, np.float64)) <= fmt.largest)  # counts NaN too
     np.testing.assert_array_equal(jax.jit(fmt.overflows)(x), past)
     _, overflowed = jax.jit(lambda x: round_to_grid(x, grid_of(fmt)))(x)
     np.testing.assert_array_equal(overflowed, past)
@@ -182,7 +182,7 @@ def test_float32_stays_as_it_is_bit_for_bit():
 
 @pytest.mark.parametrize("bits", range(1, 23))
 def test_fewer_bits_of_float32_are_the_integer_formula(bits):
-    # Subnormals too: float32's patterns are integers in the order of magnitude.
+    # This includes subnormals, because float32 patterns are ordered by magnitude.
     x = np.concatenate([samples(), boundaries(FloatFormat(8, 5))])
     u, drop = x.view(np.uint32), np.uint32(23 - bits)
     odd = (u >> drop) & np.uint32(1)
@@ -217,8 +217,8 @@ STOCHASTIC = [
 
 @pytest.mark.parametrize(("fmt", "x"), STOCHASTIC, ids=str)
 def test_the_mean_over_all_random_words_is_the_number(fmt, x):
-    # All leading 16 bits. x is a whole number of 2^-16 of the distance between its
-    # neighbours, so that the bits after them, noise, decide nothing.
+    # Use all leading 16 bits. x is a whole number of 2^-16 of the distance between its
+    # neighbours, so the noise in the lower bits does not matter.
     noise = np.random.default_rng(0).integers(0, 2**16, 2**16, np.uint32)
     random = (np.arange(2**16, dtype=np.uint32) << np.uint32(16)) | noise
     rounded = rounded_many_times(fmt, np.float32(x), random).astype(np.float64)
@@ -231,7 +231,7 @@ def test_the_mean_over_all_random_words_is_the_number(fmt, x):
 
 @pytest.mark.parametrize("exponent", [-38, -39, -40, -44])
 def test_far_below_the_smallest_number_every_random_bit_counts(exponent):
-    # 1.5 * 2^exponent is so many 2^-31 of 2^-13: as many of the words go up.
+    # The number is ups * 2^-31 of 2^-13, so ups of 2^31 random numbers round up.
     fmt, ups = FloatFormat(4, 3, 4), int(1.5 * 2.0 ** (exponent + 13 + 31))
     turn = 2 * (2**31 - ups)
     words = np.array([0, turn - 1, min(turn, 2**32 - 1), 2**32 - 1], np.uint32)
@@ -241,7 +241,7 @@ def test_far_below_the_smallest_number_every_random_bit_counts(exponent):
 
 def test_stochastic_rounding_past_the_largest():
     random = np.uint32([0, 2**31 - 1, 2**31, 2**32 - 1])
-    halfway = np.float32(31)  # 30 is the largest, 32 would be the next
+    halfway = np.float32(31)  # 30 is the largest number, and 32 would be next
     saturated = rounded_many_times(FloatFormat(4, 3, 4), halfway, random)
     np.testing.assert_array_equal(saturated, [30, 30, 30, 30])
     fmt = FloatFormat(4, 3, 4, overflow="infinity")
@@ -255,11 +255,11 @@ def test_patterns_are_the_dtypes(name):
     patterns, values = all_numbers(name)
     encoded = np.array(jax.jit(fmt.encode)(values))
     assert encoded.dtype == patterns.dtype
-    if fmt.specials != "none":  # ml_dtypes does not keep a NaN's payload
+    if fmt.specials != "none":  # ml_dtypes drops a NaN's payload
         nan = np.isnan(values)
         assert np.isnan(in_float32(encoded[nan].view(jnp.dtype(name)))).all()
         encoded[nan] = patterns[nan]
-    if name.endswith("fnuz"):  # its NaN is here minus zero
+    if name.endswith("fnuz"):  # its NaN has the pattern of -0
         minus_zero = 2 ** (fmt.bits - 1)
         values[minus_zero] = -0.0
         encoded[minus_zero] = minus_zero
@@ -282,7 +282,7 @@ def test_patterns_are_integers_in_the_order_of_the_numbers(fmt):
 
 
 def test_no_nan_is_encoded_as_infinity():
-    # NaNs of a payload whose leading bits are zero.
+    # These NaNs have a payload whose leading bits are zero.
     x = np.uint32([0x7F800001, 0xFF800001, 0x7F80FFFF]).view(np.float32)
     for fmt in (FloatFormat(8, 7), NATIVE["float16"], NATIVE["float8_e5m2"]):
         assert np.isnan(fmt.decode(fmt.encode(x))).all()
@@ -337,7 +337,7 @@ def test_nearest_is_the_cast_to_the_dtype_on_every_float32(name):
         u = start + lax.iota(jnp.uint32, 2**24)
         return fmt.round(lax.bitcast_convert_type(u, jnp.float32))
 
-    # The sign is copied: the other half of the patterns is in the other tests.
+    # The sign is only copied, so other tests cover the negative numbers.
     for start in range(0, 2**31, 2**24):
         x = np.arange(start, start + 2**24, dtype=np.uint32).view(np.float32)
         expected = in_float32(cast(x, jnp.dtype(name)))

@@ -1,8 +1,8 @@
-"""Exact landing: the residual belongs to the parameter that optax's addition gives.
+"""The residual matches the parameter that optax's addition gives.
 
-optax adds ``(param + update).astype(param.dtype)``. The updates here come from pairs
-chosen to break that: cancellation by more than float32 can carry, changes of sign,
-zeros of both signs, subnormals, the ends of the range, infinities and NaN.
+optax computes ``(param + update).astype(param.dtype)``. The values here are chosen to
+make this sum inexact: cancellation of more bits than float32 has, sign changes, zeros
+of both signs, subnormals, the ends of the range, infinities and NaN.
 """
 
 import functools
@@ -34,17 +34,17 @@ from lowbit_optax.precision import FloatFormat
 TWELVE_BITS = FloatFormat(8, 3, overflow="infinity")
 each_half = each_of(HALVES)
 each_float8 = each_of(FLOAT8)
-# XLA's CPU code flushes float32's subnormals, bfloat16's among them, in additions.
+# XLA's CPU code flushes float32 subnormals in additions; some are bfloat16 numbers.
 FLUSHED = float(np.finfo(np.float32).smallest_normal)
 
 
 def optax_apply(params, updates):
-    with jax.numpy_dtype_promotion("standard"):  # bfloat16 plus float32
+    with jax.numpy_dtype_promotion("standard"):  # for bfloat16 plus float32
         return optax.apply_updates(params, updates)
 
 
 def old_values(dtype):
-    """Values of all kinds, to land from."""
+    """Returns old values of all kinds."""
     info = ml_dtypes.finfo(dtype)
     tiny, smallest, most = info.smallest_subnormal, info.smallest_normal, info.max
     kinds = [0, tiny, 3 * tiny, smallest, 1, 1.5, 0.1, 3e-3, 300, most, np.inf]
@@ -69,7 +69,7 @@ def test_all_new_values_land_where_optax_puts_them(dtype):
         landed, update, applied = land_and_apply(old, new, optax_apply)
         assert update.dtype == jnp.float32
         assert_same(applied, landed)
-        # Applied outside of that jit, in another one, and one operation at a time.
+        # Also apply it outside of that jit, in another jit and one operation at a time.
         assert_same(apply(old, update), landed)
         assert_same(optax_apply(old, update), landed)
 
@@ -83,7 +83,7 @@ def test_all_pairs_of_float8_land_where_apply_updates_puts_them(dtype):
     assert_same(jax.jit(lowbit_optax.apply_updates)(old, update), landed)
 
 
-# The formats. 4096 elements, so that extra bits are packed at the default min_size.
+# The formats. With 4096 elements, extra bits are packed at the default min_size.
 
 SIZE = 4096
 extra_bits = lowbit_optax.extra_bits
@@ -113,14 +113,14 @@ CASES = [
 
 @functools.cache
 def adversarial(dtype):
-    """(start, target): float32 masters now, and where the update is to take them."""
+    """Returns float32 masters and the float32 targets of their updates."""
     rng = np.random.default_rng(2)
     info = ml_dtypes.finfo(dtype)
     most, smallest = float(info.max), float(info.smallest_normal)
     draw = lambda: rng.normal(size=SIZE // 8) * 10.0 ** rng.uniform(-3, 3, SIZE // 8)
     starts = [draw() for _ in range(8)]
-    # Just below a power of two, to which it rounds: float32 is finer at the master
-    # than at the parameter, and a difference of parameters cannot carry what is left.
+    # Start just below a power of two, to which the parameter rounds. Float32 is finer
+    # at the master than at the parameter, so a difference of parameters loses bits.
     starts[0] = 2.0 ** rng.integers(-3, 4, SIZE // 8) * (
         1 - float(info.eps) * rng.uniform(2.0**-16, 2.0**-3, SIZE // 8)
     )
@@ -131,7 +131,7 @@ def adversarial(dtype):
         np.where(sign > 0, 0.0, -0.0),  # to zero
         smallest * rng.normal(size=SIZE // 8),  # to subnormals
         most * sign * rng.uniform(0.99, 1, SIZE // 8),  # to the largest
-        most * sign * rng.uniform(0.9999, 1.01, SIZE // 8),  # past it
+        most * sign * rng.uniform(0.9999, 1.01, SIZE // 8),  # past the largest
         np.resize([np.inf, -np.inf, np.nan, np.inf], SIZE // 8),
         starts[7] + rng.normal(size=SIZE // 8) * 1e-3,  # ordinary
     ]
@@ -175,7 +175,7 @@ as_float64 = functools.partial(cast, dtype=np.float64)
 
 
 @pytest.mark.parametrize(("format_", "dtype"), CASES)
-def test_optax_lands_where_the_format_takes_the_master(format_, dtype):
+def test_the_sum_of_optax_is_the_parameter_of_the_format(format_, dtype):
     out = result(format_, dtype)
     assert_same(out["applied"], out["landed"])
     outside = optax_apply(jnp.asarray(out["old"]), jnp.asarray(out["difference"]))
@@ -200,11 +200,11 @@ def _assert_arrived(out, format_, dtype):
     if fewer is not None:
         epsilon, tiny = 2.0**-fewer.bits, 2.0 ** (-126 - fewer.bits)
     from_, by, to = np.abs(wide["old"]), np.abs(wide["update"]), np.abs(true)
-    # float32: the sum, the difference and its application, each 2^-24 of its largest
-    # part; and bfloat16 subnormals that are flushed.
+    # Float32 rounds the sum, the difference and its application, each by 2^-24 of its
+    # largest part, and flushes bfloat16 subnormals.
     bound = 2.0**-22 * (from_ + by) + FLUSHED
-    # What is stored rounds to a neighbour: a unit of the parameter (epsilon of it, or
-    # the spacing of the subnormals), 2^k times finer with k bits.
+    # The stored number rounds by a unit of the parameter (epsilon of it, or the spacing
+    # of subnormals), divided by 2^k for k extra bits.
     unit = np.maximum(epsilon * to, tiny)
     match type(format_).__name__:
         case "MasterCopyFormat":
@@ -213,21 +213,20 @@ def _assert_arrived(out, format_, dtype):
             part = 0.5 if format_.residual_rounding == "nearest" else 1.0
             bound = bound + part * unit / 2**format_.bits
             if format_.rounding == "toward_zero":
-                # From large numbers it lands on +0 (and in bfloat16 from all numbers),
-                # and no unsigned residual leads below that.
+                # From large numbers (in bfloat16, from all numbers), the sum is +0, and
+                # no unsigned residual leads to a master below zero.
                 is_large = (from_ > tiny * 2.0**21) | (dtype == jnp.bfloat16)
                 lost = is_large & (true < 0) & (to < tiny)
                 bound = bound + np.where(lost, tiny, 0.0)
         case "KahanFormat" if format_.arithmetic == "param":
-            # u, y, s - w and c each round to a unit of themselves; |c| <= a unit of w.
+            # u, y, s - w and c each round by their unit; |c| is at most a unit of w.
             bound = bound + 4 * epsilon * (by + epsilon * from_) + unit * epsilon + tiny
         case "KahanFormat":
-            # The compensation is at most a unit, and itself rounded to bfloat16, or as
-            # the parameter.
+            # The compensation is at most a unit, and is rounded as well.
             bound = bound + unit * (2.0**-7 if fewer is None else epsilon)
         case _:
             bound = bound + unit
-    # Numbers near bfloat16's largest are past that of fewer bits.
+    # With fewer bits, more numbers near bfloat16's largest overflow.
     assert np.mean(usual) > (0.7 if fewer is None else 0.6)
     assert np.all(error[usual] <= bound[usual])
 
@@ -237,7 +236,7 @@ WITH_BITS = [case for case in CASES if getattr(case.values[0], "bits", 0)]
 
 @functools.partial(jax.jit, static_argnums=1)
 def masters_with_any_bits(param, format_):
-    """The masters of every parameter with every residual, ``[code, element]``."""
+    """Joins every parameter with every residual and returns ``[code, element]``."""
     codes = jnp.arange(2**format_.width, dtype=jnp.uint32)[:, None]
     fields = jnp.broadcast_to(codes, (codes.size, param.size))
     param = jnp.broadcast_to(param, fields.shape)
@@ -248,16 +247,14 @@ FEW_BITS = [case for case in WITH_BITS if case.values[0].width <= 12] + [
     pytest.param(
         *(extra_bits(8), jnp.float8_e4m3fn),
         id="8 bits-float8_e4m3fn",
-        marks=pytest.mark.slow_to_compile,  # the quick run's XLA contracts otherwise
+        marks=pytest.mark.slow_to_compile,  # XLA contracts differently in the quick run
     ),
     pytest.param(extra_bits(8), jnp.float8_e5m2, id="8 bits-float8_e5m2"),
 ]
 
 
 @pytest.mark.parametrize(("format_", "dtype"), FEW_BITS)
-def test_no_other_bits_of_the_applied_parameter_come_nearer_to_the_master(
-    format_, dtype
-):
+def test_no_other_residual_of_the_parameter_is_nearer_to_the_master(format_, dtype):
     out = result(format_, dtype)
     joined, meant = as_float64(out["joined"]), as_float64(out["meant"])
     numbers = np.isfinite(joined) & np.isfinite(meant)
@@ -272,7 +269,7 @@ def test_no_other_bits_of_the_applied_parameter_come_nearer_to_the_master(
 
 
 def _assert_no_nan_is_added(out, format_):
-    """Infinite and NaN parameters leave no NaN in the residual of a number."""
+    """Infinite and NaN parameters leave no NaN in the residual of a finite number."""
     landed = as_float64(out["landed"])
     joined = as_float64(out["joined"])
     number = np.isfinite(landed)
@@ -300,8 +297,8 @@ def _assert_no_nan_is_added(out, format_):
 def test_a_weight_at_zero_can_take_small_updates_of_either_sign(
     dtype, bits, rate, direction
 ):
-    # Zero plus a negative number that rounds to -0 is +0: the residual must lead from
-    # there to a master below zero, or the weight stays at zero for ever.
+    # Zero plus a negative number that rounds to -0 is +0. The residual must then lead
+    # to a master below zero, or the weight would stay at zero.
     tx = weights_only(optax.sgd(rate), extra_bits(bits), min_size=0)
     grads = jnp.full((32,), -direction, jnp.float32)
 
@@ -315,7 +312,7 @@ def test_a_weight_at_zero_can_take_small_updates_of_either_sign(
     for _ in range(3):
         params, state = one(params, state)
     master = np.asarray(lowbit_optax.master_weights(params, state))
-    # Each step is drawn to the format's smallest number over 2^bits.
+    # Each step rounds stochastically to the format's smallest number over 2^bits.
     spacing = float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2**bits
     np.testing.assert_allclose(
         master, direction * 3 * rate, rtol=2.0**-20, atol=3 * spacing

@@ -1,7 +1,7 @@
-"""The counter hash: pinned numbers, independence of sharding, and its statistics.
+"""The counter hash is pinned, independent of sharding, and statistically sound.
 
-The statistics use fixed seeds, so a test always passes or always fails. Bounds are five
-standard errors of independent fair bits, unless a test gives another one.
+The statistics use fixed seeds, so a test always passes or always fails. Unless a test
+specifies another bound, bounds are five standard errors of independent fair bits.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ MASK = 2**32 - 1
 
 @functools.lru_cache(maxsize=64)
 def _draw(shape, leaf, stream):
-    def draw(seed, step):  # arguments: XLA would fold constant draws, slowly
+    def draw(seed, step):  # as constants, XLA would fold the draws slowly
         (random,) = random_bits(seed, step, [leaf])
         return random.words(shape, stream)
 
@@ -41,7 +41,7 @@ def _draw(shape, leaf, stream):
 
 
 def words(shape=(N,), *, seed=0, step=0, leaf=0, stream=0):
-    """The library's words, as a numpy array."""
+    """Returns the library's words as a numpy array."""
     drawn = _draw(shape, leaf, stream)(jnp.uint32(seed), jnp.uint32(step))
     return np.asarray(drawn)
 
@@ -50,7 +50,7 @@ def words(shape=(N,), *, seed=0, step=0, leaf=0, stream=0):
 
 
 def lowbias32(i, k0, k1):
-    """The docstring's hash, in Python integers."""
+    """Computes the documented hash with Python integers."""
     x = (i + k0) & MASK
     x ^= x >> 16
     x = x * 0x7FEB352D & MASK
@@ -61,7 +61,7 @@ def lowbias32(i, k0, k1):
 
 
 def keys_of(*numbers):
-    """The docstring's keys after these numbers: seed, step, leaf, stream, high word."""
+    """Computes the documented keys from seed, step, leaf, stream and high word."""
     k0, k1 = 0x243F6A88, 0x85A308D3
     for n in numbers:
         k0 = lowbias32(k0 + n * 0x9E3779B9, 0, 0)
@@ -88,15 +88,15 @@ def test_words_are_the_documented_hash_of_the_index(case):
 
 
 def test_the_numbers_never_change():
-    # A change here changes every stochastically rounded run: old runs no longer
-    # continue as they would have.
+    # Changing these numbers changes every stochastically rounded run, and resumed runs
+    # no longer continue as before.
     first = words((3,), seed=0, step=0, leaf=leaf_number("['w']"))
     later = words((2, 2), seed=7, step=123456, leaf=leaf_number("['b']"), stream=1)
     assert [hex(x) for x in first] == GOLDEN_FIRST
     assert [hex(x) for x in later.ravel()] == GOLDEN_LATER
 
 
-# Bits that a weight reads of its words, as a mask: the leading ones, and a sum's.
+# Masks of the bits that a weight reads of its words: leading bits, and a sum's bits.
 READ = {"8": 0xFF000000, "16": 0xFFFF0000, "24": 0xFFFFFF00, "a sum": 0xFF00FFFF}
 
 
@@ -147,7 +147,7 @@ def indexed(index):
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (6, 20), (2, 3, 4, 5)])
-def test_an_explicit_row_major_index_gives_the_words_of_none(shape):
+def test_an_explicit_row_major_index_gives_the_default_words(shape):
     size = math.prod(shape)
     index = jnp.arange(size, dtype=jnp.uint32).reshape(shape)
     own = indexed(None)
@@ -160,12 +160,12 @@ def test_an_explicit_row_major_index_gives_the_words_of_none(shape):
         )
 
 
-# Arrays with more elements than a 32-bit index counts. XLA makes only the elements
-# that are sliced out, so nothing of these sizes is ever allocated.
+# Arrays with more elements than a 32-bit index can count. XLA computes only the
+# elements that are sliced out, so arrays of these sizes are never allocated.
 
 
 def at(x, position):
-    """One element of an array too large to exist."""
+    """Returns one element of an array that is too large to allocate."""
     return lax.slice(x, position, tuple(p + 1 for p in position)).reshape(())
 
 
@@ -177,7 +177,7 @@ def row_major(shape, position):
 
 
 def place_on_first_axes(shape, position):
-    """The number that the keys of an element take in; none in arrays up to 2^32."""
+    """Returns the number that enters an element's keys; empty up to 2^32 elements."""
     first = next(n for n in range(len(shape)) if math.prod(shape[n:]) <= 2**32)
     return [row_major(shape[:first], position[:first])] if first else []
 
@@ -200,7 +200,7 @@ HUGE = [
 def test_words_of_a_huge_array_are_the_documented_hash(shape):
     ends = [sorted({0, min(5, size - 1), size // 2, size - 1}) for size in shape]
     positions = list(itertools.product(*ends))
-    # Where the index starts again from 0: either side of it.
+    # Check both sides of the places where the index restarts from 0.
     for index in {2**31, 2**32, 2**33, 5 * 2**32} | {math.prod(shape) // 2**32 << 32}:
         for near in (index - 1, index):
             if near < math.prod(shape):
@@ -244,14 +244,14 @@ def test_a_layer_has_the_words_of_its_place_in_the_stack(layers):
 
 
 def signs(x, bits=32):
-    """Bits as +1 and -1, of shape (words, bits)."""
+    """Returns bits as +1 and -1, with shape (words, bits)."""
     places = np.arange(bits, dtype=np.uint32)
     return 1.0 - 2.0 * ((x.reshape(-1, 1) >> places) & 1).astype(np.float32)
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def correlations(a, b, bits=32):
-    """Of each bit of ``a`` with each of ``b``; float32 sums below 2^24 are exact."""
+    """Correlates each bit of ``a`` with each of ``b``; sums below 2^24 are exact."""
     places = jnp.arange(bits, dtype=jnp.uint32)[:, None]
     a, b = (1 - 2 * ((x >> places) & 1).astype(jnp.float32) for x in (a, b))
     return lax.dot_general(a, b, (((1,), (1,)), ((), ()))) / a.shape[1]
@@ -260,7 +260,7 @@ def correlations(a, b, bits=32):
 def assert_uncorrelated(a, b, bits=32):
     """No bit of ``a`` correlates with any bit of ``b``, to five standard errors."""
     correlation = np.asarray(correlations(a, b, bits))
-    # The mean of n independent signs has standard error 1 / sqrt(n).
+    # The mean of n independent signs has a standard error of 1 / sqrt(n).
     assert np.abs(correlation).max() <= 5 / np.sqrt(a.size)
 
 
@@ -272,7 +272,7 @@ STATES = [
 
 
 def chi_square(values, cells):
-    """Pearson's statistic less its mean, in standard errors."""
+    """Returns Pearson's statistic minus its mean, in standard errors."""
     counts = np.bincount(values, minlength=cells)
     assert counts.size == cells
     expected = values.size / cells
@@ -281,9 +281,10 @@ def chi_square(values, cells):
     return (statistic - (cells - 1)) / np.sqrt(2 * (cells - 1))
 
 
-# Of 2^20 consecutive words. Two rounds leave some unevenness: with 150 random pairs of
-# keys the statistics below were up to 6.1 standard errors, where fair words had 3.5. At
-# 6, a byte's values are 1% more or less frequent than they should be.
+# Bound for 2^20 consecutive words, in standard errors. Two hash rounds leave some
+# unevenness: for 150 random pairs of keys, the statistics below reached 6.1, and 3.5
+# for fair words. At 6, the values of a byte are 1% more or less frequent than they
+# should be.
 EVEN = 8
 
 
@@ -295,11 +296,11 @@ def test_bits_are_fair_uncorrelated_and_uniform(state):
     assert np.abs(correlation).max() <= 5 / np.sqrt(N)
     for byte in range(4):
         assert abs(chi_square((x >> (8 * byte)) & 0xFF, 256)) <= EVEN
-    # The leading 16 bits round bfloat16; moments take either half. Only from above:
-    # the hash is a bijection of the counter, which may be more even than chance.
+    # The leading 16 bits round bfloat16, and moments use either half. The bound is
+    # one-sided, because the hash is a bijection and can be more even than chance.
     assert chi_square(x >> 16, 2**16) <= EVEN
     assert chi_square(x & 0xFFFF, 2**16) <= EVEN
-    # And the leading bytes of neighbours, and of steps.
+    # Also check the leading bytes of neighbours and of consecutive steps.
     later = words((2**20 + 1,), **{**state, "step": state["step"] + 1}) >> 24
     x = x >> 24
     assert abs(chi_square(x[:-1] * 256 + x[1:], 2**16)) <= EVEN
@@ -307,7 +308,7 @@ def test_bits_are_fair_uncorrelated_and_uniform(state):
 
 
 def words_at(index, numbers):
-    """The words of elements of a leaf that is too large to draw whole."""
+    """Returns the words at ``index`` of a leaf that is too large to draw completely."""
     seed, step, leaf, stream = numbers
     (random,) = random_bits(jnp.uint32(seed), jnp.uint32(step), [leaf])
     random = dataclasses.replace(random, index=jnp.asarray(index))
@@ -331,7 +332,7 @@ OVERLAPS = {
 
 @pytest.mark.parametrize("name", OVERLAPS)
 def test_draws_are_uncorrelated_where_their_counters_overlap(name):
-    # Any two draws hash the same 2^32 counters: at this lag the very same ones, and
+    # Any two draws hash the same 2^32 counters. At this lag the counters are equal, and
     # only the second keys differ.
     first, second = OVERLAPS[name]
     lag = np.uint32((keys_of(*second)[0] - keys_of(*first)[0]) % 2**32)
@@ -340,7 +341,7 @@ def test_draws_are_uncorrelated_where_their_counters_overlap(name):
 
 
 def flips(a, b):
-    """For each output bit, how far the share of changed bits is from one half."""
+    """Returns how far each output bit's share of changes is from one half."""
     return np.abs(np.mean(signs(a ^ b), axis=0)) / 2
 
 
@@ -369,7 +370,7 @@ def test_even_words_fill_their_range_over_steps_and_over_elements():
     steps = jnp.arange(1024, dtype=jnp.uint32)
     words = np.asarray(jax.jit(jax.vmap(at))(steps)).reshape(1024, 1024)
     for each in (words, words.T):
-        # Sorted, they are where equal steps would be, to within four of them.
+        # The sorted words differ from equally spaced words by at most four steps.
         apart = np.sort(each, axis=0) * 2.0**-22 - np.arange(1024)[:, None]
         assert np.abs(apart).max() <= 4
 

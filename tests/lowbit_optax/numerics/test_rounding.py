@@ -1,8 +1,8 @@
-"""Rounding to the narrow formats: nearest, toward zero, stochastic.
+"""Rounding to narrow formats works: nearest, toward zero and stochastic.
 
-The reference for a cast is ml_dtypes in numpy; for neighbours, the sorted list of the
-format's values. Comparisons are of bit patterns: XLA's CPU code treats float32's
-subnormals, which are bfloat16 numbers too, as zeros in ``==`` and ``<``.
+Casts are compared with ml_dtypes in numpy, and neighbours with the sorted list of the
+format's values. Comparisons use bit patterns, because XLA's CPU code treats float32
+subnormals, which include bfloat16 numbers, as zeros in ``==`` and ``<``.
 """
 
 import functools
@@ -35,14 +35,14 @@ stochastic = jax.jit(rounding.round_stochastic, static_argnums=1)
 
 
 def magnitudes(dtype):
-    """Every finite magnitude of a dtype, ascending from 0, in float64 (exact)."""
+    """Returns every finite magnitude of a dtype in float64, ascending from 0."""
     layout = layout_of(dtype)
     patterns = np.arange(layout.special, dtype=f"uint{layout.width}")
     return patterns.view(dtype).astype(np.float64)
 
 
 def float32_samples():
-    """Every bfloat16 with low halves at and beside the ties of all narrower formats."""
+    """Returns every bfloat16 plus low halves at and near narrower formats' ties."""
     low = {0, 0xFFFF} | {2**b + d for b in range(16) for d in (-1, 0, 1)}
     low = np.array(sorted(low), np.uint32)
     high = np.arange(2**16, dtype=np.uint32) << 16
@@ -50,7 +50,7 @@ def float32_samples():
 
 
 def boundaries(dtype):
-    """The format's values, the middles between them, and float32's next to those."""
+    """Returns a dtype's values, their midpoints, and float32's neighbours of both."""
     values = magnitudes(dtype)
     middles = (values[1:] + values[:-1]) / 2
     overflow = values[-1] + (values[-1] - values[-2]) / 2
@@ -81,7 +81,7 @@ def test_nearest_is_the_cast_of_ml_dtypes(dtype):
 @pytest.mark.exhaustive
 @each_of(DTYPES[1:])
 def test_nearest_is_the_cast_of_ml_dtypes_on_every_float32_in_range(dtype):
-    # From a quarter of the smallest number, which is zero, to past the overflow.
+    # Run from a quarter of the smallest number, which rounds to 0, past overflow.
     info = ml_dtypes.finfo(dtype)
     start, end = np.float32([info.smallest_subnormal, info.max]).view(np.uint32)
     for exponent in range((start >> 23) - 2, (end >> 23) + 2):
@@ -95,7 +95,7 @@ def test_nearest_is_the_cast_of_ml_dtypes_on_every_float32_in_range(dtype):
 def test_every_float32_out_of_range_is_zero_or_infinity_or_nan(dtype):
     layout, info = layout_of(dtype), ml_dtypes.finfo(dtype)
     start, end = np.float32([info.smallest_subnormal / 2, info.max]).view(np.uint32)
-    # Half of the smallest number ties with zero; overflow is at most an exponent up.
+    # Half of the smallest number ties with zero. Overflow starts within one exponent.
     start, end = jnp.uint32(start), jnp.uint32((end >> 23) + 1 << 23)
 
     def wrong(first):
@@ -117,7 +117,7 @@ def test_every_float32_out_of_range_is_zero_or_infinity_or_nan(dtype):
 
 
 def nearest_bfloat16_disagreements(start, count):
-    """How many patterns round differently than by the textbook's integer formula."""
+    """Counts patterns that round differently from the textbook's integer formula."""
     u = start + lax.iota(jnp.uint32, count)
     x = lax.bitcast_convert_type(u, jnp.float32)
     got = lax.bitcast_convert_type(
@@ -142,8 +142,8 @@ def test_nearest_bfloat16_is_the_integer_formula_on_every_float32():
 
 
 def test_no_nan_becomes_a_number():
-    # 0x7FFFFFFF + 0x8000 overflows into the sign: rounded as an integer, this NaN
-    # would be minus zero.
+    # 0x7FFFFFFF + 0x8000 overflows into the sign, so rounding this NaN as an integer
+    # would give minus zero.
     nans = np.array([0x7FFFFFFF, 0x7F800001, 0x7FFF8000, 0x7F80FFFF], np.uint32)
     x = jnp.asarray(np.concatenate([nans, nans | 0x80000000]).view(np.float32))
     for dtype in DTYPES:
@@ -154,7 +154,7 @@ def test_no_nan_becomes_a_number():
 
 
 def neighbours(x, dtype):
-    """The format's values at or below and at or above, by magnitude, and the share."""
+    """Returns the magnitudes below and above, and the share between them."""
     values = magnitudes(dtype)
     size = np.abs(x.astype(np.float64))
     below = np.searchsorted(values, size, side="right") - 1
@@ -183,8 +183,8 @@ def test_a_stochastic_result_is_one_of_the_two_neighbours(dtype):
         size = np.abs(got.astype(np.float64))
         assert np.all((size == low) | (size == high))
         seen.append(size)
-    # The smallest draw never goes up; the largest does wherever the value is not
-    # exact, or so near its lower neighbour that 31 random bits do not reach it.
+    # The smallest draw never rounds up. The largest draw rounds up unless the value is
+    # exact or so near its lower neighbour that 31 random bits cannot resolve it.
     np.testing.assert_array_equal(seen[0], low)
     np.testing.assert_array_equal(seen[1][share >= 2.0**-16], high[share >= 2.0**-16])
 
@@ -194,13 +194,13 @@ DRAWS = 2**20
 
 @functools.cache
 def masters_between(dtype):
-    """float32 values at known shares between neighbours, normal and subnormal."""
+    """Returns float32 values at known shares between normal or subnormal neighbours."""
     info = ml_dtypes.finfo(dtype)
     smallest, spacing = float(info.smallest_normal), float(info.smallest_subnormal)
     step = float(info.eps)
     points = [1 + step * s for s in (1 / 8, 0.3, 0.5, 0.99)]
     points += [-(2 - step) - step * 0.7, 1024 * smallest * (1 + 0.6 * step)]
-    points += [smallest - spacing * 0.4, 2 * smallest + spacing * 0.6]  # a seam
+    points += [smallest - spacing * 0.4, 2 * smallest + spacing * 0.6]  # at a seam
     if dtype != jnp.bfloat16:
         points += [spacing * s for s in (0.01, 0.3, 0.75)]
     else:  # float32 patterns with a quarter and 0.7 between bfloat16 subnormals
@@ -211,8 +211,8 @@ def masters_between(dtype):
 
 @each_dtype
 def test_the_share_of_draws_that_go_up_is_the_distance_from_below(dtype):
-    # Equally spaced draws: rounding up is monotone in the draw, so the count of ups
-    # is within 1 of share * DRAWS, whatever the spacing.
+    # With equally spaced draws, rounding up is monotone in the draw, so the number of
+    # ups is within 1 of share * DRAWS for every spacing.
     x = masters_between(dtype)
     low, high, share = neighbours(x, dtype)
     draws = jnp.arange(DRAWS, dtype=jnp.uint32) << jnp.uint32(32 - 20)
@@ -247,14 +247,14 @@ def test_past_the_largest_value_stochastic_rounding_is_nearest(dtype, word):
 
 @each_dtype
 def test_rounding_contains_no_cast_that_xla_could_drop(dtype):
-    # XLA:GPU drops float32 -> bfloat16 -> float32, which a CPU never shows.
+    # XLA:GPU drops float32 -> bfloat16 -> float32, which never shows on a CPU.
     x, words = jnp.ones(4), jnp.zeros(4, jnp.uint32)
     for round_ in (
         lambda x: rounding.round_to_precision(x, dtype),
         lambda x: rounding.to_float32(rounding.round_stochastic(x, dtype, words)),
     ):
         assert float_casts(jax.make_jaxpr(round_)(x)) == []
-    # The search itself finds one that is there.
+    # The search itself must find a cast.
     casting = lambda x: x.astype(dtype).astype(jnp.float32)
     assert len(float_casts(jax.make_jaxpr(jax.jit(casting))(x))) == 2
 
@@ -263,7 +263,7 @@ EVERY_BIT = jnp.uint32(0xFFFFFFFF)
 
 
 def neighbours_and_chosen(significand, dtype, bits):
-    """Of numbers of all exponents, and distances of all sizes beside their spacing."""
+    """Returns random numbers' neighbours, the chosen neighbours, and the goals."""
     random = np.random.default_rng(0)
     largest = float(jnp.finfo(dtype).max) / 2
     least = max(float(jnp.finfo(dtype).smallest_subnormal), 2.0**-100)
@@ -294,7 +294,7 @@ def test_the_neighbour_nearer_to_the_goal_is_taken(dtype, bits):
     assert np.all((chosen == toward_zero) | (chosen == away))
     farther = np.where(chosen == away, toward_zero, away)
     is_worse = np.abs(chosen - goal) - np.abs(farther - goal)
-    assert np.all(is_worse <= 2.0**-9 * np.abs(away - toward_zero))  # but near ties
+    assert np.all(is_worse <= 2.0**-9 * np.abs(away - toward_zero))  # ties may differ
     assert 0.3 < np.mean(chosen == away) < 0.7
 
 

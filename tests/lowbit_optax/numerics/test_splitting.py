@@ -1,7 +1,7 @@
-"""Splitting a float32 master into a narrow parameter and k bits, and joining them.
+"""A float32 master is split into a narrow parameter and k bits, and joined again.
 
-Everything is compared as integers: as float32 patterns, which are ordered as the
-magnitudes are. So a distance in patterns is a distance in units in the last place.
+Comparisons use float32 bit patterns as integers. They are ordered by magnitude, so a
+distance between patterns is a distance in units in the last place.
 """
 
 import jax
@@ -23,7 +23,7 @@ each_rounding = pytest.mark.parametrize("rounding", ROUNDINGS)
 
 
 def split(x, dtype, extra, rounding, words=None, residual_words=None):
-    """(param, residual fields) as ExtraBits computes them, before packing."""
+    """Returns (param, residual fields) as ExtraBits computes them, before packing."""
     sign, pattern = splitting.pattern_of(x, dtype, extra, rounding, residual_words)
     if words is None:
         words = lax.bitcast_convert_type(x, jnp.uint32) * jnp.uint32(0x9E3779B9)
@@ -42,14 +42,14 @@ def values(patterns):
     return jnp.asarray(np.asarray(patterns, np.uint32).view(np.float32))
 
 
-# bfloat16 with 16 bits: the float32 master, bit for bit.
+# bfloat16 with 16 bits restores every bit of the float32 master.
 
 
 def bfloat16_differences(bits):
-    """Counts of float32 patterns that do not come back as they should.
+    """Counts the float32 patterns that do not round-trip.
 
-    Returns ``(numbers that changed, NaN patterns whose param or join is a number,
-    NaN patterns that changed)``.
+    Returns ``(changed numbers, NaN patterns whose param or join is a number, changed
+    NaN patterns)``.
     """
     x = lax.bitcast_convert_type(bits, jnp.float32)
     param, master = joined(x, jnp.bfloat16, 16, "nearest")
@@ -66,7 +66,7 @@ def bfloat16_differences(bits):
 
 
 def count_differences(starts, chunk):
-    """Sums of :func:`bfloat16_differences` over ``[start, start + chunk)`` each."""
+    """Sums :func:`bfloat16_differences` over chunks that begin at ``starts``."""
     one = lambda start: bfloat16_differences(start + lax.iota(jnp.uint32, chunk))
     counts = jax.jit(lambda starts: lax.map(one, starts))(starts)
     return [int(np.sum(np.asarray(c, np.int64))) for c in counts]
@@ -78,8 +78,8 @@ def test_every_float32_joins_back_to_itself():
     assert count_differences(starts, 2**24) == [0, 0, BFLOAT16_NANS_WITHOUT_A_PAIR]
 
 
-def test_every_nan_stays_one_and_all_but_those_without_a_pair_stay_themselves():
-    # All 2 * (2^23 - 1) NaN patterns, which lie in these chunks with two infinities.
+def test_nans_stay_nans_and_keep_their_bits_if_they_have_a_pair():
+    # These chunks contain all 2 * (2^23 - 1) NaN patterns and two infinities.
     starts = np.arange(8, dtype=np.uint32) * np.uint32(2**20) + np.uint32(INFINITY)
     starts = jnp.asarray(np.concatenate([starts, starts | np.uint32(0x80000000)]))
     assert count_differences(starts, 2**20) == [0, 0, BFLOAT16_NANS_WITHOUT_A_PAIR]
@@ -89,10 +89,11 @@ def test_every_nan_stays_one_and_all_but_those_without_a_pair_stay_themselves():
 
 
 def exact_range(dtype):
-    """Float32 patterns from the smallest normal up to the end of the range.
+    """Returns the range of float32 patterns that all extra bits restore exactly.
 
-    To the end of the top exponent: past the largest value the parameter is infinite,
-    but the residual leads back from there. Not so for float8_e4m3fn, up to its 448.
+    It runs from the smallest normal number to the end of the top exponent. Past the
+    largest value, the parameter is infinite, but the residual restores the master. For
+    float8_e4m3fn, the range ends at its largest value, 448.
     """
     info, layout = ml_dtypes.finfo(dtype), float_layouts.layout_of(dtype)
     smallest = np.float32(info.smallest_normal).view(np.uint32)
@@ -102,7 +103,7 @@ def exact_range(dtype):
 
 
 def changed(start, count, dtype, rounding):
-    """How many of these patterns and their negatives do not come back."""
+    """Counts the patterns, of both signs, that do not round-trip."""
     bits = start + lax.iota(jnp.uint32, count)
     bits = jnp.stack([bits, bits | jnp.uint32(0x80000000)])
     x = lax.bitcast_convert_type(bits, jnp.float32)
@@ -131,7 +132,7 @@ def test_every_normal_value_in_range_is_exact_with_all_extra_bits(dtype, roundin
     assert count_changed(start, end, dtype, rounding) == 0
 
 
-# Stochastic rounding, of the parameter and of the residual.
+# Stochastic rounding of the parameter and of the residual.
 
 
 @each_rounding

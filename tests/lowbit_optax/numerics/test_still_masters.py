@@ -1,7 +1,7 @@
-"""At rate 0 no bit of a master moves, and a master can cross zero, by every route.
+"""A rate of 0 changes no bit of a master, and updates move masters across zero.
 
-optax's sum loses the sign of a zero: -0 plus +0 is +0, and so is a number minus itself.
-With an unsigned residual (``rounding="toward_zero"``) that sign is the master's.
+optax's sum loses the sign of a zero: both -0 plus +0 and a number minus itself are +0.
+With an unsigned residual (``rounding="toward_zero"``), the master has that sign.
 """
 
 import functools
@@ -33,7 +33,7 @@ FLUSHED = np.finfo(np.float32).smallest_normal
 
 
 def optax_apply(param, update):
-    # JAX promotes no float8.
+    # JAX does not promote float8.
     if isinstance(update, jax.Array) and param.dtype.itemsize == 1:
         return lowbit_optax.apply_updates(param, update)
     return optax.apply_updates(param, update)
@@ -41,9 +41,9 @@ def optax_apply(param, update):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def stay(format_, landing, dtype, fields, param):
-    """(master before, its update, parameter and master after an update of -0)."""
+    """Returns masters before and after an update of -0, and both new parameters."""
     draws = [random_bits(jnp.uint32(0), step, [0])[0] for step in jnp.arange(2)]
-    # A state holds only pairs that a split has returned, which are most of them.
+    # A state only contains pairs that a split returned, as most of these pairs are.
     master = format_.join(param, fields)
     param, fields = format_.split(master, jnp.dtype(dtype), draws[0])
     landing = landing.of(param, param)
@@ -58,7 +58,7 @@ def stay(format_, landing, dtype, fields, param):
 @each_rounding
 @pytest.mark.parametrize("landing", LANDINGS.values(), ids=LANDINGS.keys())
 def test_no_bit_of_any_master_moves_at_rate_0(dtype, rounding, landing):
-    # Every parameter with every residual.
+    # Combine every parameter with every residual.
     format_ = extra_bits(2 if dtype in (jnp.bfloat16, jnp.float16) else 8,
                          rounding=rounding).on_fields()  # fmt: skip
     params = every(dtype)
@@ -80,8 +80,8 @@ def test_no_bit_of_any_master_moves_at_rate_0(dtype, rounding, landing):
 
 
 @each_of(DTYPES)
-def test_the_sign_of_a_zero_lands(dtype):
-    # The old values are those that a float32 sum holds next to the smallest number.
+def test_the_sign_of_a_zero_is_applied(dtype):
+    # Use old values for which a float32 sum can resolve the smallest number.
     values = every(dtype)
     with np.errstate(invalid="ignore"):
         near = float(ml_dtypes.finfo(dtype).smallest_subnormal) * 2.0**21
@@ -90,8 +90,8 @@ def test_the_sign_of_a_zero_lands(dtype):
         new = np.full(values.shape, zero)
         landed, update = jax.jit(ADD.land)(values, new)
         if dtype == jnp.bfloat16:
-            # Only subnormals round to its zeros, and they are flushed: a zero keeps its
-            # sign, and from all other numbers the sum is +0.
+            # Only subnormals round to bfloat16's zeros, and they are flushed. A zero
+            # keeps its sign, and the sum is +0 from all other numbers.
             normal = np.abs(values.astype(np.float32)) >= FLUSHED
             np.testing.assert_array_equal(patterns_of(landed)[normal], 0)
             assert_same(np.asarray(landed)[values == 0], values[values == 0])
@@ -101,7 +101,7 @@ def test_the_sign_of_a_zero_lands(dtype):
 
 
 def masters():
-    """Numbers about zero in every narrower dtype, zeros of both signs among them."""
+    """Returns numbers near zero in every narrower dtype, including both zeros."""
     rng = np.random.default_rng(0)
     small = rng.normal(size=60) * 2.0 ** rng.integers(-30, -5, 60)
     return jnp.asarray(np.concatenate([[0, -0.0, -0.5, -1e-3], small]), jnp.float32)
@@ -112,13 +112,13 @@ def loss(w):
 
 
 def released(tx, params, state, grads):
-    del grads  # the loss has the same gradient, which is 1
+    del grads  # the gradient of the loss is 1 as well
     _, params, state = value_and_update(loss, tx)(params, state)
     return params, state
 
 
 def sum_outside(tx, params, state, grads):
-    """The sum is in another program than the update."""
+    """Adds the update in a separate program."""
     updates, state = jax.jit(tx.update)(grads, state, params)
     return jax.jit(optax_apply)(params, updates), state
 
@@ -169,7 +169,7 @@ def test_a_rate_of_0_moves_no_master(dtype, advance, implementation):
 
 
 def accumulated(tx):
-    """The inner transformation is not one of this package, but a chain around it."""
+    """Wraps an inner transformation that is a chain around this package's."""
     return lowbit_optax.accumulate_gradients(optax.chain(optax.clip(9.0), tx), 4)
 
 
@@ -179,7 +179,7 @@ def loss_scaled(tx):
     )
 
 
-# Wrappers of optax give +0 where they skip a step, which optax's sum adds to -0.
+# Wrappers in optax give +0 when they skip a step, and optax adds it to -0.
 WAITING = {
     "MultiSteps": (lambda tx: optax.MultiSteps(tx, 4), update),
     "apply_if_finite": (
@@ -220,7 +220,7 @@ def test_a_step_without_an_update_moves_no_master(dtype, wrap, advance):
 @each_rounding
 @pytest.mark.parametrize("implementation", [None, "pallas"])
 def test_updates_take_masters_through_zero_as_steps_do(dtype, rounding, implementation):
-    # Masters and updates of the size of the dtype's smallest numbers.
+    # Use masters and updates of the size of the dtype's smallest numbers.
     smallest = max(float(ml_dtypes.finfo(dtype).smallest_subnormal), 2.0**-20)
     rng = np.random.default_rng(3)
     start = jnp.asarray(smallest * rng.normal(size=256), jnp.float32)
@@ -247,6 +247,6 @@ def test_updates_take_masters_through_zero_as_steps_do(dtype, rounding, implemen
     assert_same(got, lowbit_optax.master_weights(wanted, wanted_state))
     control = start - smallest / 4 * series.sum(0)
     assert np.mean(np.sign(control) != np.sign(start)) > 0.1
-    unit = smallest / 2**8  # a step draws a master to within one
+    unit = smallest / 2**8  # a step's rounding error is within one unit
     bound = 24 * unit if dtype != jnp.bfloat16 else smallest * 2.0**-10
     np.testing.assert_allclose(got, control, rtol=0, atol=bound)

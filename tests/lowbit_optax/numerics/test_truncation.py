@@ -1,7 +1,7 @@
-"""Masters of k extra bits, rounded or cut off as in the paper's base scheme.
+"""Masters of k extra bits are rounded, or cut off as in the paper's base scheme.
 
-The expected numbers are computed in numpy's float64, with divisions by powers of two:
-nothing here reads the bit patterns that the package computes with.
+The expected numbers are computed in numpy's float64 with divisions by powers of two,
+independently of the bit patterns that the package uses.
 """
 
 import functools
@@ -29,10 +29,10 @@ truncated = functools.partial(
 
 @functools.cache
 def masters(dtype):
-    """2^17 float32 numbers and NaNs.
+    """Returns 2^17 float32 numbers and NaNs.
 
-    Half of them have each pattern of the leading 16 bits once, and random bits below.
-    The other half are values of the dtype, and numbers between two neighbours.
+    One half has each pattern of the leading 16 bits once, and random bits below. The
+    other half consists of values of the dtype and numbers between two neighbours.
     """
     rng = np.random.default_rng(0)
     low = rng.integers(0, 2**16, 2**16).astype(np.uint32)
@@ -45,16 +45,16 @@ def masters(dtype):
 
 
 def expected(x, dtype, extra, rounding, words, cut=np.floor):
-    """``(param, master)`` in float64: the magnitude is cut off at k extra bits.
+    """Returns ``(param, master)`` in float64, with magnitudes cut off at k extra bits.
 
-    ``cut`` rounds it, in units of the last of these bits, to an integer.
+    ``cut`` rounds a magnitude to an integer, in units of the last extra bit.
     """
     info = ml_dtypes.finfo(dtype)
-    with np.errstate(invalid="ignore"):  # numpy minds signalling NaNs
+    with np.errstate(invalid="ignore"):  # signalling NaNs make numpy warn
         size = np.abs(x.astype(np.float64))
     exponent = np.frexp(np.where(np.isfinite(size), size, 1.0))[1] - 1
     exponent = np.maximum(exponent, int(np.log2(float(info.smallest_normal))))
-    spacing = 2.0 ** (exponent - info.nmant)  # of the dtype's numbers
+    spacing = 2.0 ** (exponent - info.nmant)  # the dtype's spacing
     unit = spacing / 2**extra
     past = 2.0 ** (np.floor(np.log2(float(info.max))) + 1)
     beyond = np.inf
@@ -74,7 +74,7 @@ def expected(x, dtype, extra, rounding, words, cut=np.floor):
         inside = kept <= float(info.max)
         up = np.where(inside, rest + drawn >= 2**extra, rest >= half)
     if dtype == jnp.float8_e4m3fn:
-        # A tie between the largest number and NaN goes down. Under "nearest" the
+        # A tie between the largest number and NaN goes down. With "nearest", the
         # residual then stops one unit below the tie.
         tie = (kept == 464.0) & bool(extra) & (rounding != "toward_zero")
         up &= ~tie | (rounding == "stochastic") & (kept <= float(info.max))
@@ -109,7 +109,7 @@ def test_every_number_of_bits_rounds_the_master_once(dtype, rounding, residual):
         is_held = np.isfinite(cast(cast(x, dtype), np.float32))
         assert np.isfinite(np.asarray(joined)[is_held]).all()
         if residual == "stochastic":
-            # Down or up, wherever the parameter is not drawn past the end of the range.
+            # It rounds down or up, unless the parameter rounds past the largest value.
             _, up = expected(x, dtype, extra, rounding, words, np.ceil)
             ends = np.sort(np.stack([kept, up]).astype(np.float32), axis=0)
             number = np.isfinite(ends).all(0)
@@ -118,12 +118,12 @@ def test_every_number_of_bits_rounds_the_master_once(dtype, rounding, residual):
             continue
         with np.errstate(all="ignore"):
             assert_same(param, want.astype(dtype))
-        # All NaNs count as equal: with 16 bits some of them have no pair.
+        # All NaNs compare equal, because some have no pair with 16 bits.
         assert_same(joined, kept.astype(np.float32))
         if fields is None:
             continue
         assert fields.max() < 2**format_.width
-        # The same as for a parameter that is known before its residual.
+        # A residual for a given parameter has the same fields.
         again = format_.residual(jnp.asarray(x), param, random)
         number = ~is_nan(x)
         np.testing.assert_array_equal(
@@ -134,7 +134,7 @@ def test_every_number_of_bits_rounds_the_master_once(dtype, rounding, residual):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("extra", [0, 8])
 def test_the_base_scheme_stores_the_leading_bits_of_every_float32(extra):
-    """Section 3.1: parameter and residual are the first 16 + k bits, and no others."""
+    """Parameter and residual are exactly the first 16 + k bits (section 3.1)."""
     starts, chunk = np.arange(2**8, dtype=np.uint32) << 24, 2**24
     format_ = truncated(extra, rounding="toward_zero").on_fields()
     (random,) = random_bits(jnp.uint32(0), jnp.uint32(0), [0])

@@ -1,4 +1,4 @@
-"""Products in the dtypes of their formats, against the emulated ones."""
+"""Products in the formats' own dtypes match the emulated products."""
 
 import collections
 import dataclasses
@@ -27,7 +27,7 @@ SHIFTED = Formats(
 
 
 def dyadic(seed, *shape):
-    """Quarters up to 1 in magnitude: sums of their products are exact."""
+    """Returns multiples of 1/4 up to 1, whose products add up exactly."""
     return jnp.asarray(
         np.random.default_rng(seed).integers(-4, 5, shape) / 4, "float32"
     )
@@ -49,7 +49,7 @@ def branching(w, x):
 
 
 def attention(w, x):
-    """Products of several axes, in every order, summed over and in batches."""
+    """Uses products over several axes, in every order, with sums and batches."""
     q = jnp.einsum("td,dhe->hte", x, w["in"].reshape(8, 2, 4))
     k = jnp.einsum("td,hed->teh", x, w["mid"].reshape(2, 4, 8))
     scores = jax.nn.relu(jnp.einsum("hte,seh->ths", q, k)) / 16
@@ -67,9 +67,9 @@ CASES = {
 
 
 def multiplied(fn, *args):
-    """How often a traced function multiplies operands of which dtypes, with what FLOP.
+    """Counts products by their operands' dtypes and FLOP.
 
-    Runs of scans are counted; of a conditional every branch is.
+    Every iteration of a scan and every branch of a conditional count.
     """
     found = collections.Counter()
     for eqn, runs in equations(jax.make_jaxpr(fn)(*args).jaxpr):
@@ -86,7 +86,7 @@ def multiplied(fn, *args):
     ("case", "formats"),
     [
         ("mlp", HFP8),
-        # XLA:CPU takes long to compile float8.
+        # XLA:CPU compiles float8 slowly.
         pytest.param("mlp", SHIFTED, marks=pytest.mark.slow_to_compile),
         pytest.param("attention", FLOAT8, marks=pytest.mark.slow_to_compile),
         pytest.param("scanned", FLOAT8, marks=pytest.mark.slow_to_compile),
@@ -112,7 +112,7 @@ def test_products_are_in_float8_up_to_a_bias_of_63(bias):
 
 
 @pytest.mark.parametrize("options", [{"stored": True}, {"seed": 7}], ids=str)
-def test_native_products_go_with_the_other_options(options):
+def test_native_products_work_with_the_other_options(options):
     assignment = uniform(mlp, WEIGHTS, X, formats=FLOAT8)
     want = jax.jit(gradient(mlp, assignment, **options))(WEIGHTS, X)
     native = gradient(mlp, assignment, products="native", **options)
@@ -129,7 +129,7 @@ def test_native_products_go_with_the_other_options(options):
     ],
     ids=["uniform", "demote", "operator_based"],
 )
-def test_products_says_what_is_multiplied_and_what_is_native(case, choose):
+def test_products_lists_the_operands_and_the_native_products(case, choose):
     loss_fn, w = CASES[case]
     plan = precision.trace(loss_fn, w, X)
     for formats in (FLOAT8, dataclasses.replace(FLOAT8, high=FP32, high_backward=FP32)):
@@ -139,7 +139,7 @@ def test_products_says_what_is_multiplied_and_what_is_native(case, choose):
         assert all(is_native == ("float32" not in d) for d, is_native in claimed)
         native = gradient(loss_fn, assignment, products="native")
         program = multiplied(lambda w, x, native=native: native(w, x)[1], w, X)
-        # Jaxprs hold cotangents of inputs, which XLA removes, and recomputations.
+        # Jaxprs also contain recomputations, and cotangents of inputs that XLA removes.
         assert claimed
         assert {d for d, _ in claimed} <= {d for d, _ in program}
         assert sum(p.flop for p in listed) <= sum(
@@ -153,7 +153,7 @@ def test_products_says_what_is_multiplied_and_what_is_native(case, choose):
         (FLOAT8, (E4M3, E4M3), (E5M2, E4M3)),
         (SHIFTED, (E4M3, E4M3), (E5M2, E4M3)),
         (HFP8, SIXTEEN_BITS, SIXTEEN_BITS),
-        # GPUs have no product of two float8_e5m2.
+        # GPUs have no product of two float8_e5m2 operands.
         (Formats(FloatFormat.of(E5M2), FP32), SIXTEEN_BITS, SIXTEEN_BITS),
         (Formats(FloatFormat.of(BFLOAT16), FP32), SIXTEEN_BITS, SIXTEEN_BITS),
         (dataclasses.replace(FLOAT8, low_backward=FP32), (E4M3, E4M3), WIDE),
@@ -161,7 +161,7 @@ def test_products_says_what_is_multiplied_and_what_is_native(case, choose):
     ],
     ids=str,
 )
-def test_products_take_the_dtypes_of_both_formats(formats, forward, backward):
+def test_products_use_the_dtypes_of_both_formats(formats, forward, backward):
     assignment = uniform(mlp, WEIGHTS, X, formats=formats)
     native = gradient(mlp, assignment, products="native")
     program = multiplied(native, WEIGHTS, X)
@@ -186,7 +186,7 @@ def test_the_backward_pass_keeps_operands_in_8_bits():
 
 
 @pytest.mark.slow_to_compile
-def test_what_overflows_to_infinity_does_not_become_finite():
+def test_values_that_overflow_to_infinity_stay_infinite():
     for low in (
         FloatFormat(4, 3, specials="nan", overflow="infinity"),
         FloatFormat(4, 3, 3, specials="nan", overflow="infinity"),
@@ -197,7 +197,7 @@ def test_what_overflows_to_infinity_does_not_become_finite():
         (loss, overflow), _ = native(WEIGHTS, X.at[0, 0].set(1e4))
         assert overflow[[t.kind for t in assignment.plan.tensors].index("input")] > 0
         assert not np.isfinite(loss)
-    # A cotangent past float8_e5m2's largest number, as a large loss scale makes it.
+    # A large loss scale produces a cotangent past float8_e5m2's largest number.
     assignment = uniform(mlp, WEIGHTS, X, formats=FLOAT8)
     scaled = lambda w, x: mlp(w, x) * 2.0**20
     native = gradient(scaled, assignment, products="native")

@@ -1,4 +1,4 @@
-"""Weights of 10, 12 and 14 bits take that many at rest, and come back bit for bit."""
+"""Packed weights of 10, 12 or 14 bits are stored compactly and restored exactly."""
 
 import functools
 
@@ -25,7 +25,7 @@ OTHERS = [
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
 @pytest.mark.parametrize("fmt", WEIGHTS + OTHERS, ids=str)
 def test_all_patterns_of_16_bits_come_back_rounded(fmt, dtype):
-    """So numbers of the format come back as they are."""
+    """Numbers of the format are therefore restored unchanged."""
     x = jax.lax.bitcast_convert_type(ALL, dtype)
     packed = precision.pack(x, fmt)
     assert packed.nbytes == x.size * fmt.bits / 8
@@ -46,7 +46,7 @@ def test_any_shape_comes_back(shape):
     assert_same_bits(precision.unpack(packed), {"w": x})
 
 
-def test_what_it_cannot_shorten_stays_as_it_is():
+def test_arrays_that_cannot_be_packed_stay_unchanged():
     tree = {
         "wide": jnp.ones((64, 64)),
         "short": jnp.ones((64, 64), jnp.float8_e5m2),
@@ -61,7 +61,7 @@ def test_what_it_cannot_shorten_stays_as_it_is():
     assert_same_bits(precision.unpack(precision.pack(packed, FloatFormat(8, 1))), tree)
 
 
-def test_training_goes_on_from_packed_weights_bit_for_bit():
+def test_training_continues_from_packed_weights_bit_for_bit():
     fmt = FloatFormat(8, 3)
     weights = lowbit_optax.kahan(float_format=fmt)
     tx = lowbit_optax.lowbit(optax.sgd(2.0**-6), weights=weights)
@@ -76,7 +76,7 @@ def test_training_goes_on_from_packed_weights_bit_for_bit():
         params, state = lowbit_optax.step(tx, precision.unpack(params), state, grads)
         return *precision.pack((params, state.residual), fmt), state
 
-    # The first master was not rounded by a step.
+    # No step has rounded the initial master, so run one step first.
     params, state = step(params, state, series[0])
     stored = precision.pack((params, state.residual), fmt)
     assert jax.tree.leaves(stored)[0].nbytes == 1.5 * params.size

@@ -1,4 +1,4 @@
-"""Losses with rounded tensors, against equation (1) of Lee et al. written out."""
+"""Losses with rounded tensors match equation (1) of Lee et al."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ FEW_BITS = precision.Formats(low=precision.FloatFormat(5, 2), high=precision.FP3
 
 
 def model(e, m, b=0, infinity=False):
-    """Rounding to fp(e, m, b) as section 2 of the paper defines it, in float64."""
+    """Rounds to fp(e, m, b) in float64, as defined in section 2 of the paper."""
     bias = 2 ** (e - 1) - 1 + b
     largest = 2.0 ** (2**e - 1 - bias) * (2 - 2.0**-m)
 
@@ -41,7 +41,7 @@ LOW_BACKWARD, HIGH_BACKWARD = model(5, 2, infinity=True), model(6, 9, infinity=T
 
 
 class Rounding:
-    """Rounds by name, and keeps what overflowed."""
+    """Rounds tensors by name and records their overflows."""
 
     def __init__(self, assignment):
         low, low_backward = assignment.low, assignment.low_backward
@@ -59,7 +59,7 @@ class Rounding:
         return (LOW_BACKWARD if self.low_backward[name] else HIGH_BACKWARD)(x)
 
     def both(self, name, x):
-        """The tensor rounded, and later its cotangent."""
+        """Rounds the tensor and, in the backward pass, its cotangent."""
         rounded = jax.custom_vjp(functools.partial(self.forward, name))
         rounded.defvjp(
             lambda x: (self.forward(name, x), None),
@@ -69,7 +69,7 @@ class Rounding:
 
     @property
     def overflow(self):
-        shares = (self.shares[name] or 0 for name in self.names)  # 0: never made
+        shares = (self.shares[name] or 0 for name in self.names)  # 0 if never computed
         return np.array([np.mean(share) for share in shares], np.float32)
 
 
@@ -87,7 +87,7 @@ def recurrent(w, xs):
 
 
 def by_hand(loss_of_tensors):
-    """Loss, gradients and overflow of a loss that says where its tensors are."""
+    """Returns a function that evaluates loss, gradients and overflow."""
 
     def evaluate(assignment, w, x, *more):
         r = Rounding(assignment)
@@ -141,7 +141,7 @@ def conditional_by_hand(tensor, w, x, is_deep):
 
 
 def dyadic(seed, *shape, unit=0.125):
-    """Few bits each, so that float32 sums them exactly in any order."""
+    """Returns numbers with few bits, which float32 sums exactly in any order."""
     return jnp.asarray(
         np.random.default_rng(seed).integers(-12, 12, shape) * unit, "f4"
     )
@@ -176,11 +176,11 @@ NETWORKS = {
 @pytest.mark.parametrize("size", [1.0, 16.0], ids=["small", "overflowing"])
 @pytest.mark.parametrize("name", ASSIGNMENTS)
 @pytest.mark.parametrize("network", NETWORKS)
-def test_equation_1_written_out(network, name, size):
+def test_losses_match_equation_1(network, name, size):
     loss_fn, evaluate, x, more = NETWORKS[network]
     w, batch = weights(), (size * x, *map(jnp.asarray, more))
     assignment = ASSIGNMENTS[name](precision.trace(loss_fn, w, *batch))
-    # Operation by operation, as `by_hand` is: for some processors XLA contracts
+    # Run operation by operation, as `by_hand` does. On some processors, XLA contracts
     # 1 - tanh(x)^2, which cancels where tanh saturates, into a multiply-add.
     with jax.disable_jit(network != "recurrent"):  # relu is exact in a compiled scan
         (loss, overflow), grads = gradient(loss_fn, assignment)(w, *batch)
@@ -223,7 +223,7 @@ def stacked(w, x):
 
 
 def skipping(w, x):
-    """Layers of which some are skipped, and some are checkpointed."""
+    """Skips some layers and checkpoints others."""
 
     def layer(h, numbered):
         i, w = numbered
@@ -248,7 +248,7 @@ MODELS = {
 }
 
 
-# XLA fuses convolutions with what follows only at its default level.
+# XLA fuses convolutions with later operations only at its default level.
 default_level = functools.partial(
     jax.jit, compiler_options={"xla_backend_optimization_level": "3"}
 )
@@ -268,7 +268,7 @@ def test_all_in_float32_is_the_loss_itself(name, jit):
     exact = gradient(loss_fn, precision.demote(plan, 0, formats=EXACT), has_aux=True)
     (loss, (aux, overflow)), grads = jit(exact)(w, x)
     want = jit(jax.value_and_grad(loss_fn, has_aux=True))(w, x)
-    # Outside of jit, the number in aux is no array.
+    # Outside of jit, the number in aux is not an array.
     got, want = jax.tree.map(jnp.asarray, (((loss, aux), grads), want))
     assert_same_bits(got, want)
     np.testing.assert_array_equal(overflow, np.zeros(len(plan.tensors)))
@@ -278,7 +278,7 @@ def test_all_in_float32_is_the_loss_itself(name, jit):
     ("name", "dtype"),
     [
         *itertools.product(["residual", "stacked"], ["float32", "bfloat16", "float16"]),
-        ("recurrent", "float32"),  # as its carry is
+        ("recurrent", "float32"),  # its carry is float32
         ("skipping", "float32"),
     ],
 )
@@ -287,7 +287,7 @@ def test_stored_patterns_change_nothing(name, dtype):
         lambda a: a.astype(dtype) if hasattr(a, "dtype") else a, MODELS[name]
     )
     assignment = precision.demote(precision.trace(loss_fn, w, x, has_aux=True), 0.4)
-    # Promoted outside of jit, its levels are jax.Arrays.
+    # Outside of jit, promotion returns levels that are jax.Arrays.
     promoted = precision.promote(assignment, jnp.zeros(len(assignment.low)))
     for seed, a in ((None, assignment), (5, promoted)):
         options = {"has_aux": True, "seed": seed}
@@ -316,7 +316,7 @@ def test_the_backward_pass_keeps_patterns_only():
         jax.eval_shape(measure, w, x)
         return sizes
 
-    # The first weights are needed for no cotangent.
+    # No cotangent needs the first weights.
     forward = sum(t.size for t in plan.tensors) - w["in"].size
     assert kept(precision.uniform(plan), True).get("uint8") == forward
     assert kept(precision.demote(plan, 0), True).get("uint16") == forward
@@ -357,7 +357,7 @@ def test_a_cotangent_is_rounded_by_other_draws_than_its_tensor():
     np.testing.assert_allclose(np.mean(is_up[0] & is_up[1]), 1 / 16, atol=0.02)
 
 
-def test_stochastic_rounding_draws_anew_at_each_iteration_of_nested_scans():
+def test_stochastic_rounding_differs_between_iterations_of_nested_scans():
     def loss_fn(w, xs):
         inner = lambda c, x: (c, x @ w)
         outer = lambda c, rows: (c, lax.scan(inner, c, rows)[1])
@@ -390,7 +390,7 @@ def test_promotion_recovers_training_that_overflows_forward():
         f = precision.apply(widened, assignment)
         gradient = lowbit_optax.scaled_value_and_grad(f, has_aux=True)
         (_, overflow), grads = gradient(w, state, x, y)
-        with jax.numpy_dtype_promotion("standard"):  # optax needs it
+        with jax.numpy_dtype_promotion("standard"):  # for optax
             w, state = lowbit_optax.step(tx, w, state, grads)
         if promoted:
             assignment = precision.promote(assignment, overflow)

@@ -1,4 +1,4 @@
-"""The tensors of a loss, their groups, and the precisions chosen for them."""
+"""Losses are traced into tensors and groups, and precisions are chosen for them."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ FLOAT = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 
 
 def chain(w, x):
-    """Three products; 156 elements, cotangents counted.
+    """Computes three products with 156 elements, including cotangents.
 
     group 0   w0 3x4 (24 with its gradient), x 2x3 (6)          30
     group 1   w1 4x5 (40), product 0 2x4 (16), tanh 0 (16)      72
@@ -78,7 +78,7 @@ def test_a_recurrent_cell_has_its_tensors_at_each_iteration():
     assert found == [
         ("scan.0/dot_general.0", 1, 5, ()),
         ("scan.0/dot_general.1", 2, 5, ()),
-        # By the next iteration's cell and after the last.
+        # Read by the next iteration's cell, and after the last iteration.
         ("scan.0/tanh.0", 2, 5, (1, 2)),
         ("dot_general.0", 3, 1, ()),
     ]
@@ -141,7 +141,7 @@ def test_branches_of_a_conditional_have_tensors_of_their_own():
 
 
 def looping(w, x):
-    """Without a number of iterations that is known when tracing."""
+    """Runs a while loop whose number of iterations is unknown when tracing."""
     enough = lambda h: jnp.max(jnp.abs(h)) < 1e-3
     fixed = lax.while_loop(lambda h: ~enough(h), lambda h: jnp.tanh(h @ w) * 0.5, x)
     return jnp.sum(lax.stop_gradient(fixed) * (x @ w))
@@ -171,7 +171,7 @@ def test_the_body_of_a_while_loop_is_rounded_in_every_iteration():
         (loss, _), grads = gradient(looping, exact, stored=stored)(w, x)
         assert_same_bits((loss, grads), want)
 
-    # Only the loop's own tensors are low.
+    # Make only the loop's own tensors low.
     is_low = np.array([t.kind == "iterated" for t in plan.tensors])
     only_loop = dataclasses.replace(exact, low=is_low)
     fixed = x
@@ -202,7 +202,7 @@ def sharded(w, x):
     [(by_platform, "cond.0"), (sharded, "shard_map.0")],
     ids=["platform", "shard_map"],
 )
-def test_what_cannot_be_looked_into_is_named(loss_fn, place, tmp_path):
+def test_opaque_operations_are_named(loss_fn, place, tmp_path):
     arguments = FLOAT((4, 4)), FLOAT((2, 4))
     with pytest.warns(UserWarning, match=rf"trace: .* {place} are "):
         plan = precision.trace(loss_fn, *arguments)
@@ -218,7 +218,7 @@ def test_what_cannot_be_looked_into_is_named(loss_fn, place, tmp_path):
 @pytest.mark.filterwarnings("error")
 def test_operators_and_loops_over_scalars_are_not_opaque():
     def scale(w, x):
-        # Newton's square root of a sum: no arrays inside.
+        # Newton's method for the square root of a sum, without arrays inside.
         total = jnp.sum(x @ w) ** 2 + 1.0
         step = lambda state: (state[0] + 1, 0.5 * (state[1] + total / state[1]))
         return lax.while_loop(lambda s: s[0] < jnp.int32(5), step, (0, total))[1]
@@ -251,7 +251,7 @@ def test_a_loss_without_tensors_has_an_empty_plan():
 
 DECREASING = [[1, 4, 5], [2, 6, 7], [0, 3], [8]]
 LOWERED = [0, 20 + 32, 20 + 32 + 5 + 40, 115, 119]
-"""Elements that are low after each group; weight gradients stay high."""
+"""Numbers of low elements after each group; weight gradients stay high."""
 
 
 def numbers(groups):
@@ -281,7 +281,7 @@ def test_other_orders(plan):
     assert again[0] == again[1]
 
 
-def test_operators_read_low_but_for_the_first_and_the_last(plan):
+def test_operators_read_low_except_the_first_and_the_last(plan):
     inputs = precision.operator_based(plan)
     assert names(plan, inputs.low) == {"params[1]", "tanh.0"}
     assert names(plan, inputs.low_backward) == {"dot_general.1"}
@@ -301,7 +301,7 @@ def test_products_that_a_scan_repeats_are_not_the_first_and_the_last():
     made = {"scan.0/tanh.0", "scan.0/dot_general.1"}
     low = names(deep, precision.operator_based(deep).low)
     assert low == {"params[0]", "params[1]", "batch[0]"} | made
-    # A single iteration holds the first and the last product of the loss.
+    # A single iteration contains the first and the last product of the loss.
     one = precision.trace(loss_fn, [FLOAT((1, 4, 4))] * 2, FLOAT((2, 4)))
     assert not precision.operator_based(one).low.any()
 

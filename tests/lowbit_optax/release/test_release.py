@@ -1,4 +1,4 @@
-"""A released step gives the ordinary step's numbers, for every optimizer."""
+"""Released steps match ordinary steps for every optimizer."""
 
 import chex
 import jax
@@ -21,7 +21,7 @@ FLOAT16 = lowbit_optax.cast(jnp.float16)
 
 
 def both(loss_fn, tx, params, batches, **options):
-    """What ordinary steps give, and released ones."""
+    """Returns the results of ordinary steps and of released steps."""
     steps = (
         released.ordinary(loss_fn, tx),
         release.value_and_update(loss_fn, tx, **options),
@@ -142,18 +142,18 @@ WAITING = {
 
 
 @pytest.mark.parametrize("name", WAITING)
-def test_what_is_done_to_a_whole_leaf_waits_for_its_whole_gradient(name):
+def test_updates_of_a_whole_leaf_wait_for_its_whole_gradient(name):
     (tx, reason), params, batches = WAITING[name], simple_params(), released.batches(3)
     report = released.explained(simple_loss, tx, params, *batches[0])["['layers']"]
     assert not report.startswith("in the loop")
     assert report.endswith(reason)
-    # Norms and products of matrices add up in an order that fusion changes.
+    # Fusion changes the order in which norms and products of matrices add up.
     want, got = both(simple_loss, tx, params, batches)
     chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def _noise(make_noise):
-    """Adds to every leaf what depends on the leaf's shape alone."""
+    """Adds noise that depends only on the shape of each leaf."""
 
     def add(updates, params):
         del params
@@ -172,7 +172,7 @@ OF_SHAPE = {
 
 
 @pytest.mark.parametrize("name", OF_SHAPE)
-def test_what_differs_between_layers_by_their_place_is_equal(name):
+def test_updates_that_depend_on_the_index_of_a_layer_are_equal(name):
     released.assert_equal_steps(
         simple_loss, OF_SHAPE[name], simple_params(), released.batches(2)
     )
@@ -211,7 +211,7 @@ def test_the_gradient_of_one_layer_may_be_nan():
 
 
 def _words(dtype, patterns):
-    """A transformation with a stack of integer words that only counts up by a bit."""
+    """A transformation whose state consists of integer words that change in one bit."""
 
     def init(params):
         fill = lambda x: jnp.resize(jnp.asarray(patterns, dtype), x.shape)
@@ -219,7 +219,7 @@ def _words(dtype, patterns):
 
     def update(updates, state, params=None):
         del params
-        # Each word is the same but for its lowest bit, and the gradient makes it.
+        # The gradient flips the lowest bit of each word and keeps the other bits.
         flip = lambda word, x: word ^ (x > 0).astype(word.dtype)
         return updates, jax.tree.map(flip, state, updates)
 
@@ -273,7 +273,7 @@ def test_two_passes_clip_as_clip_by_global_norm(max_norm):
         atol=1e-6,
     )
     if max_norm > 1:
-        # A norm of 16 and more: the test would be of nothing without clipping.
+        # Nothing is clipped. In the other case, the norm is at least 16 and is clipped.
         assert_same_bits((values, got, state), free)
 
 

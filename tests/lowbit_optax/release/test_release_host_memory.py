@@ -1,4 +1,4 @@
-"""Steps with the state of scanned layers in host memory are those on the device."""
+"""Keeping the state of scanned layers in host memory does not change the steps."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Released steps with a loss scale are those without release; layers can be skipped."""
+"""Released steps with a loss scale match ordinary steps and can skip single layers."""
 
 import functools
 
@@ -42,7 +42,7 @@ def scanned(params, x):
 
 
 def split(x):
-    """Pushes, which can make the gradient of one leaf overflow, and inputs."""
+    """Returns pushes, which can make the gradient of one leaf overflow, and inputs."""
     return (x[0, 0, :4], x[0, 1:]) if x.ndim == 3 else (jnp.zeros([4]), x)
 
 
@@ -62,7 +62,7 @@ def head(params, x):
 
 
 def exactly_summed(params, x):
-    """All its gradients at :func:`permutations` are small integers."""
+    """A loss whose gradients at :func:`permutations` are small integers."""
     x = jnp.sign(jnp.round(x)).astype(F16)
     for w in params["more"]:
         x = x @ w
@@ -72,7 +72,7 @@ def exactly_summed(params, x):
 
 
 def permutations():
-    """The parameters' weights as permutations of 64 numbers."""
+    """Returns parameters whose matrices are permutations of 64 numbers."""
     orders = [np.random.default_rng(n).permutation(64) for n in range(5)]
     matrices = [jnp.asarray(np.eye(64)[order], F16) for order in orders]
     rest = {"more": matrices[3:], "head": normal(64, dtype=F16)}
@@ -80,7 +80,7 @@ def permutations():
 
 
 def plain(loss_fn, tx):
-    """The step as users write it without release."""
+    """The step that users write without release."""
 
     def step(params, state, *args):
         differentiate = lowbit_optax.scaled_value_and_grad(loss_fn)
@@ -91,7 +91,7 @@ def plain(loss_fn, tx):
 
 
 def assert_equal_steps(loss_fn, tx, of_release=None, start=None, count=8, **options):
-    """Of steps some of which overflow; returns the last state."""
+    """Compares steps, some of which overflow, and returns the last state."""
     start, of_release = start or params(), of_release or tx
     batches = released.batches(count)
     run = functools.partial(released.run, params=start, batches=batches)
@@ -113,9 +113,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_exact_steps_are_those_of_with_loss_scale_overflows_included(name):
+def test_exact_steps_match_with_loss_scale_including_overflows(name):
     loss_fn, tx = CASES[name]
-    # The scale falls and rises: some of the steps overflow.
+    # The scale falls and rises, because some of the steps overflow.
     scaling = backoff_scale(2.0**12, period=2)
     assert_equal_steps(loss_fn, with_loss_scale(tx, scaling))
 
@@ -127,7 +127,7 @@ def test_the_scales_own_statistics_are_those_of_the_ordinary_step():
     assert float(state.scaling_state.weight) > 0
 
 
-def test_without_need_clipping_changes_nothing():
+def test_clipping_below_the_limit_changes_nothing():
     scaling, max_norm = backoff_scale(2.0**12, period=2), 2.0**20
     clipped = optax.chain(optax.clip_by_global_norm(max_norm), SGD)
     txs = [with_loss_scale(tx, scaling) for tx in (clipped, SGD)]
@@ -140,7 +140,7 @@ def test_clipping_is_by_the_norm_of_unscaled_gradients():
     inner = optax.chain(
         optax.clip_by_global_norm(max_norm), optax.sgd(RATE, momentum=0.5)
     )
-    # After the one step that does not overflow, sums would depend on their order.
+    # Only one step does not overflow. After it, sums would depend on their order.
     assert_equal_steps(
         exactly_summed,
         with_loss_scale(lowbit_optax.lowbit(inner), scaling),
@@ -152,13 +152,13 @@ def test_clipping_is_by_the_norm_of_unscaled_gradients():
 
 
 def count_products(jaxpr):
-    """The matrix products in a jaxpr, however often it uses one inner jaxpr."""
+    """Counts the matrix products of a jaxpr and of every jaxpr inside it."""
     inner = [x for eqn in jaxpr.eqns for x in jaxprs_in_params(eqn.params)]
     here = sum(eqn.primitive is primitives.dot_general_p for eqn in jaxpr.eqns)
     return here + sum(map(count_products, inner))
 
 
-def test_the_norm_and_the_overflows_take_one_more_pass_and_each_alone_too():
+def test_norms_and_overflow_checks_need_one_more_pass_together_or_alone():
     tx = with_loss_scale(SGD, backoff_scale())
 
     def products(tx=tx, **options):
@@ -169,13 +169,13 @@ def test_the_norm_and_the_overflows_take_one_more_pass_and_each_alone_too():
 
     once = products(SGD)
     assert products(overflow="layer") == once
-    # Backwards there are two products for each layer; forwards one.
+    # The backward pass has two products per layer, and the forward pass has one.
     assert products() == products(max_grad_norm=1.0) == once + 5
     assert products(SGD, max_grad_norm=1.0) == once + 5
 
 
 def pushed(*layers):
-    """A batch that makes the gradients of these layers, or of 3, the head, overflow."""
+    """Returns a batch that makes these layers' gradients overflow; 3 is the head."""
     push = np.zeros([1, 64], np.float32)
     push[0, list(layers)] = 2.0**8
     return jnp.concatenate([push, *released.batches(1)[0]])[None]
@@ -246,7 +246,7 @@ def test_a_step_that_overflows_moves_only_the_scale(overflow, where, scale):
     assert all(np.all(x) for x in jax.tree.leaves(skipped))
 
 
-def test_reports_tell_what_the_scale_does():
+def test_reports_describe_the_effect_of_the_scale():
     tx = with_loss_scale(LOWBIT, backoff_scale())
     batch = released.batches(1)[0]
     exact = released.explained(mixed, tx, params(), *batch)

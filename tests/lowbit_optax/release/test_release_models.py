@@ -1,4 +1,4 @@
-"""A released step gives the ordinary step's numbers, for models of every shape."""
+"""Released steps match ordinary steps for models of every shape."""
 
 import functools
 import typing
@@ -117,7 +117,7 @@ def parameters_as_the_first_carry(params, x):
 
 
 class Block(typing.NamedTuple):
-    """A container of the user's."""
+    """A user-defined container."""
 
     up: jax.Array
     nothing: None
@@ -212,7 +212,7 @@ def matrices_over_a_batch(params, x):
     return simple_loss(params, x, body, params["groups"])
 
 
-# What a layer computes.
+# Kinds of layers.
 
 
 @model(LAYERS)
@@ -296,7 +296,7 @@ def complex_numbers_out_of_the_scan(params, x):
     return jnp.sum(ys.real * ys.imag)
 
 
-# How many layers there are, and auxiliary results.
+# Numbers of layers, and auxiliary results.
 
 for name, count in {"a_single_layer": 1, "as_many_layers_as_columns": WIDTH}.items():
     params = functools.partial(simple_params, layers=count)
@@ -361,7 +361,7 @@ def test_flax_scan_is_released_as_well():
     )
 
 
-def test_the_loss_sees_python_values_as_such():
+def test_the_loss_receives_python_values_unchanged():
     def loss_fn(params, x, scale, name, *, train, rows=None):
         assert name == "mean"
         assert rows is None

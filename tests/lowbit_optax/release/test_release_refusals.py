@@ -1,4 +1,4 @@
-"""What gradient release refuses, and how it explains where parameters are updated."""
+"""Gradient release rejects unsuitable updates and explains where leaves are updated."""
 
 import functools
 
@@ -51,7 +51,7 @@ NEEDS_ALL = {
 
 
 @pytest.mark.parametrize("name", NEEDS_ALL)
-def test_an_update_that_needs_all_gradients_names_leaves_and_the_way_out(name):
+def test_the_error_of_an_update_that_needs_all_gradients_names_a_remedy(name):
     refused = pytest.raises(
         ValueError, match=r"^release: .*params\['layers'\].*max_grad_norm"
     )
@@ -72,7 +72,7 @@ def test_a_refused_analysis_leaves_later_steps_as_they_are():
     args = jax.eval_shape(lambda: (params, tx.init(params), params))
 
     def traced():
-        # A function of its own each time: traces are cached by function.
+        # Use a new function each time, because traces are cached by function.
         return str(jax.make_jaxpr(functools.partial(lowbit_optax.step, tx))(*args))
 
     before = traced()
@@ -83,7 +83,7 @@ def test_a_refused_analysis_leaves_later_steps_as_they_are():
 
 
 def _layer_into_head(updates):
-    # No norm of all: the head alone goes by a layer's gradient.
+    # This is not a norm of all gradients: only the head uses a layer's gradient.
     return updates | {"head": updates["head"] + updates["layers"][0, 0, 0]}
 
 
@@ -122,7 +122,7 @@ def test_updates_from_a_frozen_leafs_gradient_alone_are_no_obstacle():
 
 
 def test_leaves_wait_where_a_mask_knows_only_arrays():
-    # With some of the leaves alone, the mask would see optax.MaskedNode.
+    # If only some leaves were updated, the mask would see optax.MaskedNode.
     matrices = lambda tree: {name: x.ndim > 1 for name, x in tree.items()}
     tx = optax.chain(optax.add_decayed_weights(0.5, matrices), SGD)
 
@@ -181,7 +181,7 @@ def test_the_state_of_more_layers_is_refused():
         step(simple_params(), state, *released.batches(1)[0])
 
 
-def test_explain_is_of_one_leaf_where_one_waits():
+def test_explain_reports_only_leaves_that_are_updated_in_the_loop():
     tx = optax.partition(
         {"whole": optax.lamb(RATE), "layers": SGD},
         {"a": "whole", "b": "layers", "head": "layers"},

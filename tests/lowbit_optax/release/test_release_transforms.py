@@ -1,4 +1,4 @@
-"""A released step under jit, scan, vmap, donation and on eight devices."""
+"""Released steps work under jit, scan, vmap and donation, and on eight devices."""
 
 import functools
 
@@ -24,7 +24,7 @@ KAHAN = lowbit_optax.kahan_sgd(RATE, 0.5)
 
 
 def arguments(tx=SGD, dtype=jnp.float32, rows=4):
-    """The parameters, the state and the batch of a first step."""
+    """Returns the parameters, the state and the batch of a first step."""
     params = simple_params(dtype=dtype)
     return params, tx.init(params), *released.batches(1, rows)[0]
 
@@ -84,7 +84,7 @@ def test_no_stack_of_gradients_is_alive():
 
     stack = params["layers"].nbytes
     assert temporary(released.ordinary) >= stack
-    # Activations, and a few arrays of one layer's size.
+    # Only activations and a few arrays of one layer's size remain.
     assert temporary(release.value_and_update) <= stack // 3
 
 
@@ -185,7 +185,7 @@ def test_a_part_of_the_loss_may_leave_explicit_axes():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
 
     def loss_fn(params, rows):
-        # Inside of JAX, a lookup whose result is placed is one on automatic axes.
+        # Internally, JAX runs a lookup with a placed result on automatic axes.
         x = params["table"].at[rows].get(out_sharding=jax.P("x"))
         return simple_loss(params, x)
 

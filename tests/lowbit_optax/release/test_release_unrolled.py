@@ -1,4 +1,4 @@
-"""Released steps of models that are written layer by layer, without a scan."""
+"""Released steps work for models written layer by layer, without a scan."""
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ def tied(params, x):
 
 LOSSES = [one_after_another, all_cast_first, under_jit, checkpointed, tied]
 CASES = {f.__name__: (f, LOWBIT, jnp.bfloat16) for f in LOSSES} | {
-    # Of a bfloat16 leaf that is used twice XLA may add up the gradients in float32.
+    # If a bfloat16 leaf is used twice, XLA may add its gradients in float32.
     "tied": (tied, LOWBIT, jnp.float32),
     "multi_steps": (
         one_after_another,
@@ -98,7 +98,7 @@ def test_frozen_leaves_stay_and_others_are_updated(loss_fn):
     assert_same_bits(after["layers"][1], before["layers"][1])
 
 
-def test_where_all_gradients_are_needed_leaves_wait_and_say_so():
+def test_leaves_that_need_all_gradients_wait_and_are_reported():
     tx = optax.chain(optax.clip_by_global_norm(1.0), SGD)
     start, batches = layers(3), released.batches(2)
     reports = released.explained(one_after_another, tx, start, *batches[0])
@@ -144,7 +144,7 @@ def _gru():
 
 @model(params=_gru)
 def gru_over_time(params, x):
-    """Every weight gets a contribution to its gradient from each of five times."""
+    """Each of five time steps contributes to the gradient of every weight."""
 
     def cell(h, x):
         update = jax.nn.sigmoid(x @ params["update_x"] + h @ params["update_h"])
@@ -160,7 +160,7 @@ def gru_over_time(params, x):
 
 @model(params=lambda: layers(4))
 def activations_read_before_and_after_an_update(params, x):
-    """The cotangent of each ``x`` is a sum of three, whose order decides the bits."""
+    """The order of three terms in the cotangent of each ``x`` affects the bits."""
     first, second, third, fourth = params["layers"]
     for gate, out in ((first, second), (third, fourth)):
         x = x + dense(x * dense(x, gate), out)
@@ -173,7 +173,7 @@ def test_released_steps_of_architectures_are_ordinary_ones(name):
 
 
 def test_released_steps_of_nnx_are_ordinary_ones():
-    """An nnx model with dropout, split into its graph, parameters and the rest."""
+    """Uses an nnx model with dropout, split into its graph, parameters and the rest."""
     nnx = pytest.importorskip("flax.nnx")
 
     class Net(nnx.Module):

@@ -1,4 +1,4 @@
-"""The two wrappers in a loss update its layers like the ordinary step."""
+"""Wrapping layers in a loss updates them like the ordinary step."""
 
 import functools
 
@@ -26,7 +26,7 @@ def one_operation_at_a_time(function):
 
 
 def stepped(loss_fn, params, states, x, steps=2):
-    """Parameters and states after steps of a loss that has the wrappers in it."""
+    """Returns parameters and states after steps of a loss with the wrappers."""
     step = one_operation_at_a_time(jax.value_and_grad(loss_fn, (0, 1)))
     states = jax.tree.map(release.as_floats, states, is_leaf=is_state)
     for _ in range(steps):
@@ -77,7 +77,7 @@ def test_layers_of_a_scan_are_updated_as_by_the_ordinary_step():
 
     def body(carry, w, x):
         (count, h), (number, factor) = carry, x
-        h = dense(h, w) * factor * scale  # closed over
+        h = dense(h, w) * factor * scale  # scale is closed over
         return (count + number, h), h[0]
 
     def plain(layers, x):
@@ -96,7 +96,7 @@ def test_layers_of_a_scan_are_updated_as_by_the_ordinary_step():
     got, want = stepped(with_wrapper, layers, states, x), (layers, states)
     for _ in range(2):
         want = step(*want)
-    # Under vmap, and in a stack, random bits differ; the nearest code is the same.
+    # Random bits differ under vmap and in a stack, but rounding to nearest does not.
     np.testing.assert_allclose(
         *(np.asarray(x[0], np.float32) for x in (got, want)), rtol=2.0**-7, atol=1e-3
     )
@@ -161,7 +161,7 @@ def test_a_state_keeps_its_bits_and_dtypes_as_floats():
 
 
 def no_gradient(params, x):
-    # Without a gradient as far as JAX knows: backward rules are never called.
+    # JAX finds no gradient here and never calls the backward rules.
     flat = jnp.sum(jnp.sign(params["flat"] @ params["flat"])) + jnp.sum(
         jnp.floor(params["layers"])
     )
@@ -172,13 +172,13 @@ def no_gradient(params, x):
 
 
 def sharp(params, x):
-    # Its rule is a derivative of zero, which only JAX knows.
+    # The derivative of round is zero, but only JAX's own rule shows this.
     x, _ = lax.scan(lambda x, w: (jnp.round(dense(x, w)), None), x, params["layers"])
     return jnp.mean(x * params["head"])
 
 
 @pytest.mark.parametrize("loss_fn", [no_gradient, sharp])
-def test_what_no_gradient_reaches_takes_the_step_of_a_zero_gradient(loss_fn):
+def test_leaves_without_a_gradient_step_as_with_a_zero_gradient(loss_fn):
     params = simple_params(dtype=jnp.bfloat16)
     if loss_fn is no_gradient:
         params["flat"] = weights(seed=1, dtype=jnp.bfloat16)
@@ -208,7 +208,7 @@ def test_float8_leaves_are_stepped_as_usual():
     assert_same_bits(got, want)
 
 
-def test_reports_of_a_state_that_is_not_kept_by_parameter_say_so():
+def test_reports_name_a_state_that_is_not_kept_by_parameter():
     params = simple_params() | {"wide": weights(seed=3)}
     loss_fn = lambda params, x: simple_loss(params, dense(x, params["wide"]))
     tx = optax.lbfgs(linesearch=None)
@@ -217,7 +217,7 @@ def test_reports_of_a_state_that_is_not_kept_by_parameter_say_so():
     assert reports["['layers']"].endswith("is not a stack of layers")
 
 
-def test_an_update_that_changes_a_dtype_is_told_where():
+def test_the_error_of_an_update_that_changes_a_dtype_names_the_place():
     def in_float16(params, state, gradients):
         del gradients
         return jax.tree.map(lambda x: x.astype(jnp.float16), params), state

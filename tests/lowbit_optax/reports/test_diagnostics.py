@@ -1,4 +1,4 @@
-"""A step's report says what the step does; a step that is not asked has none of it."""
+"""A step's report describes the step, and steps without a report are unaffected."""
 
 import functools
 
@@ -27,7 +27,7 @@ def sgd(weights=None, rate=RATE, **options):
     return lowbit(optax.sgd(rate), weights=weights, min_size=0, **options)
 
 
-def test_it_says_what_the_next_step_does_in_every_weight_format():
+def test_a_report_describes_the_next_step_in_every_weight_format():
     master, grads = normal(0), normal(1).at[::3].set(0)
     quantized = lowbit_optax.lpmm.quantize_params({"w": master}, bits=8)
     txs = {name: sgd(weights) for name, weights in ALL_FORMATS.items()}
@@ -63,7 +63,7 @@ def test_it_says_what_the_next_step_does_in_every_weight_format():
     share = np.mean(np.asarray(same)[u != 0])
     assert 0.2 < share < 0.8
     for name in txs:
-        if "toward_zero" not in name:  # which has other parameters
+        if "toward_zero" not in name:  # its parameters differ
             assert float(found[name][0].lost) == pytest.approx(share, abs=1e-6), name
     reports = {name: report for name, (report, _, _) in found.items()}
     assert reports["extra_bits_16"].noise < 1e-4 < reports["extra_bits_8"].noise
@@ -71,7 +71,7 @@ def test_it_says_what_the_next_step_does_in_every_weight_format():
     assert abs(reports["extra_bits_8"].moved - 1) < 0.01
 
 
-def test_it_tells_moments_of_few_bits_from_those_of_many():
+def test_a_report_distinguishes_moments_of_few_and_of_many_bits():
     grads = {"w": normal(1)}
     params = {"w": normal(0, dtype=BF16)}
     moments = {
@@ -91,7 +91,7 @@ def test_it_tells_moments_of_few_bits_from_those_of_many():
         }
     )()
     errors = {name: leaves["w"].moment_errors for name, leaves in errors.items()}
-    # The first moment after one step is a tenth of the gradient.
+    # After one step, the first moment is a tenth of the gradient.
     mu = 0.1 * grads["w"]
     want = np.linalg.norm(float64(mu.astype(BF16)) - float64(mu)) / np.linalg.norm(mu)
     assert errors["cast"]["mu"] == pytest.approx(want, rel=1e-2)
@@ -107,7 +107,7 @@ def test_overflows_are_counted():
     report = jax.jit(functools.partial(step_report, tx))(params, tx.init(params), grads)
     report = report.leaves
     assert (report.overflows, report.nonfinite_grads) == (1, 1)
-    assert report.moved == 1  # of the others, none of which should move
+    assert report.moved == 1  # no other weight should move
 
 
 def test_wrappers_report_the_same():
@@ -124,7 +124,7 @@ def test_wrappers_report_the_same():
             txs["chain"], lowbit_optax.loss_scaling.static_scale(1.0)
         ),
     }
-    # A seed depends on the parameters that a transformation sees.
+    # The seed depends on the parameters that a transformation sees.
     start = lambda tx: optax.tree.set(tx.init(params), seed=jnp.uint32(0))
     reports = jax.jit(
         lambda: {
@@ -155,7 +155,7 @@ def test_a_step_after_a_report_is_the_same_program():
     arguments = params, tx.init(params), {"w": normal(1)}
 
     def program():
-        # A function of its own each time: traces are cached by function.
+        # Use a new function each time, because traces are cached by function.
         return str(jax.make_jaxpr(lambda *x: lowbit_optax.step(tx, *x))(*arguments))
 
     before = program()

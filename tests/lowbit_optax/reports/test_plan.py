@@ -1,4 +1,4 @@
-"""``plan``: the least lossy formats that fit, by the transformations' own bytes."""
+"""``plan`` finds the least lossy formats that fit in memory."""
 
 import functools
 import math
@@ -46,7 +46,7 @@ def test_bytes_are_those_of_the_optimizers_by_name(name):
     assert _planned()[name].report.total == want.total
 
 
-def test_what_a_row_starts_and_steps_has_the_bytes_of_its_report():
+def test_runs_made_from_a_row_have_the_bytes_of_its_report():
     masters = _shapes()
     for row in _planned().rows:
         tx = row.make(1e-3)
@@ -71,12 +71,12 @@ def test_gradients_are_two_leaves_with_release_and_one_layer_of_a_stack():
     assert row.report.released_gradients == sizes["layers"] + sizes["out"]
     stacked = _planned(stacked=lambda path: path == "['layers']")["lowbit"]
     assert stacked.report.released_gradients == sizes["layers"] / 4 + sizes["out"]
-    # The dequantised weights are counted as well.
+    # The dequantised weights count as well.
     lpmm = _planned()["lpmm, 12 bits"]
     assert lpmm.report.gradients == 2 * (sizes["layers"] + sizes["out"]) + sizes["bias"]
 
 
-def test_the_less_room_the_more_is_given_up():
+def test_less_memory_requires_lossier_formats():
     rows = _planned().rows
     found = []
     for release in (False, True):

@@ -1,4 +1,4 @@
-"""Reported bytes are those of the arrays; cancelled updates are those in numpy."""
+"""Reported bytes match the arrays, and reported cancelled updates match numpy."""
 
 import functools
 
@@ -61,7 +61,7 @@ def test_bytes_per_parameter_are_the_documented_ones(tx, residual, moments):
     assert leaf.params == 2 * size
     assert (leaf.residual, leaf.moments) == (residual * size, moments * size)
     assert leaf.total - leaf.other == (2 + residual + moments) * size
-    # The blank of a leaf whose format keeps no residual; see lowbit_optax._step.blanks.
+    # A leaf without a residual has a blank instead; see lowbit_optax._step.blanks.
     assert leaf.other <= (size / 256 if residual == 0 else 0)
 
 
@@ -131,7 +131,7 @@ def test_totals_are_the_bytes_of_the_live_arrays(optimizer):
     if isinstance(state, lowbit_optax.LowbitState):
         kept = [x for x in jax.tree.leaves(state.residual) if not _is_blank(x)]
         assert report.total.residual == _bytes(kept)
-    # Every array is in one leaf's row, but for the scalars that belong to none.
+    # Every array belongs to the row of a leaf, except for a few scalars.
     scalars = report.total.total - sum(leaf.total for leaf in report.leaves)
     blanks = sum(leaf.other for leaf in report.leaves)
     assert scalars == report.total.other - blanks <= 64
@@ -165,7 +165,7 @@ def test_moments_that_stayed_float32_are_listed_with_the_reason():
     assert "float32: trace of all leaves (" in every
 
 
-def test_float32_parameters_that_make_the_saving_small_are_told_of():
+def test_float32_parameters_that_reduce_the_saving_are_reported():
     tx = lowbit_optax.lowbit_adamw(0.1)
     params = {
         "narrow": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16),
@@ -180,7 +180,7 @@ def test_float32_parameters_that_make_the_saving_small_are_told_of():
     assert "from_master" in text
     few = params | {"wide": jax.ShapeDtypeStruct((64,), jnp.float32)}
     assert "of the parameters are float32" not in str(memory_report(tx, few))
-    # QuantizedTensors are float32 to a program that reads them, and are stored in bits.
+    # Programs see QuantizedTensors as float32, but they are stored in few bits.
     assert memory_report(lowbit_optax.lpmm_sgd(0.1), _quantised()).float32_params == 64
 
 
@@ -197,7 +197,7 @@ def test_updates_of_quantised_weights_are_cancelled_below_half_a_step(bits):
     params, tx = _quantised(bits), lowbit_optax.lpmm_sgd(1.0, rounding="stochastic")
     scales = np.asarray(params["w"].scales).view(np.float32)
     steps = np.repeat(np.repeat(scales, 64, axis=0), 32, axis=1)
-    # Toward zero, so that blocks keep the step size that their largest weight has.
+    # Move toward zero, so that each block keeps the step size of its largest weight.
     values = np.asarray(params["w"].dequantize())
     inward = np.where(np.abs(values) < 0.5 * np.abs(values).max(), -np.sign(values), 0)
     share = jax.jit(lambda *a: step_report(tx, *a).lost)

@@ -1,4 +1,4 @@
-"""``step_memory``: a step's memory, predicted and as XLA compiles it; its picture."""
+"""``step_memory`` predicts a step's memory, compiles the step and plots both."""
 
 import sys
 
@@ -49,7 +49,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("make", "released"), CASES.values(), ids=CASES)
-def test_what_is_stored_is_predicted_exactly_and_the_peak_from_below(make, released):
+def test_stored_bytes_are_predicted_exactly_and_the_peak_from_below(make, released):
     tx = make()
     found = step_memory(tx, _params(), _loss, BATCH, release=released)
     report = memory_report(tx, _params())
@@ -58,9 +58,9 @@ def test_what_is_stored_is_predicted_exactly_and_the_peak_from_below(make, relea
     assert found.predicted.peak == report.step_peak(released) + batch + 4
     assert found.compiled.arguments == found.predicted.arguments
     assert found.compiled.in_place == found.predicted.in_place
-    # Some bytes are of the tuple of results.
+    # The tuple of results needs some bytes.
     assert 0 <= found.compiled.outputs - found.predicted.outputs < 1024
-    # On CPUs XLA widens whole leaves, which kernels do not.
+    # On CPUs, XLA widens whole leaves, unlike kernels.
     beyond = found.compiled.peak - found.predicted.peak
     assert 0 <= beyond < 12 * report.total.size
 
@@ -78,8 +78,8 @@ def test_bytes_are_those_of_one_device():
     shardings = {"layers": rows, "norm": whole}
     found = step_memory(tx, _params(), _loss, batch, shardings=shardings)
     stack, norm = LAYERS * WIDTH**2 // 8, WIDTH
-    # Parameter, compensation and moments; a float32 leaf has no compensation but a
-    # blank of 512 bytes.
+    # Parameter, compensation and moments. A float32 leaf has a blank of 512 bytes
+    # instead of a compensation.
     held = 8 * stack + (4 + 4) * norm + 2 * WIDTH * ROWS // 8 + 512
     assert held <= found.predicted.arguments < held + 64
     assert found.predicted.temporary == 2 * stack + 4 * norm
@@ -121,7 +121,7 @@ def test_the_bars_are_the_reports_bytes():
     np.testing.assert_allclose(heights["optax, float32 master"], usual / size)
 
 
-def test_without_matplotlib_it_says_what_is_missing(monkeypatch):
+def test_the_error_without_matplotlib_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     report = memory_report(lowbit_optax.kahan_adamw(1e-3), _params())
     with pytest.raises(ImportError, match=r"matplotlib.*print\(report\)"):

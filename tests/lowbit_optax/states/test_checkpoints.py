@@ -1,4 +1,4 @@
-"""Checkpoints: resuming is bit-exact; a checkpoint that does not fit is an error."""
+"""Resuming from a checkpoint is exact, and unsuitable checkpoints raise an error."""
 
 import functools
 import json
@@ -33,7 +33,7 @@ _adamw = functools.partial(adamw, 0.01)
 
 
 def _resumes(folder, store, tx, params, series):
-    """Five steps, a checkpoint and five more are ten steps."""
+    """Compares ten steps with five steps, a checkpoint and five more steps."""
     want = train(tx, params, tx.init(params), series, lowbit_optax.step)
     halfway = train(tx, params, tx.init(params), series[:5], lowbit_optax.step)
     restored = store(folder, halfway, (params, tx.init(params)))
@@ -51,7 +51,7 @@ def test_five_steps_a_checkpoint_and_five_more_are_ten_steps(
 
 
 SCALE = lowbit_optax.loss_scaling.backoff_scale(4.0, period=3, smallest=2.0)
-# The transformation, and the function that prepares its parameters.
+# Maps a name to a transformation and to the function that prepares its parameters.
 OTHERS = {
     "lpmm": (lowbit_optax.lpmm_adam(0.01), lowbit_optax.lpmm.quantize_params),
     "block-scaled": (
@@ -67,7 +67,7 @@ OTHERS = {
 
 @STORES
 @pytest.mark.parametrize("name", OTHERS)
-def test_runs_of_other_weights_and_states_go_on_too(tmp_path, store, name):
+def test_runs_of_other_weights_and_states_continue_too(tmp_path, store, name):
     tx, prepared = OTHERS[name]
     params = {"w": random_grads({"w": jnp.ones((64, 96))}, 0)["w"], "b": jnp.ones(8)}
     series = gradient_series(params, 10)
@@ -76,7 +76,7 @@ def test_runs_of_other_weights_and_states_go_on_too(tmp_path, store, name):
 
 
 def _placed(tx, params, sharding):
-    """Shapes of parameters and state, with their shardings."""
+    """Returns the shapes of parameters and state with their shardings."""
     shardings = lowbit_optax.state_shardings(tx, params, {"w": sharding})
     state = jax.eval_shape(tx.init, params)
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
@@ -93,8 +93,8 @@ MESHES = {
 
 
 @pytest.mark.parametrize(("shape", "axes", "spec"), MESHES.values(), ids=MESHES)
-def test_another_mesh_goes_on_with_the_same_bits(tmp_path, shape, axes, spec):
-    """Save on eight devices, resume on a mesh, and compare with one device's run."""
+def test_another_mesh_continues_with_the_same_bits(tmp_path, shape, axes, spec):
+    """Saves on eight devices, resumes on a mesh, and compares with one device's run."""
     tx = lowbit_optax.lowbit_adamw(0.01, min_size=0)
     params = {"w": model_params()["kernel"]}
     series = gradient_series(params, 4)
@@ -148,7 +148,7 @@ def test_a_checkpoint_of_other_weights_is_an_error_before_it_is_used(
     held = params, jax.jit(saved.init)(params)
     like = params, jax.jit(resumed.init)(params)
     with pytest.raises((ValueError, TypeError)):
-        # Orbax and flax may notice; where they do not, tracing the first step must.
+        # If Orbax and flax raise no error, tracing the first step must raise one.
         _trace_a_step(resumed, *store(tmp_path, held, like))
 
 
@@ -192,7 +192,7 @@ OTHER_FORMATS = {
 def test_the_formats_that_a_checkpoint_stores_are_checked_by_name(
     saved, resumed, message
 ):
-    # Arrays alone do not show codes: a checkpoint of others would be read as noise.
+    # Arrays do not show their code. Read with another code, they would be noise.
     params = {"kernel": model_params()["kernel"]}
     stored = json.loads(json.dumps(storage_formats(saved, params)))
     check_storage_formats(stored, saved, params)
@@ -200,7 +200,7 @@ def test_the_formats_that_a_checkpoint_stores_are_checked_by_name(
         check_storage_formats(stored, resumed, params)
 
 
-def test_how_later_steps_round_is_no_other_format():
+def test_the_rounding_of_later_steps_does_not_change_the_format():
     params = {"kernel": model_params()["kernel"]}
     rounding = dict(residual_rounding="nearest", sum_rounding="stochastic")
     moments = block_quantized(8, rounding="nearest")

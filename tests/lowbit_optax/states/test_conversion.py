@@ -1,4 +1,4 @@
-"""``convert``: a run goes on in another format, and loses no more than it must."""
+"""``convert`` moves a run to another format and loses no more than it must."""
 
 import functools
 import itertools
@@ -45,8 +45,8 @@ CODES = jax.eval_shape(
     MASTER_MODEL,
 )
 
-# A transformation, the dtypes of its parameters, and how far from a float32 master and
-# from a moment what it stores may be: relative to the value, and to the largest one.
+# Maps a name to a transformation, the dtypes of its parameters, and the errors of
+# stored float32 masters and moments, relative to the value and to the largest value.
 BF16, F16 = jnp.bfloat16, jnp.float16
 FORMATS = {
     "float32": (FLOAT32, jnp.float32, (0, 0), (0, 0)),
@@ -67,7 +67,7 @@ FORMATS = {
 
 @functools.cache
 def _float32_run(steps):
-    """Parameters and state after some float32 steps."""
+    """Returns parameters and state after some float32 steps."""
     params = MASTER_MODEL
     state = FLOAT32.init(params)
     for grads in gradient_series(params, steps):
@@ -77,7 +77,7 @@ def _float32_run(steps):
 
 @functools.cache
 def _converted():
-    """The float32 run after 5 steps in every format."""
+    """Converts the float32 run after 5 steps to every format."""
 
     def to_all(params, state):
         return {
@@ -89,7 +89,7 @@ def _converted():
 
 
 def _to_float32(runs):
-    """All of the runs in float32, in one program."""
+    """Converts all runs to float32 in one program."""
 
     def to_float32(runs):
         return {
@@ -101,7 +101,7 @@ def _to_float32(runs):
 
 
 def _assert_near(got, want, bounds):
-    """|got - want| <= relative |want| + absolute max |want|, leaf by leaf."""
+    """Checks |got - want| <= relative |want| + absolute max |want| for each leaf."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         most = bounds[0] * np.abs(b) + bounds[1] * np.abs(b).max()
@@ -137,7 +137,7 @@ def test_every_pair_of_formats_loses_what_the_two_cannot_hold_and_no_more():
 
 
 @pytest.mark.slow_to_compile
-def test_a_run_goes_on_in_the_new_format_near_the_float32_run():
+def test_a_converted_run_stays_near_the_float32_run():
     series = gradient_series(MASTER_MODEL, 10)[5:]
     series = jax.tree.map(lambda *x: jnp.stack(x), *series)
 
@@ -152,7 +152,7 @@ def test_a_run_goes_on_in_the_new_format_near_the_float32_run():
     runs = {name: run for name, run in _converted().items() if name != "float32"}
     want, start = _float32_run(10)[0]["kernel"], _float32_run(5)[0]["kernel"]
     for (name,), (params, _) in _to_float32(jax.jit(go_on)(runs)).items():
-        # 12 bits of weights this large step by more than half the learning rate.
+        # With 12 bits, the step of these weights exceeds half the learning rate.
         most = 0.3 if name == "lpmm" else 0.15
         apart = jnp.linalg.norm(params["kernel"] - want)
         assert apart < most * jnp.linalg.norm(want - start), name
@@ -243,7 +243,7 @@ def test_wrappers_keep_their_state(wrap):
     assert_same_bits(wide[0], master_weights(params, state))
     assert_same_bits(back[0], params)
     assert_same_bits(master_weights(*back), master_weights(params, state))
-    # Everything that is no moment, weight or residual: counts, rates, scales.
+    # These are counts, rates and scales: not moments, weights or residuals.
     numbers = lambda tree: [
         x for x in jax.tree.leaves(tree) if not x.ndim and x.dtype != jnp.uint32
     ]
@@ -251,7 +251,7 @@ def test_wrappers_keep_their_state(wrap):
     assert_same_bits(numbers(wide[1]), numbers(state))
 
 
-def test_lowbit_may_stand_elsewhere_in_the_chain():
+def test_lowbit_may_move_to_another_place_in_the_chain():
     clip = optax.clip_by_global_norm(1.0)
     outer = optax.chain(clip, lowbit(optax.sgd(0.1, 0.9), min_size=0))
     inner = lowbit(optax.chain(clip, optax.sgd(0.1, 0.9)), min_size=0)
@@ -282,7 +282,7 @@ CHANGES = {
 @pytest.mark.parametrize("new", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("whole", [True, False], ids=["tree", "array"])
 def test_a_change_of_the_optimizer_keeps_moments_and_residuals(new, whole):
-    """And a new count starts at the number of steps, as that of Adam's state does."""
+    """A new count starts at the number of steps, like the count of Adam's state."""
     params = {name: model_params()[name] for name in MASK}
     params = params if whole else params["kernel"]
     if not whole and new is CHANGES["a mask of weight decay"]:
@@ -315,7 +315,7 @@ def test_a_schedule_continues_where_the_inner_state_has_no_count():
     held = train(from_tx, params, initial(from_tx, params), gradient_series(params, 3))
     _, state = convert(*held, from_tx, to_tx)
     assert optax.tree.get(state.inner_state, "count") == 3
-    # Each count is an array of its own, so that a step can donate them all.
+    # Each count must be a separate array, so that a step can donate all of them.
     adam, scheduled = (lowbit(optax.adamw(x), min_size=0) for x in (0.1, SCHEDULE))
     own = jax.tree.map(jnp.copy, params)
     held = convert(own, adam.init(own), adam, scheduled)
@@ -338,7 +338,7 @@ def test_a_mask_drops_the_moments_of_the_parameters_that_it_leaves_out():
         convert(new, state, to_tx, from_tx)
 
 
-def test_other_leaves_pass_and_small_ones_change_with_min_size():
+def test_small_leaves_change_with_min_size_and_other_leaves_stay():
     params = model_params() | {"norm": jnp.ones(24), "steps": jnp.int32(3), "no": None}
     small = lowbit(optax.sgd(0.1, 0.9), min_size=0)
     large = lowbit(optax.sgd(0.1, 0.9), min_size=9999)
@@ -350,7 +350,7 @@ def test_other_leaves_pass_and_small_ones_change_with_min_size():
 
 
 def _of_no_floats(run):
-    """What parameters and inner state have for the leaves that are no floats."""
+    """Returns the integer and boolean leaves of parameters and inner state."""
     of_formats = ("residual", "scales")
     return [
         leaf
@@ -365,8 +365,9 @@ def _of_no_floats(run):
     [optax.adamw, optax.lion, functools.partial(optax.sgd, momentum=0.9)],
     ids=["adamw", "lion", "sgd"],
 )
-def test_a_run_with_integers_and_booleans_goes_on_after_a_step(optimizer):
-    # optax keeps zeros in their dtypes, and makes floats of most at the first step.
+def test_a_run_with_integers_and_booleans_continues_after_a_step(optimizer):
+    # optax keeps zeros in the leaves' dtypes, and the first step turns most into
+    # floats.
     plain, low = optimizer(0.1), lowbit(optimizer(0.1), min_size=0)
     kahans = lowbit(optimizer(0.1), weights=kahan(), moments=BFLOAT16_MOMENTS)
     w = jnp.full((64, 8), 0.5, BF16)
@@ -379,7 +380,7 @@ def test_a_run_with_integers_and_booleans_goes_on_after_a_step(optimizer):
         runs = [step((params, low.init(params)), low)]
         for from_tx, to_tx in itertools.pairwise([low, kahans, plain, low]):
             run = convert(*runs[-1], from_tx, to_tx, dtype=BF16, keep_float32=None)
-            step(run, to_tx)  # its state is one that a step takes
+            step(run, to_tx)  # a step must accept this state
             runs.append(run)
         return runs
 
@@ -422,7 +423,6 @@ def _sgd(rate=0.1):
 _OTHER = {"kernel": jnp.ones((8, 8)), "bias": jnp.ones(40)}
 
 
-# What the state is made by, from_tx, to_tx, and what else is given.
 def test_biases_and_normalisations_stay_float32_as_with_from_master():
     master = {"kernel": jnp.ones((8, 4)), "norm": {"scale": jnp.ones((2, 4))}}
     run = master, optax.adamw(0.1).init(master)
@@ -436,6 +436,7 @@ def test_biases_and_normalisations_stay_float32_as_with_from_master():
     assert params["norm"]["scale"].dtype == BF16
 
 
+# The state's transformation, from_tx, to_tx, other arguments, and the error.
 REFUSED = {
     "another optimizer": (
         _sgd(), _sgd(), _adamw(kahan()), {},
@@ -490,9 +491,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     ("made_by", "from_tx", "to_tx", "given", "message"), REFUSED.values(), ids=REFUSED
 )
-def test_what_does_not_belong_together_is_refused(
-    made_by, from_tx, to_tx, given, message
-):
+def test_mismatched_arguments_are_refused(made_by, from_tx, to_tx, given, message):
     params = model_params()
     state = initial(made_by, given.get("params", params))
     with pytest.raises((ValueError, TypeError), match=message):

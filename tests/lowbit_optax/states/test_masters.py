@@ -1,4 +1,4 @@
-"""Float32 masters from a state, and a state from float32 masters."""
+"""Float32 masters are computed from a state, and a state from float32 masters."""
 
 import functools
 import re
@@ -39,7 +39,7 @@ def _sgd(weights, rate=0.1):
 
 
 def _errors(tx, master, dtype=jnp.bfloat16):
-    """|joined - master| over the spacing of bfloat16 around each master."""
+    """Returns |joined - master| over the spacing of bfloat16 around each master."""
     params, state = from_master(tx, master, dtype, None)
     masters = master_weights(params, state)
     spacing = jax.tree.map(lambda x: 2.0 ** (np.floor(np.log2(np.abs(x))) - 7), master)
@@ -54,8 +54,8 @@ EXACT = {
 }
 
 
-# In spacings of the parameter: half of the last bit kept. Kahan's compensation has 8
-# significant bits of at most half a spacing.
+# Bounds in spacings of the parameter: half of the last stored bit. Kahan's compensation
+# has 8 significant bits and is at most half a spacing.
 BOUNDS = {
     "extra_bits_8": 2.0**-9,
     "extra_bits_8_toward_zero": 2.0**-9,
@@ -88,12 +88,12 @@ def test_from_master_gives_a_state_like_inits(name):
     else:
         half = 2.0 ** (jnp.floor(jnp.log2(jnp.abs(stored))) - 8)
         assert (jnp.abs(kernel - stored) <= half).all()
-    # A scalar has a float32 master, and so is rounded to nearest.
+    # The scalar has a float32 master, so it is rounded to nearest.
     assert_same_bits(params["scale"], _master()["scale"].astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("weights", EXACT.values(), ids=EXACT)
-def test_where_every_bit_is_kept_training_is_that_of_the_float32_master(weights):
+def test_formats_that_keep_every_bit_train_like_the_float32_master(weights):
     master = _master()
     inner = optax.adamw(0.01)
     tx = weights_only(inner, weights, min_size=0)
@@ -105,7 +105,7 @@ def test_where_every_bit_is_kept_training_is_that_of_the_float32_master(weights)
     assert_same_bits(master_weights(got, state), want)
 
 
-# Sums of gradients are rounded.
+# Accumulation is left out, because it rounds sums of gradients.
 EXACT_WRAPPERS = [name for name in WRAPPERS if name != "accumulation"]
 
 
@@ -123,7 +123,7 @@ def test_masters_of_wrapped_states_start_whole_and_move_with_training(name):
     assert_same_bits(masters["kernel"], master["kernel"])
     if name == "masked":  # the other leaves have no residual
         assert_same_bits(masters["bias"], rounded["bias"])
-    elif name == "partition":  # Kahan
+    elif name == "partition":  # Kahan summation
         np.testing.assert_allclose(masters["bias"], master["bias"], rtol=2.0**-17)
         assert not np.array_equal(masters["bias"], rounded["bias"])
     else:
@@ -240,7 +240,7 @@ def test_biases_of_several_axes_stay_float32(start):
     assert found == {True: {"bfloat16"}, False: {"float32"}}
 
 
-def test_the_rule_gets_paths_and_leaves_and_shapes_are_enough():
+def test_the_rule_receives_paths_and_leaves_or_only_shapes():
     shapes = jax.eval_shape(
         lambda: {"block": {"norm": jnp.ones((3, 8))}, "w": _master()}
     )
@@ -272,7 +272,7 @@ BOTH = {
 
 @pytest.mark.parametrize("both", BOTH.values(), ids=BOTH)
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_two_states_of_one_parameter_are_an_error_that_names_both(tx, both):
+def test_two_states_of_one_parameter_raise_an_error_that_names_both(tx, both):
     params = {"w": jnp.ones((8, 8), jnp.bfloat16), "b": jnp.ones(8)}
     ema = lowbit_optax.ema_of_params(0.9)
     given = both(optax.chain(optax.identity(), tx).init(params), ema.init(params))
@@ -282,7 +282,7 @@ def test_two_states_of_one_parameter_are_an_error_that_names_both(tx, both):
         master_weights(params, given)
     with pytest.raises(ValueError, match="state"):
         lowbit_optax.convert(params, given, tx, tx)
-    # Each alone has its masters, and so have two states of different parameters.
+    # Each state has its masters, and so do two states of different parameters.
     for part in given.values() if isinstance(given, dict) else given:
         assert master_weights(params, part)["w"].dtype == jnp.float32
     halves = {"w": tx, "b": lowbit_optax.kahan_sgd(0.5)}

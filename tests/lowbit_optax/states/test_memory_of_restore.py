@@ -1,4 +1,4 @@
-"""Restoring a sharded run does not hold it twice: arrays, and what Orbax is reading."""
+"""Restoring a sharded run does not need twice its memory."""
 
 import sys
 
@@ -10,23 +10,23 @@ import restore_and_measure as program
 from places import printed_by
 
 pytestmark = [
-    pytest.mark.slow_to_compile,  # processes that each import JAX
+    pytest.mark.slow_to_compile,  # starts processes that each import JAX
     pytest.mark.standard_promotion,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 
-# Of Orbax's and the allocator's own, whatever the run.
+# Allows for Orbax's and the allocator's overhead, independent of the run's size.
 _OVERHEAD = 30 * 2**20
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run of 86 MB and a small one, saved from eight devices."""
+    """Saves a run of 86 MB and a small one from eight devices."""
     folder = tmp_path_factory.mktemp("run")
     random = np.random.default_rng(0)
 
     def noise(like):
-        # Small numbers, which are finite in all formats, and which zstd cannot shrink.
+        # Small numbers are finite in all formats, and zstd cannot shrink them.
         x = random.integers(0, 2**8, like.shape, dtype=np.uint32).astype(like.dtype)
         return jax.device_put(x, like.sharding)
 
@@ -50,6 +50,6 @@ def test_a_restored_run_is_not_held_twice(saved, spec):
 
 
 @pytest.mark.parametrize("spec", program.SPECS)
-def test_a_limit_of_concurrent_bytes_bounds_what_comes_on_top(saved, spec):
+def test_a_limit_of_concurrent_bytes_bounds_the_extra_memory(saved, spec):
     held, grown = _measure(saved, spec, 0.01)
     assert grown < held + 10e6 + _OVERHEAD

@@ -1,4 +1,4 @@
-"""A run of one process goes on in two, and the other way round, bit for bit."""
+"""A run continues in another number of processes, bit for bit."""
 
 import functools
 import os
@@ -18,14 +18,14 @@ from places import ROOT
 
 import lowbit_optax
 
-# Six processes that each import JAX: among the rest of the cases.
+# Starting six processes that each import JAX is slow.
 pytestmark = [pytest.mark.slow_to_compile, pytest.mark.standard_promotion]
 
 _SECONDS = 400
 
 
 def _run(count: int, folder: Path, action: str) -> None:
-    """The program by ``count`` processes on this machine, with eight devices."""
+    """Runs the program in ``count`` processes, which share eight devices."""
     port = _free_port()
     runs = [(rank, count, port, folder, action) for rank in range(count)]
     _run_together(program.__file__, runs)
@@ -38,7 +38,7 @@ def _free_port() -> int:
 
 
 def _run_together(file, runs) -> str:
-    """Processes of one program, each with its own arguments; what they print."""
+    """Runs one program in parallel processes and returns what they print."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     started = [
         subprocess.Popen(
@@ -64,7 +64,7 @@ def _run_together(file, runs) -> str:
 
 @functools.cache
 def _uninterrupted(name):
-    """The run by this process, on one device: parameters and state, and views."""
+    """Trains in this process on one device; returns the run and its views."""
     tx = program.MADE[name]
     start = functools.partial(lowbit_optax.from_master, tx)
     run = jax.jit(start)(program.weights())
@@ -75,7 +75,7 @@ def _uninterrupted(name):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_a_run_goes_on_in_another_number_of_processes(tmp_path, before, after):
+def test_a_run_continues_in_another_number_of_processes(tmp_path, before, after):
     _run(before, tmp_path, "save")
     _run(after, tmp_path, "resume")
     for name in program.MADE:
@@ -89,7 +89,7 @@ def test_a_run_goes_on_in_another_number_of_processes(tmp_path, before, after):
 
 
 def test_the_program_trains():
-    # Else equal bits would say little.
+    # Without training, equal bits would prove little.
     (params, state), _ = _uninterrupted("lowbit")
     moved = lowbit_optax.master_weights(params, state)["kernel"]
     assert np.all(moved != program.weights()["kernel"])

@@ -1,4 +1,4 @@
-"""Starting bits: trainers that call `init` themselves keep those of a float32 start."""
+"""Trainers that call ``init`` themselves can keep the low bits of a float32 start."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def test_init_makes_the_state_of_from_master(optimizer, wrap):
     assert_same_bits(start.init(params), want)
     with pytest.raises(ValueError, match="with_master: init"):
         start.init(params)
-    # What else asks for a state is answered as before.
+    # Other uses of the transformation work as before.
     assert jax.eval_shape(start.init, params) == shapes
     assert storage_formats(start, params) == storage_formats(tx, params)
     assert_same_bits(lowbit_optax.convert(params, want, start, tx), (params, want))

@@ -1,4 +1,4 @@
-"""``state_shardings`` puts every array of the state beside its parameter."""
+"""``state_shardings`` places every array of the state with its parameter."""
 
 import functools
 
@@ -62,7 +62,7 @@ def _params():
 
 
 def _assert_beside_their_parameters(state):
-    """Arrays at a parameter's path are split by rows, all others replicated."""
+    """Arrays at a parameter's path are split by rows; others are replicated."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         name = jax.tree_util.keystr(path)
         if name.endswith(("['kernel']", "['norm']")):
@@ -78,7 +78,7 @@ def _assert_beside_their_parameters(state):
     (ALIASES | VARIANTS | WRAPPED).values(),
     ids=ALIASES | VARIANTS | WRAPPED,
 )
-def test_every_array_has_its_parameters_spec_and_the_others_none(make):
+def test_arrays_have_the_spec_of_their_parameter_or_are_replicated(make):
     tx, params = make(), _params()
     shardings = state_shardings(tx, params, jax.P("x"), mesh=_mesh())
     shapes = jax.eval_shape(tx.init, params)
@@ -93,7 +93,7 @@ def test_every_array_has_its_parameters_spec_and_the_others_none(make):
     ("name", "axis_type"),
     [("multi_steps", AxisType.Auto), ("partition", AxisType.Explicit)],
 )
-def test_training_goes_on_with_one_devices_numbers(name, axis_type):
+def test_training_continues_with_the_numbers_of_one_device(name, axis_type):
     tx, params = WRAPPED[name](), _params()
     grads = jax.tree.map(lambda x: (x * 0.1).astype(x.dtype), params)
     want = train(tx, params, initial(tx, params), [grads] * 2, lowbit_optax.step)
@@ -156,7 +156,7 @@ def test_an_axis_that_is_sharded_takes_no_second_mesh_axis():
         )
 
 
-def test_the_other_axis_is_one_that_divides():
+def test_state_is_sharded_along_an_axis_that_divides():
     mesh = jax.sharding.AbstractMesh((4,), ("x",))
     tx, params = lowbit_optax.lowbit_adamw(1e-3), _bfloat16((1000, 6, 256))
     found = state_shardings(tx, params, jax.P("x"), mesh=mesh, uneven="other_axis")

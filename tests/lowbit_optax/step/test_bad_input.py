@@ -1,4 +1,4 @@
-"""Errors name the leaf, what was given and what is accepted."""
+"""Errors name the leaf, its value and the values that are allowed."""
 
 import functools
 import re
@@ -123,7 +123,7 @@ def test_a_leaf_that_the_format_cannot_hold(dtype, bits, most):
     assert held.init(params)
 
 
-# States that were made by something else.
+# States from another transformation.
 
 
 def _with(weights, moments="float32", inner=None):
@@ -149,7 +149,7 @@ BFLOAT16 = cast("bfloat16")
 EIGHT, FOUR = block_quantized(8), block_quantized(4, relative_to=None)
 FEWER_BITS = [kahan(float_format=FloatFormat(8, bits)) for bits in (3, 5)]
 MOMENT = rf"moment .*{BIAS}.*\[8\].*\[8\]"
-# The state, what steps with it, and the error.
+# Each case has a state, the transformation that uses it, and the error's pattern.
 OTHERS = [
     (tx.init(_params()), other, match)
     for tx, other, match in [
@@ -192,8 +192,8 @@ WITH_RESIDUALS = [KAHAN, BITS, _with(master_copy()), SCALED, optax.chain(KAHAN)]
 
 @ADVANCES
 @pytest.mark.parametrize("tx", WITH_RESIDUALS)
-def test_parameters_that_became_float32_are_an_error_with_the_remedy(tx, advance):
-    """As they do by ``apply_updates`` of equinox."""
+def test_parameters_that_became_float32_raise_an_error_with_a_remedy(tx, advance):
+    """``equinox.apply_updates`` returns such parameters."""
     message = rf"params{BIAS}.*float32.*lowbit_optax\.apply_updates"
     with pytest.raises((ValueError, TypeError), match=message):
         _fail(tx, advance, _grads(), params=WIDE)

@@ -1,4 +1,4 @@
-"""A state without holes: what stands where a leaf keeps nothing."""
+"""A state has an array for every leaf, even where a leaf keeps nothing."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ ADAMW = {
 }
 pytestmark = pytest.mark.standard_promotion
 
-# Those of the table pack every leaf; by default moments of small ones are float32.
+# These aliases pack every leaf. By default, small leaves have float32 moments.
 EVERY = ALIASES | {
     f"{name} by default": lambda f=f: f(1e-2) for name, f in ADAMW.items()
 }
@@ -64,7 +64,7 @@ def test_arrays_of_the_state_are_found_by_name(optimizer):
     state = jax.eval_shape(optimizer(1e-2).init, params)
     for field in ("mu", "nu"):
         assert len(optax.tree.get_all_with_path(state, field)) == 1
-    # There are two counts: Adam's, and the steps that random bits depend on.
+    # There are two counts: Adam's count, and the steps that random bits depend on.
     with pytest.raises(KeyError, match="multiple"):
         optax.tree.get(state, "count")
     assert optax.tree.get(state.inner_state, "count").shape == ()
@@ -118,7 +118,7 @@ def _check_variables(mesh, tx, dtype):
 
 
 def _without_blanks(state):
-    """The state as it was when there were holes."""
+    """Returns the state as older versions stored it, with holes."""
     state = jax.tree.map(lambda x: None if x.dtype in BLANKS else x, state)
     if state.residual.name is None:
         residual = state.residual._replace(by_name={"none": ()})
@@ -127,7 +127,7 @@ def _without_blanks(state):
 
 
 @each(ADAMW)
-def test_a_state_with_holes_goes_on_and_is_converted(optimizer):
+def test_a_state_with_holes_continues_and_is_converted(optimizer):
     tx, params = optimizer(1e-2), _params()
     state = tx.init(params)
     old = _without_blanks(state)

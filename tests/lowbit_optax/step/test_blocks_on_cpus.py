@@ -1,8 +1,7 @@
-"""On CPUs leaves are updated block by block, small ones as if they were one leaf.
+"""CPUs update leaves block by block, and join small leaves into one.
 
-The numbers are those of whole leaves. A product and a sum may be contracted otherwise.
-With powers of two as hyperparameters that changes nothing, so that every bit can be
-compared.
+The results match updates of whole leaves. The programs may fuse different products with
+sums, but hyperparameters are powers of two, so every bit can be compared.
 """
 
 import functools
@@ -26,7 +25,7 @@ ONE_DEVICE = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
 
 @pytest.fixture(autouse=True, params=["alone", "joined"])
 def small_blocks(request, monkeypatch):
-    """Blocks of some rows, so that small leaves have many; of each leaf, or joined."""
+    """Makes blocks so short that small leaves have many, joined or not."""
     if "real_blocks" not in request.fixturenames:
         monkeypatch.setattr(blocked, "BLOCK", 512)
         if request.param == "alone":
@@ -35,14 +34,14 @@ def small_blocks(request, monkeypatch):
 
 @pytest.fixture
 def real_blocks():
-    """Blocks as they are."""
+    """Keeps the real size of blocks."""
 
 
 TWO = {"w": normal((131, 40)), "b": normal((9,), seed=1)}
 
 
 def both(params, **options):
-    """Parameters and state after steps on one device, by blocks and by whole leaves."""
+    """Returns the results of steps on one device, with blocks and whole leaves."""
     series = dyadic_series(params, 2, bits=8)
     with jax.set_mesh(ONE_DEVICE):
         return [
@@ -52,7 +51,7 @@ def both(params, **options):
 
 
 def program(tx, params):
-    """The jaxpr of a step, as CPUs run it on the mesh in force."""
+    """Returns the StableHLO of a step, as CPUs run it on the current mesh."""
     state = jax.eval_shape(tx.init, params)
     return str(jax.jit(functools.partial(lowbit_optax.step, tx)).lower(
         params, state, params
@@ -104,7 +103,7 @@ def test_where_there_are_several_devices_nothing_is_cut_into_blocks():
 
 
 def test_small_leaves_are_not_cut_into_blocks(real_blocks):
-    # A shape that no other test traces with small blocks.
+    # No other test traces this shape with small blocks.
     params = {"w": jax.ShapeDtypeStruct((130, 40), jnp.bfloat16)}
     with jax.set_mesh(ONE_DEVICE):
         assert "stablehlo.while" not in program(lowbit_optax.sr_adamw(0.1), params)
@@ -128,8 +127,8 @@ def test_a_compiled_step_takes_little_memory(
         state = jax.eval_shape(tx.init, params)
         step = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
         memory = step.lower(params, state, params).compile().memory_analysis()
-    # A whole bfloat16 array would be 2 bytes per parameter. JAX 0.10 cannot slice
-    # one without converting it, and copies some as integers.
+    # A whole bfloat16 array would need 2 bytes per parameter. JAX 0.10 converts arrays
+    # in order to slice them, and copies some as integers.
     if blocked.DROPS_BARRIERS:
         bytes_per_parameter += copied
     assert memory.temp_size_in_bytes < bytes_per_parameter * rows * 1024

@@ -1,4 +1,4 @@
-"""Wrappers of optax around lowbit: they train as float32 does, or ``step`` raises."""
+"""Wrappers in optax around lowbit train as in float32, or ``step`` raises an error."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ SERIES = [{"w": normal(i, (16, 8)), "v": normal(-i % 99, (8,))} for i in range(2
 
 
 def lowbit(inner):
-    # float32's bits: whatever differs from a float32 control is lost.
+    # 16 extra bits restore float32, so any difference from the control is a loss.
     return weights_only(inner, lowbit_optax.extra_bits(16), min_size=0)
 
 
@@ -45,10 +45,10 @@ def products(updates, params=None):
 
 
 def arguments(state, grads):
-    """The arguments that some transformations need besides gradients."""
+    """Returns the arguments that some transformations need in addition to gradients."""
     is_sam = lambda x: isinstance(x, contrib.SAMState)
     if any(map(is_sam, jax.tree.leaves(state, is_leaf=is_sam))):
-        return {"grad_fn": jax.grad(loss_fn)}  # and no other
+        return {"grad_fn": jax.grad(loss_fn)}  # and no other argument
     return {"value": jnp.float32(1), "grad": grads, "value_fn": loss_fn}
 
 
@@ -72,12 +72,12 @@ def updated(tx, params, state, grads, **extra):
 
 
 def control(tx, params=PARAMS, series=SERIES):
-    """Float32 training by optax alone."""
+    """Trains in float32 with optax alone."""
     return trained(tx, jax.tree.map(jnp.float32, params), updated, series)[0]
 
 
 def assert_close(params, state, wanted, tolerance=1e-5):
-    """The masters are float32's weights, up to a part of what these have moved."""
+    """Masters match float32's weights, up to a fraction of the weights' movement."""
     masters = lowbit_optax.master_weights(params, state)
     for name, start in PARAMS.items():
         moved = np.abs(np.float32(wanted[name]) - np.float32(start)).max()
@@ -201,7 +201,7 @@ CHANGE = {
     "with_loss_scale": lambda tx: loss_scaled(halved(tx)),
     "accumulate_gradients": lambda tx: lowbit_optax.accumulate_gradients(halved(tx), 2),
 }
-# These run the step of ``lowbit`` in their ``update``, which raises the error too.
+# These call the step of ``lowbit`` in ``update``, which then raises the error too.
 WITHIN = ("with_loss_scale", "direct_updates", "accumulate_gradients")
 
 
@@ -249,7 +249,7 @@ def test_schedule_free_inside_lowbit_trains_as_in_float32():
 
 
 def lookahead(fast, period, rate):
-    """docs/recipes.md's, with the slow weights in the state."""
+    """The recipe in docs/recipes.md, with the slow weights in the state."""
     pairs, pair = optax.lookahead(fast, period, rate), optax.LookaheadParams
 
     def init(params):
@@ -296,7 +296,7 @@ def test_updates_that_nothing_rounds_may_be_changed():
     lowbit_optax.step(scaled, PARAMS, scaled.init(PARAMS), SERIES[0])
 
 
-OVERFLOW = 2  # which microbatch overflows
+OVERFLOW = 2  # the index of the microbatch that overflows
 
 
 def if_finite(tx):
@@ -332,7 +332,7 @@ def test_multi_steps_that_never_recovers_from_an_overflow_is_refused(name):
             init(PARAMS)
 
 
-# How many microbatches are left out: that which overflows, or the sum it is part of.
+# The number of microbatches that are left out: the one that overflows, or its sum.
 KEPT_SKIPS = {
     "loss scale around": (lambda: loss_scaled(multi_steps(lowbit(adamw()))), 1),
     "loss scale around lowbit": (lambda: loss_scaled(lowbit(multi_steps(adamw()))), 1),

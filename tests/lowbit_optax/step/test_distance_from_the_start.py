@@ -1,4 +1,4 @@
-"""Optimizers that learn their step size from the distance to the start see no noise."""
+"""Optimizers that measure their distance from the start reject rounded weights."""
 
 import functools
 
@@ -36,12 +36,12 @@ def _weights():
 
 
 def _loss(params):
-    # Far from its minimum, so that the first steps of all of these are tiny.
+    # The minimum is far away, so that the first steps of these optimizers are tiny.
     return jnp.mean(jnp.abs(params["w"].astype(jnp.float32) - 1e3 * TARGET))
 
 
 def _states(tx, params, state, steps=12):
-    """The states after each step, stacked."""
+    """Returns the states after each step, stacked."""
 
     def body(carry, _):
         carry = lowbit_optax.step(tx, *carry, jax.grad(_loss)(carry[0]))
@@ -51,7 +51,7 @@ def _states(tx, params, state, steps=12):
 
 
 def _estimates(state) -> jax.Array:
-    """What a state has learned of step sizes or distances, step by step."""
+    """Returns the optimizer's estimates of step sizes or distances at each step."""
     names = ("max_dist", "estim_sq_dist", "estim_lr", "s")
     return next(
         leaf
@@ -61,7 +61,7 @@ def _estimates(state) -> jax.Array:
 
 
 @measuring
-def test_weights_that_are_rounded_are_an_error_that_says_what_to_do(inner, field):
+def test_rounded_weights_raise_an_error_with_a_remedy(inner, field):
     params = {"w": _weights().astype(jnp.bfloat16)}
     for weights in (None, extra_bits(15)):
         tx = lowbit(inner(), weights=weights)
@@ -73,7 +73,7 @@ def test_weights_that_are_rounded_are_an_error_that_says_what_to_do(inner, field
 
 
 @measuring
-def test_exact_weights_are_taken(inner, field):
+def test_exact_weights_are_accepted(inner, field):
     del field
     params = {"w": _weights().astype(jnp.bfloat16)}
     for weights in (extra_bits(), extra_bits(16), master_copy()):
@@ -89,7 +89,7 @@ def test_exact_weights_give_float32s_estimates(name):
     np.testing.assert_allclose(got, want, rtol=1e-3)
 
 
-def test_leaves_that_are_float32_or_small_or_of_another_optimizer_are_no_error():
+def test_leaves_that_are_float32_or_small_or_of_another_optimizer_are_accepted():
     bfloat16 = lambda *shape: jnp.ones(shape, jnp.bfloat16)
     init = lambda inner, params: jax.eval_shape(lowbit(inner).init, params)
     init(contrib.dog(1.0), {"w": _weights(), "small": bfloat16(8)})

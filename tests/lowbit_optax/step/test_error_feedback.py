@@ -1,7 +1,7 @@
-"""With ``error_feedback`` a moment takes what rounding a weight has lost.
+"""With ``error_feedback``, a moment receives the rounding error of a weight.
 
 With ``w' = a w + c m + ...`` and ``m' = b m + ...``, the sum ``w + c m / (a - b)`` of
-weight and moment after a step is what it is without rounding.
+weight and moment after a step is the same as without rounding.
 """
 
 import functools
@@ -20,7 +20,7 @@ from lowbit_optax import block_quantized, cast, lowbit, stochastic_rounding
 pytestmark = pytest.mark.standard_promotion
 
 SHAPE = (64, 64)
-# So large that it is seen.
+# The weight decay is large enough to be visible.
 ADAMW = functools.partial(optax.adamw, weight_decay=10.0)
 
 
@@ -59,7 +59,7 @@ def test_weight_and_moment_add_up_to_what_they_are_without_rounding(inner, field
     tx, params = feeding(inner, field), start()
     params, state = trained(tx, params, gradient_series(params, 2))
     (grads,) = gradient_series(params, 1)
-    # Steps without rounding, one of a moment and one of weights that are larger by 1.
+    # Steps without rounding from a larger moment and from larger weights.
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     before = state.inner_state
     larger = optax.tree.set(
@@ -76,11 +76,11 @@ def test_weight_and_moment_add_up_to_what_they_are_without_rounding(inner, field
     got = new["w"].astype(jnp.float32) + weight * moment_of(state, field)["w"]
     np.testing.assert_allclose(got, want, rtol=0, atol=3e-5)
     lost = wide["w"] + updates["w"] - new["w"].astype(jnp.float32)
-    assert np.max(np.abs(lost)) > 1e-3  # of which nothing is seen above
+    assert np.max(np.abs(lost)) > 1e-3  # the sums above do not show this
 
 
 @pytest.mark.parametrize("rate", [1e-4, 1e-6, 1e-7, 1e-8, 1e-9])
-def test_tiny_learning_rates_move_as_far_as_they_ask(rate):
+def test_tiny_learning_rates_move_weights_by_the_right_amount(rate):
     params, steps = jnp.ones((256, 256), jnp.bfloat16), 30
     tx = feeding(optax.sgd(rate, momentum=0.5), "trace")
 
@@ -89,14 +89,14 @@ def test_tiny_learning_rates_move_as_far_as_they_ask(rate):
 
     run = jax.jit(lambda carry: jax.lax.scan(body, carry, length=steps)[0])
     params, state = run((params, initial(tx, params)))
-    # What is lost is in the trace, and is given back at once if all comes to its end.
+    # The trace contains the lost part and returns it if gradients become zero.
     held = rate * np.asarray(moment_of(state, "trace"), np.float64)
     moved = 1 - (np.asarray(params, np.float64) - held).mean()
     np.testing.assert_allclose(moved, 2 * rate * steps, rtol=1e-3)
 
 
 def distances(weights, moments, dtype, rate=1e-3, steps=400):
-    """Mean squares of weights' distance from the best, at the end of training."""
+    """Returns the weights' mean squared distance from the optimum after training."""
     random = np.random.default_rng(0)
     best = jnp.asarray(random.normal(size=SHAPE), jnp.float32)
     noise = jnp.asarray(random.normal(size=(steps, *SHAPE)), jnp.float32)
@@ -114,7 +114,7 @@ def distances(weights, moments, dtype, rate=1e-3, steps=400):
 
 
 @pytest.mark.parametrize("moments", ["float32", block_quantized(8)], ids=str)
-def test_most_of_the_noise_of_stochastic_rounding_is_gone(moments):
+def test_error_feedback_removes_most_of_the_noise_of_stochastic_rounding(moments):
     exact = distances(lowbit_optax.master_copy(), moments, jnp.float32)
     plain = distances(stochastic_rounding(), moments, jnp.bfloat16)
     fed = distances(stochastic_rounding(error_feedback="mu"), moments, jnp.bfloat16)
@@ -127,7 +127,7 @@ def jumping(rates):
 
 
 @pytest.mark.parametrize("low", [0.0, 1e-5])
-def test_a_learning_rate_that_jumps_does_not_throw_weights_about(low):
+def test_a_jump_of_the_learning_rate_does_not_disturb_weights(low):
     inner = optax.adam(jumping([1e-5] * 20 + [low] * 2 + [1e-3] * 30))
     between = np.random.default_rng(0).uniform(1, 2, SHAPE)
     params = {"w": jnp.asarray(between, jnp.bfloat16)}
@@ -136,19 +136,19 @@ def test_a_learning_rate_that_jumps_does_not_throw_weights_about(low):
 
     got, _ = trained(feeding(inner), params, series)
     want, _ = trained(lowbit(inner, moments="float32"), wide, series)
-    # In spacings; 2.5 where the moment is not shortened.
+    # The bound is in spacings. The difference is 2.5 if the moment is not shortened.
     assert np.max(np.abs(got["w"].astype(jnp.float32) - want["w"])) * 2.0**7 < 1.5
 
 
 def test_where_there_were_no_gradients_the_moment_stays_zero():
-    """Its unit is 1 / eps there, which no code of few bits could hold."""
+    """The moment's unit is 1 / eps there, which no code of few bits can store."""
     tx, params = feeding(ADAMW(1e-3)), start()
     series = [{"w": x["w"].at[:8].set(0)} for x in gradient_series(params, 3)]
     new, state = trained(tx, params, series)
     mu = moment_of(state, "mu")["w"]
     assert not np.any(mu[:8])
     assert np.all(mu[8:] != 0)
-    # Weight decay alone moves these rows, and its rounding is unbiased.
+    # Only weight decay moves these rows, and its rounding is unbiased.
     moved = np.asarray(new["w"] - params["w"], np.float64)[:8]
     wanted = (0.99**3 - 1) * np.asarray(params["w"], np.float64)[:8]
     assert abs(np.vdot(moved, wanted) / np.vdot(wanted, wanted) - 1) < 0.02
@@ -163,7 +163,7 @@ def test_where_there_were_no_gradients_the_moment_stays_zero():
     ids=["apply_if_finite", "loss scale"],
 )
 def test_a_step_that_is_skipped_changes_nothing(inner, scale, bad):
-    # A moment that the inner transformation keeps is encoded again: codes may change.
+    # Codes may change, because the moment that is kept is encoded again.
     moments = cast(jnp.bfloat16) if scale is None else block_quantized(8)
     tx, params = feeding(inner, moments=moments), start()
     if scale is not None:

@@ -1,8 +1,8 @@
-"""``lowbit`` gives the same numbers by kernels and by XLA.
+"""Kernels and XLA produce the same numbers in ``lowbit``.
 
-On a CPU, ``"pallas"`` interprets the kernels' operations. There, a division by a scalar
-and a sum with a product may round differently. With powers of two as hyperparameters
-they have nothing to round, so that every bit of the formats can be compared.
+On a CPU, ``"pallas"`` interprets the kernels' operations. Divisions by a scalar and
+sums with a product may then round differently. With powers of two as hyperparameters,
+these are exact, so every bit of the formats can be compared.
 """
 
 import functools
@@ -42,13 +42,13 @@ ADVANCES = {"step": lowbit_optax.step, "update": apply}
 
 
 def penalty(params):
-    """Weight decay, and a pull to zero."""
+    """Penalizes weights with weight decay and a pull to zero."""
     leaves = [jnp.sum(2.0**-13 * x * x + 2.0**-12 * abs(x)) for x in params.values()]
     return sum(leaves)
 
 
 def model(dtype=jnp.bfloat16):
-    """A leaf that is packed with padding, and one that is too small to be packed."""
+    """Returns a leaf that is packed with padding, and one too small to be packed."""
     return {"kernel": normal((70, 65), dtype), "bias": normal((40,), dtype)}
 
 
@@ -75,9 +75,9 @@ SUMS = {
     "stochastic": stochastic_rounding(sum_rounding="stochastic"),
 }
 INTO_TRACE = {"weights": stochastic_rounding(error_feedback="trace")}
-# By row the dtype of the parameters, options, and the kernels.
+# Maps a case to the dtype of the parameters, the options and the implementation.
 OTHERS = {
-    # An odd width takes longer to compile: its period is 32 rows.
+    # Odd widths take longer to compile, because their period is 32 rows.
     **{f"{n}_bits": ("bfloat16", {"weights": extra_bits(n)}) for n in (5, 12)},
     "float16_bits": ("float16", {"weights": extra_bits(12)}),
     "float16_kahan": ("float16", {"weights": kahan()}),
@@ -123,7 +123,7 @@ OTHERS = {
 def test_other_formats_and_dtypes_have_the_same_bits(name):
     dtype, options, *by = OTHERS[name]
     params = model(dtype)
-    if by:  # which has a kernel for larger leaves only
+    if by:  # only larger leaves have this kernel
         params = {"kernel": normal((64, 256), dtype)}
     series = dyadic_series(params, 2, bits=11)
     assert_same_bits(*both(params, series, *by, **options))
@@ -138,13 +138,13 @@ QUANTIZED = {
 }
 
 
-# Squares of 8-bit gradients are exact, and halving and scaling by powers of two too.
+# Squares of 8-bit gradients are exact, and so are products with powers of two.
 SQUARES = optax.chain(
     optax.scale_by_rms(decay=0.5, eps=2.0**-20), optax.scale(-(2.0**-6))
 )
 
 
-# 8 extra bits leave the rest of their random word to the moments; Kahan needs its own.
+# With 8 extra bits, but not with Kahan, moments share the weight's random words.
 @pytest.mark.parametrize("weights", [extra_bits(8), kahan()], ids=["bits", "kahan"])
 @pytest.mark.parametrize("inner", [MOMENTUM, SQUARES], ids=["first", "second"])
 @pytest.mark.parametrize("moments", QUANTIZED.values(), ids=QUANTIZED)
@@ -274,7 +274,7 @@ def test_blocks_that_no_kernel_can_walk_over_are_refused_or_left_to_xla(
     assert "platform_index" not in step_program(tx(), params, grads)
 
 
-# Left to the platform.
+# The platform chooses.
 
 
 def step_program(tx, params, grads):
@@ -288,14 +288,14 @@ def test_blocks_of_two_sizes_share_a_kernel():
     params = {"kernel": normal(shape)}
     moments = {"mu": block_quantized(8), "nu": block_quantized(8, block_size=128)}
     inner = optax.adamw(0.01, b1=0.5, b2=0.75, eps=0.0)
-    # A power of two per tile, so that each block has a scale unlike its neighbours'.
+    # With a power of two per tile, each block's scale differs from its neighbours.
     row, column = np.indices(shape)
     powers = 2.0 ** ((5 * (row // 8) + column // 4) % 13 - 10)
     (grads,) = dyadic_series(params, 1)
     grads = {"kernel": jnp.sign(grads["kernel"]) * jnp.float32(powers)}
     options = dict(inner=inner, weights=extra_bits(8), moments=moments)
     assert_same_bits(*both(params, [grads], **options))
-    # And a step can be printed: every operation of its kernel has its parameters.
+    # Printing the step works too, because its operations have all their parameters.
     tx = lowbit(implementation="pallas", **options)
     assert "pallas_call" in step_program(tx, params, grads)
 
@@ -322,7 +322,7 @@ def test_a_traced_step_leaves_the_choice_to_the_platform():
     )
 
 
-# Around a step.
+# Steps inside other transformations.
 
 
 def test_members_of_an_ensemble_are_each_alone():

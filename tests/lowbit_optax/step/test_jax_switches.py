@@ -1,4 +1,4 @@
-"""JAX's switches that find mistakes in programs find none in this package."""
+"""JAX's debugging switches find no mistakes in this package."""
 
 import functools
 
@@ -50,7 +50,7 @@ def loss(params, x):
 
 @pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)
 @pytest.mark.parametrize("tx", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
-def test_switches_find_nothing(tx, switch):
+def test_debugging_switches_find_no_mistakes(tx, switch):
     with switch():
         state = jax.jit(tx.init).eval_shape(PARAMS)
         run = PARAMS, state, GRADS

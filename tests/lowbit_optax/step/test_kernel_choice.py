@@ -1,4 +1,4 @@
-"""Which devices get kernels, and what is said where XLA updates large leaves."""
+"""The device determines the kernels, and warnings report large leaves without one."""
 
 import functools
 import types
@@ -33,14 +33,14 @@ KERNEL = "name=fused_update"
 
 
 def mesh_of(name):
-    """A mesh of one described GPU, in force."""
+    """Returns a context with a mesh of one abstract GPU."""
     gpu = AbstractDevice(name, 80, "gpu")
     mesh = AbstractMesh((1,), ("d",), (AxisType.Auto,), abstract_device=gpu)
     return jax.sharding.use_abstract_mesh(mesh)
 
 
 def traced(**options):
-    """A step's jaxpr."""
+    """Returns the jaxpr of a step."""
     tx = lowbit_optax.kahan_adamw(1e-3, **options)
     params = {"kernel": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}
     step = functools.partial(lowbit_optax.step, tx)
@@ -53,7 +53,7 @@ def unsaid():
 
 
 @pytest.mark.parametrize("name", WITHOUT)
-def test_older_gpus_get_xla_which_is_said_once(name):
+def test_older_gpus_use_xla_with_one_warning(name):
     with mesh_of(name):
         with pytest.warns(UserWarning, match=f"XLA.* capability 8.0 .*{name}"):
             jaxpr = traced()
@@ -71,13 +71,13 @@ def test_newer_gpus_get_kernels(name):
 
 
 @pytest.mark.parametrize("implementation", ["pallas", "triton"])
-def test_kernels_that_are_named_are_an_error_on_older_gpus(implementation):
+def test_requesting_kernels_on_older_gpus_raises_an_error(implementation):
     with mesh_of("Tesla T4"), pytest.raises(ValueError, match=r"8\.0 .*Tesla T4.*7\.5"):
         traced(implementation=implementation)
 
 
 def at_hand(monkeypatch, *gpus):
-    """As if these were JAX's devices: names and compute capabilities."""
+    """Replaces JAX's devices with GPUs of these names and compute capabilities."""
     devices = [
         types.SimpleNamespace(device_kind=name, compute_capability=capability)
         for name, capability in gpus
@@ -86,7 +86,7 @@ def at_hand(monkeypatch, *gpus):
     monkeypatch.setattr(jax, "devices", lambda: devices)
 
 
-def test_the_gpu_at_hand_decides(monkeypatch):
+def test_the_local_gpu_decides(monkeypatch):
     at_hand(monkeypatch, ("NVIDIA GeForce GTX 1660", "7.5"))
     with pytest.warns(UserWarning, match=r"GTX 1660.* 7\.5"):
         assert KERNEL not in traced()
@@ -94,7 +94,7 @@ def test_the_gpu_at_hand_decides(monkeypatch):
     assert KERNEL in traced()
 
 
-def test_of_several_gpus_that_of_the_least_capability_decides(monkeypatch):
+def test_the_least_capable_of_several_gpus_decides(monkeypatch):
     new, old = ("NVIDIA RTX PRO 6000", "12.0"), ("NVIDIA TITAN V", "7.0")
     at_hand(monkeypatch, new, old)
     assert platforms.target_gpu() == old
@@ -113,7 +113,7 @@ def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch):
 def test_amds_gpus_have_no_capability(monkeypatch):
     at_hand(monkeypatch, ("AMD Instinct MI300X", "gfx942"))
     assert platforms.target_gpu() is None
-    assert KERNEL in traced()  # in the branch that is for CUDA
+    assert KERNEL in traced()  # in the branch for CUDA
 
 
 LARGE = {
@@ -137,7 +137,7 @@ def _trace(tx, params=LARGE):
     jax.eval_shape(step, params, jax.eval_shape(tx.init, params), params)
 
 
-def test_a_leaf_on_automatic_axes_of_tpus_is_said_once():
+def test_a_leaf_on_automatic_axes_of_tpus_warns_once():
     tx = lowbit_optax.lowbit_adamw(1e-3)
     with jax.sharding.use_abstract_mesh(_mesh("tpu", AxisType.Auto)):
         text = (
@@ -159,7 +159,7 @@ def _is_silent(tx, mesh, params=LARGE):
         return lowbit_optax.explain(tx, params)
 
 
-def test_what_is_told_or_explicit_has_a_kernel_and_says_nothing():
+def test_given_or_explicit_shardings_have_a_kernel_and_no_warning():
     told = lambda _: {"layers": P("a"), "bias": P()}
     tx = lowbit_optax.lowbit_adamw(1e-3, param_shardings=told)
     found = _is_silent(tx, _mesh("tpu", AxisType.Auto))
@@ -172,11 +172,11 @@ def test_what_is_told_or_explicit_has_a_kernel_and_says_nothing():
 
 
 @pytest.mark.parametrize("alias", [lowbit_optax.sr_adamw, lowbit_optax.kahan_adamw])
-def test_leaves_that_xla_updates_in_one_pass_are_not_said(alias):
+def test_leaves_that_xla_updates_in_one_pass_cause_no_warning(alias):
     _is_silent(alias(1e-3), _mesh("tpu", AxisType.Auto))
 
 
-def test_an_update_that_is_not_float32_is_said_on_gpus_too():
+def test_an_update_that_is_not_float32_warns_on_gpus_too():
     narrow = lambda updates, _: jax.tree.map(lambda g: g.astype("bfloat16"), updates)
     tx = lowbit_optax.lowbit(optax.stateless(narrow))
     with jax.sharding.use_abstract_mesh(_mesh("gpu", AxisType.Auto)):
@@ -186,7 +186,7 @@ def test_an_update_that_is_not_float32_is_said_on_gpus_too():
     assert found["['layers']"] == "XLA: its update is bfloat16"
 
 
-def test_nothing_is_said_on_cpus():
+def test_cpus_cause_no_warning():
     tx = lowbit_optax.lowbit_adamw(1e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,6 +1,6 @@
-"""Leaves of more elements than a kernel, or the random counter, counts.
+"""Leaves may have more elements than a kernel or the random counter can count.
 
-The limits are lowered here, so that small stacks of layers are too large.
+The limits are lowered here, so that small stacks of layers exceed them.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Programs of elementwise operations compute what the inner update does, or refuse."""
+"""Programs of elementwise operations compute the inner update or raise an error."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def multiply_add(a, b, c):
 
 
 def run(function, *arrays):
-    """The results of a function's program, its scalars through the table."""
+    """Returns the results of a function's program, with scalars from the table."""
     program, scalars, graph = program_from(function, *arrays)
     known = dict(zip(graph.inputs, arrays, strict=True))
     table = leaf_program.encode_scalars(evaluate(scalars.nodes, known) or [0])
@@ -54,10 +54,10 @@ ELEMENTWISE = {
     "block_rms": optax.chain(optax.clip_by_block_rms(0.05), optax.adamw(0.01)),
     "injected": optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(0.1, 0, 9)),
     "finite": optax.apply_if_finite(optax.adamw(0.01), 3),
-    # Before the fourth step, the update is a zero, and XLA drops its sign.
+    # The update before the fourth step is zero, and XLA drops the sign of this zero.
     "multi_steps_waiting": optax.MultiSteps(optax.sgd(0.25, momentum=0.5), 4),
 }
-# No quotient by a scalar, and no sum of products that might be rounded once or twice.
+# These have no quotients by scalars or sums of products, which may round differently.
 EXACT = {
     "sgd": optax.sgd(optax.linear_schedule(0.1, 0.0, 9)),
     "sgd_nesterov": optax.sgd(0.25, momentum=0.5, nesterov=True),
@@ -69,7 +69,7 @@ EXACT = {
 
 
 def traced(inner):
-    """The third update of one leaf, as a function of all its arrays, and these."""
+    """Returns the third update of one leaf as a function, and its arguments."""
     random = np.random.default_rng(0)
     draw = lambda scale: jnp.asarray(scale * random.standard_normal(16), jnp.float32)
     params = draw(1.0)
@@ -93,7 +93,7 @@ def test_a_program_computes_what_the_inner_transformation_does(name):
     if name in EXACT:
         assert_same_bits(got, want)
     for a, b in zip(got, want, strict=True):
-        # A few units; of the masters where the update is a difference of these.
+        # Allow a few units: for schedule_free, units of the masters.
         size = 3.0 if name == "schedule_free" else np.abs(b).max()
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1.2e-7 * size)
 
@@ -151,7 +151,7 @@ def test_programs_of_small_functions_compute_them():
             np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=name)
 
 
-def test_what_is_not_elementwise_is_refused_by_its_shapes():
+def test_operations_that_are_not_elementwise_are_refused_with_their_shapes():
     with pytest.raises(
         NotElementwise, match=r"cumsum of \[8\] to \[8\] is not among the"
     ):

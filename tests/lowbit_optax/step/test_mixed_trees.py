@@ -1,4 +1,4 @@
-"""Trees with many kinds of leaves: stored in a format, passed through, or None."""
+"""Trees may mix leaves that are stored in a format, passed through, or None."""
 
 import jax
 import jax.numpy as jnp
@@ -101,8 +101,8 @@ def test_integer_leaves_are_left_to_the_inner_transformation():
         assert_same_bits(master_weights(moved, state)["steps"], params["steps"])
 
 
-def test_float0_gradients_of_integer_leaves_are_handed_on():
-    # What jax.grad(..., allow_int=True) gives.
+def test_float0_gradients_of_integer_leaves_are_passed_through():
+    # This is the result of jax.grad(..., allow_int=True).
     params = {"w": jnp.ones(32, jnp.bfloat16), "steps": jnp.arange(4)}
     grads = jax.grad(lambda p: p["w"].astype(jnp.float32).sum(), allow_int=True)(params)
     assert grads["steps"].dtype == jax.dtypes.float0
@@ -119,7 +119,7 @@ def test_every_narrow_dtype_trains_as_float32_through_step(dtype):
     inner = optax.sgd(2.0**-6, momentum=0.9)
     series = [0.1 * random_grads(params, seed) for seed in range(20)]
     want, _ = train(inner, masters, inner.init(masters), series)
-    # Without a number of bits, a leaf keeps the most that its dtype holds.
+    # By default, a leaf keeps all the bits that its dtype allows.
     for weights in (extra_bits(), lowbit_optax.master_copy(), kahan()):
         tx = lowbit(inner, weights=weights, min_size=0, moments="float32")
         got, state = train(tx, params, tx.init(params), series, lowbit_optax.step)

@@ -1,4 +1,4 @@
-"""Kernels that read what XLA has computed give the numbers of XLA's steps."""
+"""Kernels that read arrays computed by XLA produce the numbers of XLA's steps."""
 
 import functools
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.standard_promotion
 
 
 def by_means(axis):
-    """Gradients times their means along an axis, which are repeated along it."""
+    """Multiplies gradients by their means, which are repeated along an axis."""
 
     def update(updates, state, params=None):
         del params
@@ -35,7 +35,7 @@ INNERS = {
     "matrices": optax.contrib.muon(0.01),
     "sums": optax.sm3(0.01),
 }
-# Muon transposes a matrix that is high. Norms of a vector have one element.
+# Muon transposes a tall matrix. The norm of a vector is a single element.
 SHAPES = [(100, 72), (72, 100), (3, 40, 48), (4100,)]
 ADVANCES = {"step": lowbit_optax.step, "update": apply}
 
@@ -54,7 +54,7 @@ def test_a_kernel_reads_what_xla_has_computed(name, shape):
     )
     assert spec_of(got) == spec_of(want)
     for own, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        # Products may be contracted with sums.
+        # Products may be fused with sums.
         if own.dtype == jnp.float32:
             np.testing.assert_allclose(own, other, rtol=2**-18, atol=2**-22)
         else:
@@ -73,7 +73,7 @@ def test_kernels_on_shards_read_their_parts(name, spec):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     params = jax.device_put(params, jax.NamedSharding(mesh, spec))
     (got, _) = trained("pallas", params, series, make=make)
-    # Sums over devices are in another order.
+    # Sums over devices have another order.
     differ = np.asarray(got["kernel"]) != np.asarray(want["kernel"])
     assert np.mean(differ) <= 0.01
 

@@ -1,4 +1,4 @@
-"""Where parameters lie, as the user says: kernels for TPUs on automatic axes."""
+"""Users specify shardings so that TPU kernels work on automatic axes."""
 
 import dataclasses
 import functools
@@ -19,13 +19,13 @@ from pallas_kernels.fused_update.tpu import kernel
 
 pytestmark = pytest.mark.standard_promotion
 
-# Shards of 16 x 256 or 128 x 32 are whole words and blocks, and of 64 x 64 also LPMM's.
+# Shards of 16 x 256 or 128 x 32 have whole words and blocks; for LPMM, so do 64 x 64.
 SHAPE, FOR_LPMM = (128, 256), (512, 64)
 
 
 @pytest.fixture
 def by_xla(monkeypatch):
-    """XLA on the shards that a kernel would get: Pallas' model of a TPU is slow."""
+    """Runs XLA on the shards of a kernel, because Pallas simulates TPUs slowly."""
     are_local = []
 
     def update(call):
@@ -43,7 +43,7 @@ def by_xla(monkeypatch):
 
     monkeypatch.setattr(api, "is_for_tpus", lambda mesh=None: True)
     monkeypatch.setattr(kernel, "update", update)
-    jax.clear_caches()  # of equal leaves that are traced once
+    jax.clear_caches()  # equal leaves are traced only once
     yield
     jax.clear_caches()
     assert any(are_local)
@@ -61,14 +61,14 @@ def _random(number, shape=SHAPE):
 
 
 def _trained(tx, place=None, shape=SHAPE):
-    """Parameters and state after two steps, placed like this."""
+    """Returns parameters and state after two steps with this sharding."""
     params, *grads = (_random(number, shape) for number in range(3))
     state = tx.init(params)
     if place is not None:
         shardings = lowbit_optax.state_shardings(tx, params, place)
         params, state = jax.device_put((params, state), (place, shardings))
         grads = jax.device_put(grads, [place] * 2)
-    # In loops of several operations XLA may contract other products in each program.
+    # In loops of several operations, XLA may fuse different products in each program.
     step = functools.partial(lowbit_optax.step, tx)
     step = jax.jit(step, compiler_options=OPERATION_BY_OPERATION)
     for grad in grads:
@@ -91,7 +91,7 @@ OPTIONS = {"learning_rate": 2.0**-6, "implementation": "tpu"}
 @pytest.mark.usefixtures("by_xla")
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=["rows", "columns"])
 @pytest.mark.parametrize("name", ALIASES)
-def test_told_shards_are_updated_as_on_one_device(name, spec):
+def test_given_shards_are_updated_as_on_one_device(name, spec):
     alias, place = ALIASES[name], _everywhere(NamedSharding(_mesh(), spec))
     got = _trained(alias(**OPTIONS, param_shardings=place), place)
     assert_same_bits(got, _trained(alias(**OPTIONS)))
@@ -112,7 +112,7 @@ def test_interpreted_kernels_on_shards_are_those_of_one_device(axis_type):
 
 @pytest.mark.usefixtures("by_xla")
 def test_shards_of_half_blocks_are_moved_to_other_axes_and_back():
-    """A block has 8 rows; the shards of 136 rows have 17."""
+    """A block has 8 rows, but each shard of 136 rows has 17."""
     shape, place = (136, 256), NamedSharding(_mesh(), P("x"))
     tx = lambda **told: lowbit_optax.lowbit_adamw(**OPTIONS, **told)
     params, grads = _random(0, shape), _random(1, shape)
@@ -144,7 +144,7 @@ WRAPPERS = {
 @pytest.mark.slow_to_compile
 @pytest.mark.usefixtures("by_xla")
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_wrappers_keep_what_is_told(name):
+def test_wrappers_keep_the_given_shardings(name):
     place, wrap = NamedSharding(_mesh(), P("x")), WRAPPERS[name]
     tx = lowbit_optax.lowbit_adamw(**OPTIONS, param_shardings=place)
     got = _trained(wrap(tx), _everywhere(place), FOR_LPMM)
@@ -179,7 +179,7 @@ def test_release_takes_one_layers_sharding():
     assert_same_bits(stepped(param_shardings=by_shape), want)
 
 
-def test_trees_prefixes_and_functions_say_the_same():
+def test_trees_prefixes_and_functions_are_equivalent():
     place, params = NamedSharding(_mesh(), P("x")), _random(0)
     given = [
         place,

@@ -1,4 +1,4 @@
-"""The seed of a new state: other parameters get other noise, on every sharding."""
+"""The seed of a new state depends on its parameters but not on their sharding."""
 
 import functools
 
@@ -16,18 +16,18 @@ import lowbit_optax
 from lowbit_optax import extra_bits, split_array
 from lowbit_optax.lpmm import quantize_params
 
-SHAPE = 256, 256  # the correlation of independent bits has a deviation of 1/256
+SHAPE = 256, 256  # independent bits correlate with a deviation of 1/256
 HALF_A_SPACING = 2.0**-9
 SGD = lowbit_optax.sr_sgd(1.0)
 
 
 def layer(number):
-    """Layers that differ in one element."""
+    """Returns a layer that differs from other layers in one element."""
     return jnp.ones(SHAPE, jnp.bfloat16).at[0, 0].set(1 + number)
 
 
 def moved(params, state):
-    """Where a step rounds down; each element does with probability 1/2."""
+    """Returns where a step rounds down (with probability 1/2), and the state."""
     grads = jnp.full(SHAPE, HALF_A_SPACING)
     new, state = lowbit_optax.step(SGD, params, state, grads)
     return new != params, state
@@ -43,7 +43,7 @@ def correlation(a, b):
 @pytest.mark.standard_promotion
 def test_training_that_starts_again_and_again_moves_as_many_weights():
     tx = lowbit_optax.sr_adamw(1e-6, weight_decay=0.0)
-    # A step moves a weight by one spacing with probability 1e-6 * 2^8.
+    # A step moves a weight by one spacing with a probability of 1e-6 * 2^8.
     start = jnp.asarray(np.random.default_rng(0).uniform(0.6, 0.9, 4096), jnp.bfloat16)
 
     def step(run, _):
@@ -163,7 +163,7 @@ def test_a_converted_run_keeps_its_noise_unless_another_seed_is_given():
 
 
 def other_masters(number):
-    """The seed of a start; numbers 0 and 1 have the same bfloat16 parameters."""
+    """Returns the seed of a start; numbers 0 and 1 have equal bfloat16 parameters."""
     master = jnp.ones(64).at[0].add(number * 2.0**-12)
     tx = lowbit_optax.extra_bits_adamw(0.1)
     return lowbit_optax.from_master(tx, master, jnp.bfloat16, None)[1].seed
@@ -199,5 +199,5 @@ def split(number):
 @pytest.mark.parametrize(
     "drawn", [other_masters, converted, accumulated, quantised, split]
 )
-def test_what_differs_in_one_element_is_rounded_with_other_noise(drawn):
+def test_arrays_that_differ_in_one_element_get_different_noise(drawn):
     assert np.mean(drawn(0) != drawn(1)) > 0.1

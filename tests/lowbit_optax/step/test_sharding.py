@@ -1,4 +1,4 @@
-"""Eight devices: one device's numbers, no communication, state beside parameters."""
+"""Eight devices compute the same numbers as one device, without communication."""
 
 import functools
 
@@ -39,7 +39,7 @@ FEW = {
 AXES = pytest.mark.parametrize(
     "axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
 )
-# 512 rows or columns on 8 devices are whole words and blocks on each.
+# On 8 devices, 512 rows or columns give each device whole words and blocks.
 SPECS = {
     "rows": jax.P("x"),
     "columns": jax.P(None, "x"),
@@ -58,13 +58,13 @@ def _numpy_arrays(*shape):
 
 
 def _arrays(*shape):
-    """A parameter and two gradients, on one device."""
+    """Returns a parameter and two gradients on one device."""
     weight, grads = _numpy_arrays(*shape)
     return jnp.asarray(weight, jnp.bfloat16), list(jnp.asarray(grads, jnp.bfloat16))
 
 
 def _placed(tx, params, sharding):
-    """A fresh state where the parameter's sharding puts it."""
+    """Returns a fresh state, placed according to the parameter's sharding."""
     shardings = lowbit_optax.state_shardings(tx, params, sharding)
     return jax.jit(tx.init, out_shardings=shardings)(params)
 
@@ -82,7 +82,7 @@ _MADE = {name: optimizer() for name, optimizer in SHARDED.items()}
 
 
 def _without_communication(tx, sharding, params, grads, advance=lowbit_optax.step):
-    """Parameters and state after two steps in which devices exchange nothing."""
+    """Returns parameters and state after two steps, which must not communicate."""
     with jax.set_mesh(sharding.mesh):
         state = _placed(tx, params, sharding)
         params, grads = jax.device_put((params, grads), sharding)
@@ -94,7 +94,7 @@ def _without_communication(tx, sharding, params, grads, advance=lowbit_optax.ste
 
 
 def _assert_placed(tree, sharding):
-    """Every array of the parameter's rank is sharded as the parameter is."""
+    """Every array with the rank of the parameter has the sharding of the parameter."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path)
         if leaf.ndim:
@@ -104,7 +104,7 @@ def _assert_placed(tree, sharding):
 
 
 def _cases():
-    """Every optimizer by rows; a few by columns, replicated, and on explicit axes."""
+    """Yields every optimizer with rows, and a few optimizers with other layouts."""
     for name in SHARDED:
         yield name, "rows", AxisType.Auto
     for name in FEW:
@@ -156,7 +156,7 @@ def test_other_ranks_and_meshes(placed, axis_type):
 
 
 QUANTISED = functools.partial(lowbit_optax.lpmm.quantize_params, bits=12, block_size=64)
-# The transformation, and the function that prepares its parameters.
+# Maps a name to a transformation and to the function that prepares its parameters.
 OTHERS = {
     "quantised": (lowbit_optax.lpmm_sgd(0.1, 0.9, block_size=64), QUANTISED),
     "quantised adam": (lowbit_optax.lpmm_adam(1e-2, block_size=64), QUANTISED),
@@ -200,7 +200,7 @@ UNEVEN = {
 
 @AXES
 @pytest.mark.parametrize(("shape", "spec", "other"), UNEVEN.values(), ids=UNEVEN)
-def test_state_of_uneven_shards_lies_along_another_axis(shape, spec, other, axis_type):
+def test_state_of_uneven_shards_has_another_axis(shape, spec, other, axis_type):
     tx = lowbit_optax.lowbit_adamw(0.01, min_size=0)
     mesh = _mesh(axis_type)
     sharding, moved = (jax.NamedSharding(mesh, x) for x in (spec, other))
@@ -227,7 +227,7 @@ def test_state_of_uneven_shards_lies_along_another_axis(shape, spec, other, axis
 
 
 @pytest.mark.parametrize(("shape", "spec", "message"), CUT.values(), ids=CUT)
-def test_cut_words_and_blocks_on_explicit_axes_are_an_error_that_names_the_leaf(
+def test_cut_words_and_blocks_on_explicit_axes_raise_an_error_with_the_leaf(
     shape, spec, message
 ):
     tx = lowbit_optax.lowbit_adamw(0.01, min_size=0)
@@ -282,8 +282,9 @@ def test_master_weights_and_reports_of_sharded_training(axis_type):
 
 
 @pytest.mark.parametrize("name", ["extra_bits_adamw_8", "sr_adamw"])
-def test_shards_that_are_no_whole_words_give_the_same_numbers(name):
-    # 400 rows on 8 devices are 2 of 50 in a cut word: communication, but not others.
+def test_shards_that_cut_words_give_the_same_numbers(name):
+    # With 400 rows on 8 devices, 2 of each device's 50 rows are in a cut word. The step
+    # communicates but computes the same numbers.
     tx = _MADE[name]
     mesh = _mesh(AxisType.Auto)
     sharding = jax.NamedSharding(mesh, jax.P("x"))

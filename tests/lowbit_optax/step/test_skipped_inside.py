@@ -1,7 +1,7 @@
 """A step that the inner transformation skips changes no master.
 
-The inner transformation returns the moments unchanged, and ``lowbit`` encodes them
-again. So their codes may change, by about as much as one rounding.
+The inner transformation returns the moments unchanged, but ``lowbit`` encodes them
+again, so their codes may change by about as much as one rounding.
 """
 
 import jax
@@ -32,7 +32,7 @@ def grads_of(params, seed, value=0):
 
 
 def trained(tx, advance=lowbit_optax.step):
-    """The step, jitted, and parameters and state after some good steps."""
+    """Returns the jitted step, and parameters and state after some good steps."""
     params = {"w": normal(0, (64, 80), jnp.bfloat16), "b": normal(1, (80,))}
     series = [grads_of(params, seed) for seed in range(3)]
     params, state = train(tx, params, initial(tx, params), series, advance)
@@ -46,7 +46,7 @@ def assert_close(got, want, share):
 
 
 def assert_skips(inner, options, advance=lowbit_optax.step):
-    """Steps of gradients that are not finite change no master, and moments once."""
+    """Steps with non-finite gradients change no master, and moments only once."""
     tx = lowbit(inner, **options)
     step, params, state = trained(tx, advance)
     want = master_weights(params, state)
@@ -74,7 +74,7 @@ MOMENTS = {
     "linear": block_quantized(8, code="linear"),
     "bfloat16": cast(jnp.bfloat16),
 }
-# The parameters of this format are rounded at random in every step.
+# This format rounds its parameters stochastically in every step.
 DRAWN = {"weights": ALL_FORMATS["extra_bits_7_stochastic"]}
 CASES = {
     **{name: (ADAMW, {"moments": x}, lowbit_optax.step) for name, x in MOMENTS.items()},

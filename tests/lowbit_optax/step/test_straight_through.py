@@ -1,8 +1,8 @@
-"""Steps on narrow leaves have the derivatives that optax has in float32.
+"""Steps on narrow leaves have the derivatives of optax in float32.
 
-Rounding counts as the identity. A derivative with respect to a narrow parameter is
-narrow as well. It is exact here, because the coefficients of the losses are powers of
-two, and the weight decay of a step multiplies them by 7/8.
+Rounding counts as the identity. The derivative for a narrow parameter is narrow as
+well. It is exact here, because the coefficients of the losses are powers of two, and
+weight decay multiplies them by 7/8.
 """
 
 import functools
@@ -28,7 +28,7 @@ FORMATS = {name: x for name, x in ALL_FORMATS.items() if name != "extra_bits_16"
     "extra_bits_most": lowbit_optax.extra_bits(),
 }
 DTYPES = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
-MIN_SIZE = 64  # "small" is below it
+MIN_SIZE = 64  # the leaf "small" is below it
 SHAPES = {"w": (8, 128), "small": (3,)}
 RATE = 0.25
 
@@ -73,7 +73,7 @@ optax_step = ROUTES["update"]
 
 
 def after_a_step(make, run, power=1):
-    """The loss after one step, as a function of rate, parameters and gradients."""
+    """Returns the loss after a step, given rate, parameters and gradients."""
 
     def loss(rate, params, grads):
         tx = make(adamw(rate))
@@ -89,7 +89,7 @@ def lowbit_of(name, **options):
 
 
 def derivatives_of(loss, params):
-    """Gradients with respect to rate, parameters and gradients; the jvp of the rate."""
+    """Returns gradients for rate, parameters and gradients, and the rate's jvp."""
     first = jax.grad(loss, (0, 1, 2))(RATE, params, GRADS)
     by_rate = lambda rate: loss(rate, params, GRADS)
     forward = jax.jvp(by_rate, (RATE,), (1.0,))[1]
@@ -97,7 +97,7 @@ def derivatives_of(loss, params):
 
 
 def derivatives(route, dtype, name, implementation="xla"):
-    """By rate, parameters and gradients, and by rate of a square, twice."""
+    """Returns derivatives of a linear loss, and the second derivative of a square."""
     params = jax.tree.map(lambda x: x.astype(dtype), MASTERS)
     make = lowbit_of(name, implementation=implementation)
     linear, square = (after_a_step(make, ROUTES[route], power) for power in (1, 2))
@@ -107,7 +107,7 @@ def derivatives(route, dtype, name, implementation="xla"):
         second = jax.jvp(by_rate, (RATE,), (1.0,))[1]
         return *derivatives_of(linear, params), second
 
-    # On the mesh of one CPU None cuts leaves into blocks.
+    # On a mesh of one CPU, the implementation None cuts leaves into blocks.
     with jax.set_mesh(jax.make_mesh((1,), ("x",), (AxisType.Auto,))):
         return jax.jit(compute)(params)
 
@@ -151,7 +151,7 @@ CASES += [
     for route in ROUTES
     for dtype in DTYPES
     for name in ("stochastic_sum", "kahan", "extra_bits_8_toward_zero")
-    # Optax cannot add float32 to float8.
+    # optax cannot add float32 to float8.
     if not (route == "update" and "float8" in dtype)
 ]
 CASES += [
@@ -213,7 +213,7 @@ inner_grads = jax.grad(inner_loss)
 
 
 def adapted(make, run, steps, grads=inner_grads):
-    """The loss after some steps of training, as a function of rate and parameters."""
+    """Returns the loss after some training, given rate and parameters."""
 
     def loss(rate, params):
         tx = make(rate)
@@ -235,9 +235,9 @@ TRAINING = {
 
 @functools.cache
 def by_optax(training, is_first_order):
-    """Gradients by rate and parameters in float32, from optax's training.
+    """Returns float32 gradients for rate and parameters, from training with optax.
 
-    With ``is_first_order``, no second derivatives of the inner loss enter them.
+    If ``is_first_order`` is True, second derivatives of the inner loss are omitted.
     """
     inner, rate, steps, _ = TRAINING[training]
     stopped = lambda params: jax.lax.stop_gradient(inner_grads(params))

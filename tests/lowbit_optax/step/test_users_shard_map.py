@@ -1,4 +1,4 @@
-"""Random bits of steps inside the user's own ``jax.shard_map``."""
+"""Steps in a user's ``jax.shard_map`` draw separate random bits for each shard."""
 
 import functools
 from math import prod
@@ -18,18 +18,18 @@ from lowbit_optax import cast, lowbit, stochastic_rounding
 pytestmark = pytest.mark.standard_promotion
 
 SPECS = {"rows": P("a"), "both": P("a", "b"), "whole": P()}
-SHAPE = 16, 128  # of every shard
+SHAPE = 16, 128  # shape of every shard
 
 
 def steps(params, implementation=None):
-    """Two steps in which all shards are alike but for their random bits."""
+    """Runs two steps in which shards differ only in their random bits."""
     tx = lowbit(
         optax.adamw(0.01),
         weights=stochastic_rounding(),
         moments=cast(jnp.bfloat16),
         implementation=implementation,
     )
-    # The seed of all parameters is not the seed of one of them.
+    # Set the seed, which otherwise depends on the parameters.
     state = tx.init(params)._replace(seed=jnp.uint32(7))
     grads = jax.tree.map(lambda x: jnp.full_like(x, 0.1), params)
     for _ in range(2):
@@ -39,7 +39,7 @@ def steps(params, implementation=None):
 
 @functools.cache
 def sharded(implementation, check_vma=True, devices=(4, 2), shape=SHAPE):
-    """Parameters after steps inside a ``shard_map``, and then per leaf its shards."""
+    """Returns parameters after steps in a ``shard_map``, and each leaf's shards."""
     automatic = (AxisType.Auto,) * 2
     mesh = jax.make_mesh(
         devices,
@@ -72,7 +72,7 @@ def test_shards_draw_different_bits_and_replicas_the_same(implementation):
     _, shards = sharded(implementation)
     counts = {name: different(each) for name, each in shards.items()}
     assert counts == {"rows": 4, "both": 8, "whole": 1}
-    # About half of the roundings of two shards agree by chance.
+    # Two shards agree in about half of their roundings by chance.
     first, second, *_ = shards["both"]
     assert 0.2 < np.mean(first != second) < 0.8
 

@@ -1,6 +1,6 @@
-"""A warning for parameters that are float32 where a weight format was asked for.
+"""Float32 parameters cause a warning when a weight format was requested.
 
-The warning is an error here, so a test that expects none only has to run.
+Warnings raise errors here, so a test that expects no warning only has to run.
 """
 
 import warnings
@@ -66,13 +66,13 @@ MADE = {
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_float32_parameters_are_said_once_with_the_lines_that_narrow_them(make):
+def test_float32_parameters_warn_once_with_the_lines_that_narrow_them(make):
     with pytest.warns(UserWarning, match=rf"(?s)kernel.*float32.*{FIX}"):
         make(kahan_adamw(1e-3))
     make(kahan_adamw(1e-3))
 
 
-def test_of_quantized_weights_it_names_quantize_params():
+def test_the_warning_for_quantized_weights_names_quantize_params():
     with pytest.warns(UserWarning, match="quantize_params"):
         lowbit_optax.lpmm_adam(1e-3).init(_params())
     params = lowbit_optax.lpmm.quantize_params(_params(), bits=12, min_size=0)
@@ -103,11 +103,11 @@ STARTS = {
 
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-def test_nothing_is_said_of_what_narrows_or_only_asks(start):
+def test_functions_that_narrow_or_only_report_cause_no_warning(start):
     start(lowbit(optax.adamw(1e-3)), _params())
 
 
-def test_who_wants_only_moments_in_fewer_bits_can_say_so():
+def test_storing_only_moments_in_fewer_bits_can_be_requested():
     lowbit(optax.adamw(1e-3), warn=False).init(_params())
     kahan_adamw(1e-3, warn=False).init(_params())
     with warnings.catch_warnings():
@@ -115,8 +115,8 @@ def test_who_wants_only_moments_in_fewer_bits_can_say_so():
         kahan_adamw(1e-3).init(_params())
 
 
-def test_nothing_is_said_of_what_stays_float32_beside_narrow_matrices():
-    # Layers of biases and norms, which a partition hands over without the matrices.
+def test_float32_leaves_next_to_narrow_matrices_cause_no_warning():
+    # A partition passes layers of biases and norms without their matrices.
     params = {
         "norm": {"scale": jnp.ones((96, 64)), "bias": jnp.ones((96, 64))},
         "dense": {"bias": jnp.ones((96, 64)), "kernel": optax.MaskedNode()},

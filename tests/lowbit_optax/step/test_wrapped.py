@@ -1,4 +1,4 @@
-"""``step`` inside wrappers: their numbers, their state, and what they skip."""
+"""``step`` works inside wrappers, which keep their numbers, state and skipped steps."""
 
 import itertools
 
@@ -53,7 +53,7 @@ def scheduled():
     return optax.scale_by_schedule(lambda count: 1.0 / (1.0 + count))
 
 
-def test_the_states_of_wrappers_go_on():
+def test_the_states_of_wrappers_continue():
     tx = optax.chain(scheduled(), lowbit_optax.lowbit_sgd(0.5))
     inside = lowbit_optax.lowbit(
         optax.chain(scheduled(), optax.sgd(0.5)), moments="float32"
@@ -63,7 +63,7 @@ def test_the_states_of_wrappers_go_on():
     assert_same_bits(params, run(inside, SERIES)[0])
 
 
-# What no kernel can make of its gradient, or what wrappers keep in gradients' dtypes.
+# Kernels cannot compute these gradients, or wrappers keep them in their own dtypes.
 OUTSIDE = {
     "their own momentum": lambda: optax.trace(0.5),
     "decay of the parameters": lambda: optax.add_decayed_weights(0.1),
@@ -106,7 +106,7 @@ def test_apply_if_finite_around_skips_without_a_change(clip):
 
 
 def skipped_where(is_bad, inner):
-    """A wrapper as users write it: where gradients are bad, nothing happens."""
+    """A user-defined wrapper that skips a step when the gradients are bad."""
 
     def update(grads, state, params=None):
         bad = is_bad(grads)

@@ -1,7 +1,7 @@
-"""With ``jax_enable_x64`` every optimizer's results are the same, bit for bit.
+"""With ``jax_enable_x64``, every optimizer returns the same bits.
 
-One thing differs by optax's own choice: it raises Adam's decays to the power of the
-count in float64. The counts here are so large that both powers are 0.
+There is one difference in optax: it raises Adam's decays to the power of the count in
+float64. The counts here are so large that both powers are 0.
 """
 
 import functools
@@ -45,18 +45,18 @@ TRANSFORMATIONS = {
     },
 }
 
-# The others are jitted, which compiles each twice.
+# The other optimizers are jitted, and jit compiles each of them twice.
 EAGER = ["sr_sgd", "lowbit_sgd", "lpmm_sgd"]
 
 
 def normal(seed, *shape, dtype=jnp.bfloat16, size=1.0):
-    """The same numbers with 64-bit types and without."""
+    """Returns the same numbers with and without 64-bit types."""
     numbers = np.random.default_rng(seed).standard_normal(shape) * size
     return jnp.asarray(numbers.astype(np.float32)).astype(dtype)
 
 
 def problem(name, jit):
-    """Parameters, the transformation's state, and gradients in two dtypes."""
+    """Returns parameters, the transformation's state, and gradients in two dtypes."""
     params = {"matrix": normal(0, 96, 48), "vector": normal(1, 48)}
     if name.startswith("lpmm"):
         params = jit(functools.partial(lowbit_optax.lpmm.quantize_params, bits=12))(
@@ -70,7 +70,7 @@ def problem(name, jit):
 
 
 def old(state):
-    """The state with large counts."""
+    """Replaces the counts of the state with large ones."""
 
     def replace(path, x):
         is_count = getattr(path[-1], "name", None) == "count"
@@ -80,7 +80,7 @@ def old(state):
 
 
 def two_steps(name):
-    """One by ``step`` and one by ``update``."""
+    """Takes one step with ``step`` and one with ``update``."""
     tx = TRANSFORMATIONS[name]
 
     def run(params, state, grads):
@@ -92,7 +92,7 @@ def two_steps(name):
 
 
 def without_and_with(function):
-    """What the function returns without 64-bit types and with them."""
+    """Returns the function's results without and with 64-bit types."""
     found = []
     for enabled in BOTH:
         with jax.enable_x64(enabled):

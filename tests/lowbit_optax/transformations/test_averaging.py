@@ -1,4 +1,4 @@
-"""An average of the weights in few bits follows the one in float32."""
+"""An average of the weights in few bits follows the float32 average."""
 
 import functools
 
@@ -31,7 +31,7 @@ def normal(seed, shape=SHAPE):
 
 
 def averages(txs, weight, steps, first):
-    """The float32 averages of ``weight(i)`` by several transformations."""
+    """Returns the float32 averages of ``weight(i)`` from several transformations."""
 
     @jax.jit
     def run(first):
@@ -58,7 +58,7 @@ def test_at_a_decay_of_0_9999_it_follows_float32_where_bfloat16_stands_still():
     }
     per_step = jnp.float32(1 / STEPS)
     got = averages(txs, lambda i: start + i * per_step * drift, STEPS, first)
-    # For weights a + i b, i = 0, 1, ...: the average of i after t steps, in float64.
+    # For weights a + i b, this is the average of i after all steps, in float64.
     kept = 0.9999**STEPS
     lag = (STEPS - 1) - (STEPS - 1) * kept - 0.9999 * (1 - 0.9999 ** (STEPS - 1)) / 1e-4
     lag += (STEPS - 1) * kept
@@ -76,7 +76,7 @@ def test_at_a_decay_of_0_9999_it_follows_float32_where_bfloat16_stands_still():
 
 
 def test_it_moves_where_a_float32_average_loses_every_step():
-    # A step is 1e-5 of 1e-3, which is below 2^-25 of the average.
+    # A step changes the average by 1e-5 of 1e-3, which is below 2^-25 of the average.
     first = jnp.ones(SHAPE, jnp.bfloat16)
     txs = {
         name: ema_of_params(0.99999, debias=False, weights=FORMATS[name], min_size=0)
@@ -96,7 +96,7 @@ def test_without_bias_it_is_the_average_that_optax_returns():
     series = jnp.stack([normal(seed) for seed in range(6)])
     optax_ema = optax.ema(0.9, debias=True)
     ema = ema_of_params(0.9, weights=extra_bits(), min_size=0)
-    first = jnp.full(SHAPE, 100, jnp.bfloat16)  # which must be forgotten
+    first = jnp.full(SHAPE, 100, jnp.bfloat16)  # which the average must forget
 
     @jax.jit
     def run(series):
@@ -113,7 +113,7 @@ def test_without_bias_it_is_the_average_that_optax_returns():
 @pytest.mark.parametrize("name", ["kahan", "extra_bits 8", "stochastic_rounding"])
 def test_kernels_give_the_same_bits(name):
     def run(implementation):
-        # Every product of this decay is exact.
+        # Every product with this decay is exact.
         options = dict(weights=FORMATS[name], implementation=implementation)
         ema = ema_of_params(1 - 2.0**-6, debias=False, min_size=0, **options)
         average = normal(0).astype(jnp.bfloat16)

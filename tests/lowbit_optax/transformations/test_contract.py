@@ -1,4 +1,4 @@
-"""What `lowbit` and `step` promise around optax: presets, wrappers, refusals."""
+"""``lowbit`` and ``step`` work with optax's presets and wrappers or raise errors."""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ WITH_DIFFERENCES = {
 
 
 @pytest.mark.parametrize("name", DIRECT | WITH_DIFFERENCES)
-def test_which_wrappers_keep_the_direct_step_and_the_report_says_it(name):
+def test_the_report_says_which_wrappers_keep_the_direct_step(name):
     wrap = (DIRECT | WITH_DIFFERENCES)[name]
     params = parameters()
     tx = wrap(lowbit_optax.kahan_adamw(1e-3))
@@ -62,7 +62,7 @@ def test_which_wrappers_keep_the_direct_step_and_the_report_says_it(name):
     assert report.steps_directly == (name in DIRECT)
 
     series = gradient_series(params, 3)
-    # Whichever way, the result is that of update and apply_updates.
+    # Either way, the result equals update followed by apply_updates.
     assert_same_bits(
         train(tx, params, tx.init(params), series, lowbit_optax.step),
         train(tx, params, tx.init(params), series, apply),
@@ -70,9 +70,9 @@ def test_which_wrappers_keep_the_direct_step_and_the_report_says_it(name):
 
 
 @pytest.mark.parametrize("name", DIRECT)
-def test_a_direct_step_arrives_where_no_float32_difference_lands(name):
+def test_a_direct_step_reaches_values_that_no_float32_difference_reaches(name):
     # A float32 difference has too few bits to lead from 1 to minus an odd multiple of
-    # 2^-24. Only a master below its parameter, in the binade below, can be taken there.
+    # 2^-24. Only a master in the binade below its parameter can move there.
     below = 1 - jnp.arange(1, 65, dtype=jnp.float32) * 2.0**-16
     odd = (2 * jnp.arange(64, dtype=jnp.float32) + 3) * 2.0**-24
     exact = weights_only(optax.sgd(1.0), lowbit_optax.extra_bits(16), min_size=0)
@@ -87,7 +87,7 @@ def test_a_direct_step_arrives_where_no_float32_difference_lands(name):
     assert (added["w"].astype(jnp.float32) != -odd).all()
 
 
-# Refusals.
+# Errors.
 
 
 def test_multi_steps_around_lpmm_is_refused_at_init():
@@ -128,12 +128,12 @@ def test_extra_arguments_reach_the_inner_transformation():
         return np.asarray(params, np.float32)
 
     want = run(inner, start.astype(jnp.float32), apply)
-    assert (want > 2 - 3).all()  # the plateau made the steps smaller
+    assert (want > 2 - 3).all()  # the plateau reduced the steps
     for advance in (apply, lowbit_optax.step):
         np.testing.assert_array_equal(run(tx, start, advance), want)
 
 
-def test_apply_updates_is_optaxs_for_arrays_that_optax_takes():
+def test_apply_updates_matches_optax_for_arrays_that_optax_accepts():
     params = {
         "narrow": jnp.linspace(-2, 2, 64, dtype=jnp.bfloat16),
         "half": jnp.linspace(-2, 2, 64, dtype=jnp.float16),

@@ -1,4 +1,4 @@
-"""Direct updates: what `optax.apply_updates` makes of them is what `step` returns."""
+"""With direct updates, `optax.apply_updates` returns the parameters of `step`."""
 
 import functools
 
@@ -44,7 +44,7 @@ def _others(params):
     return {name: name != "kernel" for name in params}
 
 
-# A power of two: XLA may contract a product by a traced rate with the sum after it.
+# With a power of two, fusing a product by a traced rate with a sum changes nothing.
 RATE = 2.0**-4
 AROUND = {
     "chain": lambda make: optax.chain(optax.clip(1.0), make(RATE)),
@@ -89,7 +89,8 @@ def test_sums_of_gradients_step_directly():
 def test_a_boundary_between_update_and_sum_changes_no_bit(boundary):
     tx = direct_updates(lowbit_adamw(0.1))
     params = model_params()
-    # A weight that falls by more than float32 has bits for, and zeros of both signs.
+    # Include zeros of both signs, and a weight that falls by more bits than float32
+    # has.
     params["kernel"] = (
         params["kernel"].at[0, :3].set(jnp.array([1e30, 0.0, -0.0], jnp.bfloat16))
     )
@@ -127,8 +128,8 @@ def test_a_loss_scale_skips_a_step(is_inside):
     assert_same_bits(_run(apply, tx, params, series), want)
 
 
-def test_the_sum_with_a_copy_is_new_where_no_difference_says_it():
-    """Where all of a weight cancels, at a zero of the other sign, and at infinity."""
+def test_the_sum_with_a_copy_is_exactly_the_new_weight():
+    """Covers full cancellation, a zero of the other sign, and infinity."""
     old = jnp.array([1.0, 1e30, 0.0, 1.0, jnp.inf], jnp.bfloat16)
     new = jnp.array([1e-9, -3e-5, -0.0, jnp.inf, 2.0], jnp.bfloat16)
     assert_same_bits(jnp.array(old) + DirectUpdate(new, old), new)
@@ -155,7 +156,7 @@ def test_apply_if_finite_goes_inside():
         _run(apply, make(direct_updates(alias)), params, series)
 
 
-def test_what_computes_with_such_updates_is_an_error():
+def test_computing_with_direct_updates_raises_an_error():
     tx, params = direct_updates(kahan_sgd(0.5)), {"w": jnp.ones(4, jnp.bfloat16)}
     grads = {"w": jnp.ones(4, jnp.bfloat16)}
     updates, _ = tx.update(grads, tx.init(params), params)
@@ -163,7 +164,7 @@ def test_what_computes_with_such_updates_is_an_error():
         _ = updates["w"] * 2
     with pytest.raises(TypeError):
         jnp.square(updates["w"])
-    with pytest.raises(ValueError, match="DirectUpdate"):  # as equinox.apply_updates
+    with pytest.raises(ValueError, match="DirectUpdate"):  # as in equinox.apply_updates
         jax.tree.map(lambda u, p: p + u, updates, params)
     decayed = optax.chain(tx, optax.add_decayed_weights(0.1))
     with pytest.raises(ValueError, match="DirectUpdate"):

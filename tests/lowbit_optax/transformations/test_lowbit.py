@@ -1,4 +1,4 @@
-"""What ``lowbit`` promises for any inner transformation: dtypes, tracing, numbers."""
+"""``lowbit`` of any transformation has the documented dtypes, tracing and numbers."""
 
 import functools
 
@@ -36,7 +36,7 @@ EVERY = OPTIMIZERS | {
 
 
 def _skipping_scan(tx, params, stacked):
-    """Scans over gradients; the second is skipped, under cond."""
+    """Scans over gradients, and skips the second one with cond."""
 
     def body(carry, grads):
         params, state = carry
@@ -71,11 +71,11 @@ def test_the_state_keeps_its_kind_in_init_steps_conditionals_and_scans(optimizer
 
 
 def test_init_under_jit_encodes_when_it_runs_and_not_when_it_compiles():
-    # XLA itself would compute the codes of known zeros, which takes seconds per matrix.
+    # XLA would compute the codes of constant zeros while compiling, taking seconds.
     tx = lowbit_optax.lowbit_adamw(1e-3)
     params = {"w": jnp.zeros((64, 128), jnp.bfloat16)}
     program = jax.jit(tx.init).lower(params).compile().as_text()
-    assert " reduce(" in program  # the maxima of blocks
+    assert " reduce(" in program  # the largest values of blocks
 
 
 @pytest.mark.parametrize("weights", ALL_FORMATS.values(), ids=ALL_FORMATS)
@@ -140,7 +140,7 @@ def test_masters_are_those_of_float32_training(name):
         chex.assert_trees_all_close(masters, want, rtol=2e-6, atol=2e-6)
         return
     assert_same_bits(masters, want)
-    # And the parameter is its master, rounded.
+    # The parameter is its rounded master.
     assert_same_bits(params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), want))
 
 
@@ -182,5 +182,5 @@ def test_donated_buffers_are_all_reused():
     advance = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
     state = tx.init(params)
     given = jax.tree.leaves((state, params))
-    advance(params, state, grads)  # a donation that cannot be used warns: an error
+    advance(params, state, grads)  # unused donations warn, which raises an error
     assert all(leaf.is_deleted() for leaf in given)

@@ -1,4 +1,4 @@
-"""Updates in the gradients' dtype: what they add up to, and who asks for them."""
+"""Updates in the gradients' dtype add up to the parameters that ``step`` returns."""
 
 import functools
 
@@ -62,7 +62,7 @@ def test_they_add_up_without_a_cast_and_train_as_step_does(optimizer, implementa
     )
 
 
-def test_wrappers_that_compare_dtypes_take_them():
+def test_wrappers_that_compare_dtypes_accept_the_updates():
     params = model_params()
     series = gradient_series(params, 3, jnp.bfloat16)
     tx = optax.apply_if_finite(lowbit_adamw(1e-2, match_grad_dtype=True), 3)
@@ -74,8 +74,8 @@ def test_wrappers_that_compare_dtypes_take_them():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_the_weight_is_that_which_the_sum_gives(dtype):
-    """For every old weight, and new ones near it and anywhere."""
+def test_the_stored_weight_equals_the_sum(dtype):
+    """Tries every old weight, with new weights near it and far away."""
     landing = Addition(like_grads=True, dtype=jnp.dtype(dtype))
     old = jnp.arange(2**16, dtype=jnp.uint16)
     value = lambda bits: jax.lax.bitcast_convert_type(bits, dtype)

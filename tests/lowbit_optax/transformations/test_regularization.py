@@ -15,7 +15,7 @@ from lowbit_optax.transformations import regularize
 
 
 def elastic(params):
-    """Weight decay, and a pull to zero, on matrices."""
+    """Penalizes matrices with weight decay and a pull to zero."""
     w = params["w"]
     return jnp.float32(2.0**-13) * jnp.sum(w * w) + jnp.float32(2.0**-12) * jnp.sum(
         jnp.abs(w)
