@@ -63,7 +63,7 @@ class InUnits(Code):
 
     @property
     def _least_factor(self) -> float:
-        """Smallest number by which decoding multiplies a unit."""
+        """Smallest factor that decoding applies to a unit."""
         return min(self.smallest_value, 1.0)
 
     @property
@@ -151,7 +151,7 @@ class Segments(InUnits):
 
     where j is the index of the segment, starting at 0. The leading bits of the float32
     pattern of ``1 + |x| / unit`` are j and i. Therefore, encoding is one multiplication
-    and addition, and rounding is integer arithmetic. Between neighbours the pattern is
+    and addition, and rounding is integer arithmetic. Between neighbours, the pattern is
     linear in x, so the mean of stochastic rounding is x. With a sign and 8 segments of
     16 steps, this would be the mu-law of telephony (ITU-T G.711).
 
@@ -326,7 +326,7 @@ class Dynamic(InUnits):
 
     @property
     def _steps_of_one(self) -> float:
-        """The factor by which :meth:`_values` scales the values."""
+        """The factor that :meth:`_values` applies to the values."""
         scale = 2.0 ** (1 + self.signed)
         return 10.0 ** (self._decades + 1) * scale / (1 if self.signed else 5)
 
@@ -335,9 +335,9 @@ class Dynamic(InUnits):
 
         The interpolation is linear. Within a decade, it solves the formula of the class
         for k + 1/2, which is 2^i at the start of the decade. The result is the minimum
-        over the lines of all decades, because their slopes decrease. Of the distance
-        between the two values next to a power of ten, 1/6 is below the power and 5/6
-        is above it, but the formula alone would count each part as one half.
+        over the lines of all decades, because their slopes decrease. The two values
+        next to a power of ten have 1/6 of their distance below the power and 5/6 above
+        it, but the formula alone would count each part as one half.
         """
         lines = []
         for i in range(self._lowest - 1, self._decades + 1):
