@@ -188,8 +188,8 @@ def round_off_far(
 ) -> jax.Array:
     """Apply :func:`round_off` to a float32 significand, with any shift.
 
-    Random numbers have 31 bits, so bits below these are dropped first. At most 31 bits
-    are dropped, because significands have fewer.
+    Rounding uses at most 31 random bits. A larger shift first drops the lowest bits, at
+    most 31 of them, because significands have fewer.
     """
     most = jnp.uint32(31)
     near = jnp.minimum(shift, most)

@@ -81,8 +81,8 @@ class Nested(Code):
         high = jnp.maximum(largest - jnp.int32(ONE_EXPONENT), jnp.int32(0))
         low = jnp.int32(_OVERFLOW) - jnp.maximum(smallest, jnp.int32(1))
         low = jnp.clip(low - jnp.int32(ONE_EXPONENT), jnp.int32(0), high)
-        # The finest grid that fits is one of three. On the first, the block has at most
-        # 2^bits steps and at least half of them. The last always fits.
+        # The finest grid that fits is one of three. On the first grid, the block spans
+        # 2^(bits - 1) to 2^bits steps. The last grid always fits.
         exponent = bits_of(_number((high - low) >> jnp.int32(8))) >> jnp.int32(23)
         dropped = exponent - jnp.int32(127 - 8 - 1 + self.bits)
         dropped = jnp.maximum(dropped, jnp.int32(_FINEST))
