@@ -2,9 +2,9 @@
 
 Stochastic rounding returns the upper neighbour of x if the word, as a fraction, is at
 least 1 - f. Here f is the distance from the lower neighbour to x, divided by the
-spacing. With the fraction ``1/2 + d / spacing`` instead of a random one, the result is
-the neighbour that is nearer to x + d. If x + d is outside of both neighbours, the
-result is the one on that side.
+spacing. If the word is the fraction ``1/2 + d / spacing`` instead of random, the result
+is the neighbour that is nearer to x + d. If x + d is not between the two neighbours,
+the result is the neighbour on the same side.
 """
 
 import jax
@@ -23,11 +23,11 @@ from lowbit_optax._numerics.float_layouts import (
 def words_toward(
     x: jax.Array, ahead: jax.Array, layout: FloatLayout, mantissa_bits: int
 ) -> jax.Array:
-    """Return words that round float32 to the neighbour nearer to ``x + ahead``.
+    """Return words that make rounding pick the neighbour nearer to ``x + ahead``.
 
     Args:
-      x: float32.
-      ahead: float32, d in the module's docstring.
+      x: float32 array.
+      ahead: float32 array, called d in the module's docstring.
       layout: layout of the dtype to which x is rounded.
       mantissa_bits: number of mantissa bits that rounding keeps, at most the layout's.
 

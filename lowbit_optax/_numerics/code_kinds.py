@@ -9,15 +9,15 @@ from lowbit_optax._numerics.nested_code import Nested
 
 # Segments.segments for each field width and signedness. With these values, an 8-bit
 # first moment resolves values almost as small as the square root of the second moment.
-# With 3 instead of 4, it would not: for values far below the largest of their block,
-# the noise in an update would be many times the update.
+# With 3 instead of 4, the noise in an update would be many times the update for values
+# far below the largest value of their block.
 _COMPANDED = {(8, True): 4, (8, False): 4, (4, True): 1, (4, False): 2}
 _LOG = {8: 5, 4: 3}
 
 
 @functools.lru_cache(maxsize=64)
 def code_of(name: str, bits: int, signed: bool, scale: Scale) -> Code:
-    """Return the code with this name, for signed or for non-negative values."""
+    """Return the code called ``name``, for signed or for non-negative values."""
     if name == "linear":
         return Linear(bits, signed, scale)
     if name == "dynamic":

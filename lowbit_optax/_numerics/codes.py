@@ -48,7 +48,7 @@ from jax import lax
 RANDOM_BITS = 12
 """Number of leading bits of a random word that every rounding reads. Some read more."""
 
-ONE_EXPONENT = 1 << 23  # in the pattern of a float32
+ONE_EXPONENT = 1 << 23  # adds 1 to the exponent of a float32 pattern
 _LARGEST_SCALED = 2.0**50  # in signed codes
 
 Scale = typing.Literal["bfloat16", "power_of_two"]
@@ -73,8 +73,8 @@ class Code:
       signed: whether the code can store negative values.
       scale: allowed scales: ``"bfloat16"`` for any bfloat16 number, or
         ``"power_of_two"``.
-      limit: magnitudes from this number on do not affect the scale. None means 2^50 in
-        signed codes and infinity in unsigned codes.
+      limit: magnitudes at or above this number do not affect the scale. None means 2^50
+        in signed codes and infinity in unsigned codes.
     """
 
     bits: int
@@ -83,7 +83,7 @@ class Code:
     limit: float | None = dataclasses.field(default=None, kw_only=True)
 
     rounds_evenly: typing.ClassVar[bool] = False
-    """Whether ``words`` fill their range evenly over the steps (`Draws.even`)."""
+    """Whether ``words`` must come from ``Draws.even``, not from random bits."""
 
     maxima: typing.ClassVar[int] = 1
     """Number of keys per element whose maxima determine the scale of a block."""
@@ -93,7 +93,7 @@ class Code:
 
     @property
     def largest_field(self) -> int:
-        """Field of ``largest_value``. In signed codes, without the sign bit."""
+        """Field of ``largest_value``, without the sign bit in signed codes."""
         return 2 ** (self.bits - 1) - 1 if self.signed else 2**self.bits - 2
 
     @property
@@ -103,23 +103,23 @@ class Code:
 
     @property
     def spare_field(self) -> int:
-        """Field that no number needs in a signed code: negative zero."""
+        """Field of negative zero, which no number needs in a signed code."""
         return 2 ** (self.bits - 1)
 
     @property
     def _above(self) -> int:
-        """2^31 minus the first pattern that does not affect the scale."""
+        """2^31 minus the smallest pattern that does not affect the scale."""
         limit = _LARGEST_SCALED if self.signed else math.inf
         return 2**31 - pattern_of(limit if self.limit is None else self.limit)
 
     def magnitude_key(self, x: jax.Array) -> jax.Array:
-        """Return int32 keys that have the order of the finite magnitudes.
+        """Return int32 keys that sort like the finite magnitudes.
 
-        :meth:`magnitude_of` converts the largest key of a block to its largest finite
-        magnitude. Infinities, NaNs and magnitudes from the limit on have negative keys,
-        because the addition to their exponents overflows. This takes fewer instructions
-        than a comparison. In unsigned codes, the keys of negative numbers are also
-        below the key of 0.
+        :meth:`magnitude_of` converts the largest key of a block to the block's largest
+        finite magnitude. Infinities, NaNs and magnitudes at or above the limit have
+        negative keys, because the addition to their exponents overflows. This needs
+        fewer instructions than a comparison. In unsigned codes, the keys of negative
+        numbers are also below the key of 0.
         """
         pattern = bits_of(x)
         if self.signed:
@@ -127,13 +127,14 @@ class Code:
         return pattern + jnp.int32(self._above)
 
     def magnitude_of(self, key: jax.Array) -> jax.Array:
-        """Return the float32 magnitude of a :meth:`magnitude_key`, or 0 if negative."""
+        """Return the float32 magnitude for a magnitude key, or 0 for a negative key."""
         return float_of(jnp.maximum(key - jnp.int32(self._above), jnp.int32(0)))
 
     def keys(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the ``maxima`` keys whose maxima over a block determine its scale.
+        """Return a tuple of keys, whose maxima over a block determine its scale.
 
-        They are int32 arrays with the shape of x. A negative maximum counts as 0.
+        The tuple contains ``maxima`` int32 arrays with the shape of x. A negative
+        maximum counts as 0.
         """
         return (self.magnitude_key(x),)
 
@@ -155,14 +156,14 @@ class Code:
         words: jax.Array | None,
         multiply_add: MultiplyAdd = multiply_add,
     ) -> jax.Array:
-        """Round values to fields.
+        """Round values, and return their fields.
 
         Args:
           x: float32.
           prepared: result of :meth:`prepare`, which must broadcast to the shape of x.
-          words: uniformly random uint32 words with the shape of x. At least their
-            leading :data:`RANDOM_BITS` bits must not be used for anything else. If
-            None, values are rounded to nearest.
+          words: uniformly random uint32 words with the shape of x. Nothing else may
+            use their leading :data:`RANDOM_BITS` bits. If None, values are rounded to
+            nearest.
           multiply_add: computes ``a * b + c`` for three arrays.
 
         Returns:
@@ -182,12 +183,12 @@ class Code:
     def decode_radicand(
         self, fields: jax.Array, prepared: Prepared, multiply_add=multiply_add
     ) -> jax.Array:
-        """Return the first result of :func:`radicand` for the values of fields."""
+        """Decode fields, and return the first result of :func:`radicand`."""
         return radicand(self.decode_fields(fields, prepared, multiply_add))[0]
 
 
 def radicand(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the nearest positive normal numbers, and whether x is finite.
+    """Return x clipped to positive normal numbers, and whether x is finite.
 
     >>> radicand(jnp.float32([0, 1, jnp.inf]))[0].tolist()
     [1.1754943508222875e-38, 1.0, 3.4028234663852886e+38]
@@ -218,7 +219,7 @@ def pattern_of(x: float) -> int:
 
 
 def one_unless_zero(x: jax.Array) -> jax.Array:
-    """Return int32 1 for every number except +0, computed without a selection."""
+    """Return int32 0 for +0 and 1 for all other numbers, without a selection."""
     pattern = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(jnp.minimum(pattern, jnp.uint32(1)), jnp.int32)
 
@@ -235,9 +236,9 @@ def shift_and_round(
 
 
 def rounding_offset(dropped: int, words: jax.Array | None) -> jax.Array:
-    """Return the number to add before ``dropped`` bits are dropped, to round.
+    """Return the offset to add, so that dropping the last ``dropped`` bits rounds.
 
-    At least RANDOM_BITS bits must be dropped. ``words`` is as in
+    ``dropped`` must be at least RANDOM_BITS. ``words`` is as in
     :meth:`Code.encode_fields`. The result is int32 and less than ``2^dropped``.
     """
     if words is None:
@@ -246,7 +247,7 @@ def rounding_offset(dropped: int, words: jax.Array | None) -> jax.Array:
 
 
 def rounding_thresholds(words: jax.Array | None) -> jax.Array:
-    """Return midpoints of 2^12 random intervals in [0, 1], or 1/2 without ``words``."""
+    """Return ``(n + 1/2) / 2^12`` for random n below 2^12, or 1/2 without ``words``."""
     if words is None:
         return jnp.float32(0.5)
     number = (words >> jnp.uint32(32 - RANDOM_BITS)).astype(jnp.int32)
@@ -255,7 +256,7 @@ def rounding_thresholds(words: jax.Array | None) -> jax.Array:
 
 
 def number_of(fields: jax.Array, zero: int = 0) -> jax.Array:
-    """Return uint32 fields below 2^23, minus ``zero``, as float32 without a conversion.
+    """Return ``fields - zero`` as float32, without a conversion, for fields below 2^23.
 
     The field becomes the mantissa of the float 2^23 + field.
     """
@@ -263,13 +264,13 @@ def number_of(fields: jax.Array, zero: int = 0) -> jax.Array:
 
 
 def with_sign_of_field(magnitude: jax.Array, fields: jax.Array, bits: int) -> jax.Array:
-    """Return float32 magnitudes with the signs in the first bits of k-bit fields."""
+    """Return float32 magnitudes with the signs in the leading bits of k-bit fields."""
     sign = (fields >> jnp.uint32(bits - 1)) << jnp.uint32(31)
     return float_of(as_fields(magnitude) | sign)
 
 
 def as_fields(numbers: jax.Array) -> jax.Array:
-    """Return the patterns of 32-bit numbers as uint32.
+    """Return the bit patterns of 32-bit numbers as uint32.
 
     >>> import jax.numpy as jnp
     >>> as_fields(jnp.int32(7)).dtype

@@ -7,14 +7,15 @@ import numpy as np
 
 
 def dtype_of(argument: str, value: typing.Any) -> np.dtype:
-    """Return the dtype of a value: a dtype, its name, or an array.
+    """Return the dtype that a value specifies: a dtype, a name, or an array.
 
     Args:
       argument: name of the argument, for the error.
-      value: the argument. None raises an error, although numpy reads it as float64.
+      value: value of the argument. None raises an error, although numpy reads it as
+        float64.
 
     Raises:
-      TypeError: if the value names no dtype.
+      TypeError: if the value specifies no dtype.
 
     >>> dtype_of("dtype", "bfloat16")
     dtype(bfloat16)
@@ -29,10 +30,10 @@ def dtype_of(argument: str, value: typing.Any) -> np.dtype:
 
 
 def float_dtype(argument: str, value: typing.Any) -> np.dtype:
-    """Return the real floating-point dtype of a value, as in :func:`dtype_of`.
+    """Return the dtype that a value specifies, if it is a real floating-point dtype.
 
     Raises:
-      TypeError: if the value names another dtype, or no dtype.
+      TypeError: if the value specifies another dtype, or no dtype.
 
     >>> float_dtype("f: dtype", jnp.int8)
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Words for rounding that fill their range evenly over the steps.
+"""Rounding words that fill their range evenly over successive steps.
 
 Element i has the word ``i c + phase`` modulo 2^32, and each step adds 2^32 times the
 golden ratio to the phase (a Weyl sequence). As thresholds for rounding, these words
@@ -18,7 +18,7 @@ def phase_at(seed: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def even_words(index: jax.Array, phase: jax.Array, number: int) -> jax.Array:
-    """Return the words for one moment of a leaf, selected by a static number.
+    """Return the words for the moment of a leaf with the static index ``number``.
 
     >>> even_words(jnp.uint32([0, 1, 2]), jnp.uint32(5), 0).tolist()
     [5, 3242174894, 2189382487]

@@ -42,7 +42,8 @@ class FloatFormat:
         +-2^(E-B) (1 + f / 2^m),    E = 1 ... 2^e - 1    (normal)
         +-2^(1-B) f / 2^m                                (zero and subnormal)
 
-    except those whose patterns ``specials`` reserves. All must be float32 numbers.
+    except the numbers whose patterns ``specials`` reserves. float32 must contain all
+    numbers of the format.
 
     Args:
       exponent_bits: e, from 2 to 8.
@@ -50,12 +51,12 @@ class FloatFormat:
       bias: b, added to the usual bias. A larger bias gives smaller numbers.
       specials: patterns that are not finite numbers. "none": no pattern. "nan": the
         pattern of all ones is NaN. "ieee": the largest exponent is reserved for
-        infinity and NaN. If None, "none", or "ieee" for fp(8, m), because the largest
-        exponent would exceed float32's.
-      overflow: result for values that round past the largest number: "saturate" for the
-        largest number, "infinity" for infinity. Because the format is emulated, it
-        needs no pattern for infinity. Infinity itself stays infinity in "ieee" formats
-        and with "infinity"; otherwise it becomes the largest number.
+        infinity and NaN. None means "ieee" for fp(8, m), because the largest exponent
+        would exceed float32's, and "none" for other formats.
+      overflow: result for values that round past the largest number: "saturate" gives
+        the largest number, and "infinity" gives infinity. Because the format is
+        emulated, it needs no pattern for infinity. Infinity itself stays infinity in
+        "ieee" formats and with "infinity"; otherwise it becomes the largest number.
       subnormals: if False, there are no numbers between zero and the smallest normal
         one.
 
@@ -127,11 +128,11 @@ class FloatFormat:
           dtype: float32, bfloat16, float16, or a signed float8, float6 or float4 dtype.
 
         Returns:
-          The format. The fnuz dtypes have a NaN instead of a minus zero. Their formats
-          have a minus zero, and no NaN.
+          The format. The fnuz dtypes have a NaN instead of a minus zero. The formats of
+          these dtypes have a minus zero and no NaN.
 
         Raises:
-          TypeError: if the dtype is another one.
+          TypeError: for any other dtype.
 
         >>> FloatFormat.of("bfloat16") == FloatFormat(8, 7)
         True
@@ -144,7 +145,7 @@ class FloatFormat:
         )
 
     def has_all_of(self, dtype: jax.typing.DTypeLike) -> bool:
-        """Return whether the format has every number of a dtype, infinity and NaN.
+        """Return whether the format has infinity, NaN and every number of a dtype.
 
         >>> FP32.has_all_of("float16"), FloatFormat.of("float16").has_all_of("bfloat16")
         (True, False)
@@ -163,7 +164,7 @@ class FloatFormat:
 
     @property
     def dtype(self) -> np.dtype | None:
-        """Dtype with the same numbers, or None.
+        """The dtype with the same numbers, or None if there is none.
 
         >>> FloatFormat(4, 3, 4).dtype
         dtype(float8_e4m3b11fnuz)
@@ -199,17 +200,17 @@ class FloatFormat:
         return math.ldexp(self.smallest_normal, -self.mantissa_bits)
 
     def round(self, x: jax.Array, random: jax.Array | None = None) -> jax.Array:
-        """Round to numbers of the format, to nearest even or stochastically.
+        """Round values to numbers of the format, to nearest even or stochastically.
 
         Ties go to the even significand, or to the larger magnitude if there are no
         mantissa bits.
 
         Args:
           x: float array of at most 32 bits.
-          random: uint32 random bits with the shape of x, for stochastic rounding: up
-            with probability (x - below) / (above - below), rounded to a multiple of
-            2^-31. If None, round to nearest even. Past the largest number, ``overflow``
-            decides the result, including for values that are rounded up past it.
+          random: uint32 random bits with the shape of x, for stochastic rounding. A
+            value is rounded up with probability (x - below) / (above - below), rounded
+            to a multiple of 2^-31. If None, round to nearest even. ``overflow`` decides
+            the result for values that are, or are rounded, past the largest number.
 
         Returns:
           Array with the shape and dtype of x, rounded again if the dtype lacks numbers
@@ -227,7 +228,7 @@ class FloatFormat:
         return rounded.astype(x.dtype)
 
     def overflows(self, x: jax.Array) -> jax.Array:
-        """Return where values are past the largest number, before rounding.
+        """Return which values exceed the largest number before they are rounded.
 
         Args:
           x: float array of at most 32 bits.
@@ -243,7 +244,7 @@ class FloatFormat:
         return magnitude_of(x) > grid_of(self).largest
 
     def encode(self, x: jax.Array) -> jax.Array:
-        """Return the patterns of numbers of the format: sign, exponent, mantissa.
+        """Return the bit patterns of numbers: sign, exponent and mantissa.
 
         Args:
           x: float array, a result of :meth:`round`. Other values are truncated.
@@ -257,7 +258,7 @@ class FloatFormat:
         return traced_once(encode, self._layout)(_checked(x))
 
     def decode(self, patterns: jax.Array) -> jax.Array:
-        """Return the values of patterns; inverts :meth:`encode`.
+        """Return the values of bit patterns; inverts :meth:`encode`.
 
         Args:
           patterns: unsigned integers. Only the lowest :attr:`bits` bits are read.
@@ -339,7 +340,7 @@ _DESCRIPTIONS: dict[str, tuple[int, int, int, Specials]] = {
     "float6_e2m3fn": (2, 3, 0, "none"),
     "float4_e2m1fn": (2, 1, 0, "none"),
 }
-# Older versions of JAX lack some of them.
+# Older versions of JAX lack some of these dtypes.
 _DTYPES = {n: d for n, d in _DESCRIPTIONS.items() if hasattr(jnp, n)}
 
 

@@ -1,7 +1,7 @@
-"""Patterns of float32 values in a narrower format with k more mantissa bits.
+"""Bit patterns of float32 values in a narrow format with k more mantissa bits.
 
 The extended format has the E exponent bits of the narrow format, and M + k mantissa
-bits. Without the sign, its patterns are integers in the order of the magnitudes. All
+bits. Without the sign, its patterns are integers that sort like the magnitudes. All
 computations with stored weights are integer arithmetic on these patterns:
 
 * rounding float32 to the narrow format is the case k = 0,
@@ -32,11 +32,10 @@ SIGN = 0x80000000
 Specials = typing.Literal["none", "nan", "ieee"]
 
 TOWARD_ZERO = 0
-"""Pass it instead of random bits to drop the last bits, without adding a number first.
-"""
+"""Pass this instead of random bits to drop the last bits without rounding up."""
 
 RoundingBits = jax.Array | typing.Literal[0] | None
-"""How to round: uint32 random bits, :data:`TOWARD_ZERO`, or None for to nearest."""
+"""How to round: uint32 random bits, :data:`TOWARD_ZERO`, or None (to nearest)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,7 @@ class FloatLayout:
 
     @property
     def max_extra_bits(self) -> int:
-        """Number of extra bits with which normal float32 numbers in range are exact."""
+        """Number of extra bits that makes normal float32 numbers in range exact."""
         return MANTISSA - self.mantissa_bits
 
     @property
@@ -91,7 +90,7 @@ class FloatLayout:
 
     @property
     def same_exponent(self) -> bool:
-        """Whether the exponent has 8 bits like float32's, as in bfloat16."""
+        """Whether the exponent has 8 bits, as in float32 and bfloat16."""
         return self.exponent_bits == 8
 
     @property
@@ -138,7 +137,7 @@ def magnitude_of(x: jax.Array) -> jax.Array:
 
 
 def exponent_and_significand(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return float32's exponent (1 for subnormals) and significand with hidden bit."""
+    """Return float32 exponents (1 for subnormals) and significands with hidden bits."""
     hidden = 1 << MANTISSA
     stored = magnitude >> jnp.uint32(MANTISSA)
     fraction = magnitude & jnp.uint32(hidden - 1)
@@ -149,7 +148,7 @@ def exponent_and_significand(magnitude: jax.Array) -> tuple[jax.Array, jax.Array
 def round_off(value: jax.Array, shift, random: RoundingBits = None) -> jax.Array:
     """Return ``value / 2^shift`` as uint32, rounded as ``random`` specifies.
 
-    Stochastic rounding rounds up with probability (dropped bits) / 2^shift, exactly.
+    Stochastic rounding rounds up with exactly the probability (dropped bits) / 2^shift.
 
     Args:
       value: uint32, less than 2^31.
@@ -167,7 +166,7 @@ def round_off(value: jax.Array, shift, random: RoundingBits = None) -> jax.Array
 def rounded_before_shift(
     value: jax.Array, shift, random: RoundingBits = None
 ) -> jax.Array:
-    """Return the value that :func:`round_off` shifts, before bits are dropped."""
+    """Return ``value`` plus the offset that :func:`round_off` adds before the shift."""
     if random is TOWARD_ZERO:
         return value
     one = jnp.uint32(1)
@@ -189,8 +188,8 @@ def round_off_far(
 ) -> jax.Array:
     """Apply :func:`round_off` to a float32 significand, with any shift.
 
-    Random numbers have 31 bits, so bits below these are dropped first. At most 31 bits
-    are dropped, because significands have fewer.
+    Rounding uses at most 31 random bits. A larger shift first drops the lowest bits, at
+    most 31 of them, because significands have fewer.
     """
     most = jnp.uint32(31)
     near = jnp.minimum(shift, most)
@@ -205,7 +204,7 @@ def to_pattern(
     random: RoundingBits = None,
     nans: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Round float32 to magnitude patterns of a format with ``extra`` more bits.
+    """Round float32 numbers to patterns of a format with ``extra`` more bits.
 
     Args:
       x: float32 array.
@@ -213,9 +212,9 @@ def to_pattern(
       extra: k, from 0 to ``layout.max_extra_bits``.
       random: as in :func:`round_off`.
       nans: first and last pattern to which NaNs are clipped if all bits of float32 are
-        kept (bfloat16 with 16 extra bits). If None, the patterns whose leading bits are
-        a NaN of the format. If fewer bits are kept, every NaN becomes the same quiet
-        NaN, without a sign in bfloat16.
+        kept (bfloat16 with 16 extra bits). None means the patterns whose leading bits
+        are a NaN of the format. If fewer bits are kept, every NaN becomes the same
+        quiet NaN, without a sign in bfloat16.
 
     Returns:
       ``(sign, magnitude)`` as uint32. The sign bit is in the same position as in
@@ -246,7 +245,7 @@ def to_pattern(
     deep = jnp.where(is_normal, jnp.uint32(0), jnp.uint32(smallest + drop) - exponent)
     pattern = jnp.where(is_normal, normal, round_off_far(significand, deep, random))
     special = jnp.uint32(layout.special << extra)
-    top = (1 << layout.exponent_bits) - layout.has_infinity  # first too large one
+    top = (1 << layout.exponent_bits) - layout.has_infinity  # one past the largest
     past = magnitude >= jnp.uint32((top + smallest - 1) << MANTISSA)
     pattern = jnp.minimum(jnp.where(past, special, pattern), special)
     return sign, jnp.where(nan, jnp.uint32(layout.nan << extra), pattern)

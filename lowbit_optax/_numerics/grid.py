@@ -37,7 +37,7 @@ Integer = jax.Array | np.uint32
 
 
 class Grid(typing.NamedTuple):
-    """A format as the uint32 scalars that rounding needs.
+    """Describes a format with the uint32 scalars that rounding needs.
 
     To select one of two formats at run time, apply :func:`jax.numpy.where` to each
     field.
@@ -124,7 +124,7 @@ def _round_to_grid(x: jax.Array, grid: Grid, random: jax.Array | None):
 
 
 def encode(layout: FloatLayout, x: jax.Array) -> jax.Array:
-    """Return the patterns of numbers; see ``FloatFormat.encode``."""
+    """Return the bit patterns of numbers; see ``FloatFormat.encode``."""
     drop, smallest = layout.max_extra_bits, layout.smallest_exponent
     largest = np.uint32(layout.special - 1)
     base = np.uint32((smallest - 1) << layout.mantissa_bits)
@@ -155,15 +155,15 @@ def encode(layout: FloatLayout, x: jax.Array) -> jax.Array:
 
 
 def decode(layout: FloatLayout, patterns: jax.Array) -> jax.Array:
-    """Return the float32 values of unsigned patterns; inverts :func:`encode`."""
+    """Return the float32 values of bit patterns; inverts :func:`encode`."""
     patterns = patterns.astype(jnp.uint32)
     sign = (patterns >> np.uint32(layout.width - 1)) << np.uint32(31)
     pattern = patterns & np.uint32(layout.largest)
     drop = np.uint32(layout.max_extra_bits)
     below = np.uint32(layout.smallest_exponent - 1)
     normal = (pattern << drop) + (below << np.uint32(MANTISSA))
-    # Move the leading bit of a subnormal number to the place of the hidden bit, unless
-    # the number is also subnormal in float32.
+    # Shift the leading bit of a subnormal number to the position of the hidden bit,
+    # unless the number is also subnormal in float32.
     rise = drop + below
     up = jnp.minimum(lax.clz(pattern) - np.uint32(31 - MANTISSA), rise)
     subnormal = (pattern << up) + ((rise - up) << np.uint32(MANTISSA))

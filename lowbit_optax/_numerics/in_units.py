@@ -1,4 +1,4 @@
-"""Codes whose values are fixed numbers times a unit, such as linear and dynamic ones.
+"""Codes whose values are fixed numbers times a unit, such as the linear code.
 
 The ``unit`` of a block is exactly ``scale * 2^-q``. Measured in units, each field of a
 code has a fixed value (an integer, for ``Linear``), and the largest is
@@ -63,12 +63,12 @@ class InUnits(Code):
 
     @property
     def _least_factor(self) -> float:
-        """Smallest number by which decoding multiplies a unit."""
+        """Smallest factor that decoding applies to a unit."""
         return min(self.smallest_value, 1.0)
 
     @property
     def _exponent(self) -> int:
-        """The number q in the docstring of the module."""
+        """The exponent q in the module's docstring."""
         return math.ceil(math.log2(self.largest_value))
 
     def scale_of_keys(self, keys):
@@ -94,15 +94,14 @@ class InUnits(Code):
         return unit, jnp.float32(1) / unit
 
     def _infinite(self, fields: jax.Array, number: jax.Array) -> jax.Array:
-        """Return the numbers, and infinity for the field of infinity."""
+        """Return ``number``, or infinity where the field is the field of infinity."""
         is_infinite = fields == jnp.uint32(self.infinity_field)
         return jnp.where(is_infinite, jnp.float32(jnp.inf), number)
 
     def _unsigned_fields(self, x: jax.Array, fields: jax.Array) -> jax.Array:
-        """Return the fields of x, with corrections for positive numbers and infinity.
+        """Correct the fields of x, so that no positive number gets the field of 0.
 
-        A positive number does not get the field of 0. Infinity and NaN get the field of
-        infinity.
+        Infinity and NaN get the field of infinity.
         """
         fields = jnp.maximum(fields, one_unless_zero(x))
         finite = x < jnp.float32(jnp.inf)
@@ -150,9 +149,9 @@ class Segments(InUnits):
 
         2^j (1 + i 2^-m) - 1
 
-    where j is the number of the segment, starting at 0. The leading bits of the float32
+    where j is the index of the segment, starting at 0. The leading bits of the float32
     pattern of ``1 + |x| / unit`` are j and i. Therefore, encoding is one multiplication
-    and addition, and rounding is integer arithmetic. Between neighbours the pattern is
+    and addition, and rounding is integer arithmetic. Between neighbours, the pattern is
     linear in x, so the mean of stochastic rounding is x. With a sign and 8 segments of
     16 steps, this would be the mu-law of telephony (ITU-T G.711).
 
@@ -230,8 +229,8 @@ class Segments(InUnits):
             lower = jnp.full(fields.shape, lower)
             return multiply_add(float_of(pattern), lower, minus_one) * unit
         magnitude = fields & jnp.uint32(2 ** (self.bits - 1) - 1)
-        # Use a sum, although no bit is set in both, because it can share an instruction
-        # with the shift.
+        # Add the two instead of combining their bits with "or", because an addition
+        # can share an instruction with the shift.
         pattern = (magnitude << shift) + jnp.uint32(lowest << 23)
         # The product is exact, so (2^j (1 + i 2^-m) - 1) unit is rounded only once,
         # with or without a fused multiply-add.
@@ -254,7 +253,7 @@ class Sqrt(InUnits):
         number = jnp.where(finite, x, jnp.float32(0)) * inverse
         root = lax.sqrt(number).astype(jnp.int32)
         low = root.astype(jnp.float32)
-        # The step is (low + 1)^2 - low^2, because the mean of x must be kept, and not
+        # The step is (low + 1)^2 - low^2, because rounding must keep the mean of x, not
         # the mean of its root.
         up = number - low * low > rounding_thresholds(words) * (low + low + one)
         fields = jnp.where(up, root + jnp.int32(1), root)
@@ -295,11 +294,11 @@ class Dynamic(InUnits):
 
     @property
     def _decades(self) -> int:
-        """I in the docstring of the class, the number of the highest decade."""
+        """The index I of the highest decade, as in the docstring of the class."""
         return self.bits - 1 - self.signed
 
     def _published(self, k: int) -> float:
-        """Return the value of magnitude k, as in the docstring of the class."""
+        """Return the value of magnitude k in the published map."""
         i = k.bit_length() - 1
         return 10.0 ** (i - self._decades) * (0.1 + 0.9 * ((k + 0.5) / 2**i - 1))
 
@@ -310,8 +309,8 @@ class Dynamic(InUnits):
 
     def _values(self, fields: jax.Array, multiply_add: MultiplyAdd) -> jax.Array:
         """Return the values of unsigned fields times :attr:`_steps_of_one`."""
-        # A power of two times k + 1/2. The last bits of the exponent are i, or i + 1 in
-        # unsigned codes, where k = 1 is zero.
+        # The number is a power of two times k + 1/2. The last bits of its exponent are
+        # i, or i + 1 in unsigned codes, where k = 1 is zero.
         double = 1 + self.signed
         pattern = fields | jnp.uint32(0x4B000000 + (double << 23))
         half = 2.0 ** (double - 1)
@@ -327,7 +326,7 @@ class Dynamic(InUnits):
 
     @property
     def _steps_of_one(self) -> float:
-        """The number of parts, as :meth:`_values` counts them, in 1."""
+        """The factor that :meth:`_values` applies to the values."""
         scale = 2.0 ** (1 + self.signed)
         return 10.0 ** (self._decades + 1) * scale / (1 if self.signed else 5)
 
@@ -337,8 +336,8 @@ class Dynamic(InUnits):
         The interpolation is linear. Within a decade, it solves the formula of the class
         for k + 1/2, which is 2^i at the start of the decade. The result is the minimum
         over the lines of all decades, because their slopes decrease. The two values
-        next to a power of ten have 1/6 of their distance below it and 5/6 above, where
-        the formula alone would give each one half.
+        next to a power of ten have 1/6 of their distance below the power and 5/6 above
+        it, but the formula alone would count each part as one half.
         """
         lines = []
         for i in range(self._lowest - 1, self._decades + 1):
@@ -354,7 +353,7 @@ class Dynamic(InUnits):
         # Near 2^11, a float32 has 12 fractional bits, as in Linear.
         zero = 2.0 ** (23 - RANDOM_BITS)
         place = multiply_add(edge - half, share, place) + jnp.float32(zero - 0.5)
-        # Between zero and the smallest value, over several decades, it is also linear.
+        # The interpolation is also linear from zero to the smallest value.
         smallest = jnp.float32(self.smallest_value)
         from_zero = multiply_add(
             number,
@@ -366,7 +365,7 @@ class Dynamic(InUnits):
     def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
         _, inverse = prepared
         size = jnp.abs(x) if self.signed else x
-        # In the order of patterns, NaN is larger than infinity.
+        # As an integer, the bit pattern of NaN is larger than the pattern of infinity.
         largest = jnp.int32(pattern_of(self.largest_value))
         pattern = jnp.minimum(bits_of(size * inverse), largest)
         if not self.signed:

@@ -13,11 +13,11 @@ Therefore, an update that changes nothing is -0. In float16 and float8,
 :func:`difference` reads a parameter of -0 as a small negative number, and the sum
 rounds it to -0.
 
-A few sums cannot give p': if p' is smaller than p by a factor of more than 2^16 (almost
-all of p cancels), if one of the two is infinite, or if p' is -0 and p is not, in
-bfloat16 and with updates in the gradients' dtype. In bfloat16, -0 also stays -0 if p'
-is +0. For these cases, the parameter that the sum gives is computed first, and the
-residual is computed for this parameter.
+The sum cannot give p' if p' is smaller than p by a factor of more than 2^16 (almost all
+of p cancels), or if p or p' is infinite. In bfloat16, and with updates in the
+gradients' dtype, it also cannot give p' if p' is -0 and p is not. In bfloat16, a p of
+-0 also stays -0 if p' is +0. In these cases, the parameter that the sum gives is
+computed first, and the residual is computed for this parameter.
 
 ``lowbit_optax.step`` needs no update, because the new parameter replaces the old one.
 """
@@ -56,9 +56,9 @@ class Addition:
 
     Args:
       like_grads: whether updates have the dtypes of the gradients, for parameters with
-        the same dtype as their gradient. Then more sums do not give ``new``: a change
-        of more than 256 units in the last place is rounded, for example if the exponent
-        of a bfloat16 weight changes.
+        the same dtype as their gradient. Then the sum differs from ``new`` more often:
+        a change of more than 256 units in the last place is rounded, for example if the
+        exponent of a bfloat16 weight changes.
       dtype: dtype of the updates of this leaf; None for float32.
 
     >>> import jax.numpy as jnp
@@ -82,7 +82,7 @@ class Addition:
 
         ``old`` and ``new`` have the same narrow dtype. The parameter is
         ``round(float32(old) + update)``, bit for bit. It is ``new``, except in the
-        cases in the docstring of the module.
+        cases that the module's docstring lists.
         """
         update = self.cast(difference(old, new))
         return narrow_or_cast(to_float32(old) + to_float32(update), old.dtype), update
@@ -96,7 +96,7 @@ class Addition:
         return straight_through(update, tangent)(old, landed)
 
     def cast(self, update: jax.Array) -> jax.Array:
-        """Round an update to its dtype."""
+        """Round an update to ``dtype``; if that is None, return it unchanged."""
         return update if self.dtype is None else narrow_or_cast(update, self.dtype)
 
 
@@ -148,8 +148,8 @@ def _keeps_sign_of_zero(dtype: jax.typing.DTypeLike) -> bool:
 def _with_sign_of_zero(x: jax.Array) -> jax.Array:
     """Return a narrow array as float32, with -0 as minus 1/4 of the smallest number.
 
-    A quarter is less than the half that would not round to zero, and large enough to
-    survive next to most numbers of the dtype in a float32 sum.
+    A quarter still rounds to zero, and is large enough that a float32 sum with most
+    numbers of the dtype keeps it.
     """
     wide, layout = to_float32(x), layout_of(x.dtype)
     if not _keeps_sign_of_zero(x.dtype):

@@ -4,9 +4,8 @@ With B = 2^(k-1) - 1 and a step size delta per block,
 
     Q(x) = delta clip(SR(x / delta), -B, B),    delta >= max |x| / B
 
-where SR is stochastic rounding. The field is the integer plus 2^(k-1). Field 0 is not
-used by numbers and stores NaN. Non-finite weights become NaN, so that they show in the
-loss.
+where SR is stochastic rounding. The field is the integer plus 2^(k-1). No number has
+field 0, which stores NaN. Non-finite weights become NaN, so that the loss reveals them.
 
 delta is rounded up to fewer significant bits (:func:`significant_bits`), for two
 reasons:
@@ -16,8 +15,8 @@ reasons:
 - A delta with few significant bits seldom changes. If it changes, all weights of the
   block fall between the new steps and are rounded, which adds noise.
 
-For the second reason, a delta is also kept as long as it fits (:func:`kept_delta`). A
-step with a zero update changes nothing.
+For the second reason, a delta is also kept while it fits (:func:`kept_delta`).
+Therefore, a step with a zero update changes nothing.
 """
 
 import math
@@ -55,7 +54,7 @@ _SMALLEST_DELTA = np.float32(2.0**-100)
 
 _MAGNITUDES = Code(16, signed=True, limit=math.inf)
 magnitude_key, magnitude_of = _MAGNITUDES.magnitude_key, _MAGNITUDES.magnitude_of
-"""Keys of all finite weights, and the conversion of the largest key to a magnitude."""
+"""Return the keys of all finite weights, and convert the largest key to a magnitude."""
 
 
 def largest_code(bits: int) -> int:
@@ -66,8 +65,8 @@ def largest_code(bits: int) -> int:
 def significant_bits(bits: int) -> int:
     """Return the number of significant bits of delta, including the leading one.
 
-    The worst number would be about the number of bits of a code. Then the largest
-    weight of a block falls between two codes. If it is rounded up, it becomes the
+    The worst choice would be about the number of bits of a code. The largest weight of
+    a block would then fall between two codes. If it is rounded up, it becomes the
     largest code of a larger delta, and the next update exceeds it again. If delta and
     codes both have 4 bits, delta grows by a factor of 10,000 over 1000 normally
     distributed updates of 0.1 steps.
@@ -81,7 +80,7 @@ def significant_bits(bits: int) -> int:
 
 
 def delta_of(maximum: jax.Array, bits: int) -> jax.Array:
-    """Return float32 step sizes for the largest magnitudes of blocks; 0 for 0."""
+    """Return float32 step sizes for the largest magnitudes of blocks, or 0 for 0."""
     dropped = 24 - significant_bits(bits)
     largest = np.float32(np.finfo(np.float32).max / largest_code(bits))
     pattern = as_fields(maximum * np.float32(1 / largest_code(bits)))
@@ -94,15 +93,15 @@ def delta_of(maximum: jax.Array, bits: int) -> jax.Array:
 
 
 def kept_delta(maximum: jax.Array, old: jax.Array, bits: int) -> jax.Array:
-    """Return the step sizes of blocks that already have one.
+    """Return the old step sizes of blocks where they fit, and new ones elsewhere.
 
     The old step size is kept if ``least delta <= maximum <= B delta``. With a new
     delta, the largest weight of a block is at least ``least`` steps, whether it is
     rounded up or down, and rounding does not reduce a weight of at least ``least``
-    steps below that. Therefore, a block that was just stored keeps its delta.
+    steps to less. Therefore, a block that was just stored keeps its delta.
 
     References:
-      LPMM, section 5.2, "Dynamic quantization", computes a new one in every step.
+      LPMM, section 5.2, "Dynamic quantization", computes a new delta in every step.
     """
     top = largest_code(bits)
     # Rounding up makes a new delta larger by at most one unit in its last place.
@@ -124,14 +123,14 @@ def encode(
     words: jax.Array | None,
     multiply_add: MultiplyAdd = multiply_add,
 ) -> jax.Array:
-    """Return the uint32 fields of float32 values. Step sizes have the same shape.
+    """Return the uint32 fields of float32 values.
 
-    The leading 23 bits of ``words`` are random. If None, round to nearest, ties to
-    even.
+    The arrays of ``prepared`` have the shape of x. The leading 23 bits of ``words`` are
+    random. If ``words`` is None, values are rounded to nearest, with ties to even.
     """
     delta, inverse = prepared
-    # float32 numbers near 1.5 * 2^23 are integers, so the sum rounds to nearest, ties
-    # to even, and the pattern counts the steps.
+    # float32 numbers near 1.5 * 2^23 are integers, so the sum rounds to nearest, with
+    # ties to even, and its bit pattern counts the steps.
     middle = jnp.full(x.shape, _MIDDLE, jnp.float32)
     rounded = multiply_add(x, inverse, middle)
     code = bits_of(rounded)
@@ -161,7 +160,7 @@ def decode(
     """Return the float32 values of fields; ``prepared`` is as in :func:`encode`."""
     delta, _ = prepared
     value = number_of(fields, 2 ** (bits - 1)) * delta
-    # Put the selection between the product and later sums, so that XLA fuses them on no
-    # device. A NaN constant would become an array that JAX moves out of a scan over
+    # Put the selection between the product and later sums, so that XLA never contracts
+    # them. A NaN constant would become an array that JAX moves out of a scan over
     # layers.
     return jnp.where(fields == jnp.uint32(0), value * jnp.float32(jnp.nan), value)

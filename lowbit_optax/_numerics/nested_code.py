@@ -1,4 +1,4 @@
-"""Second moments on a logarithmic grid, as fine as the range of a block allows."""
+"""A code for second moments: logarithmic grids as fine as a block's range allows."""
 
 import dataclasses
 import math
@@ -21,9 +21,9 @@ from lowbit_optax._numerics.codes import (
 )
 from pallas_kernels import operations
 
-# Steps are 2^19 to 2^23 in the pattern of a float32: 1/16, 1/8, ... 1 octave. In
-# bfloat16, a base on any of these grids ends in three zero bits, which store the number
-# of the step instead.
+# Steps are 2^19 to 2^23 in the bit pattern of a float32: 1/16, 1/8, ... 1 octave. In
+# bfloat16, a base on any of these grids ends in three zero bits, which store the index
+# of the step size instead.
 _FINEST = 19
 _COARSEST = 23
 _PLACE = 16
@@ -46,7 +46,7 @@ class Nested(Code):
 
         2^(n k),    k = 1/16, 1/8, 1/4, 1/2 or 1 octave,    n an integer
 
-    with numbers of m mantissa bits instead of ``2^(n / 2^m)``. A block uses the finest
+    where numbers with m mantissa bits replace ``2^(n / 2^m)``. A block uses the finest
     grid on which 2^bits - 2 neighbours cover its positive values. Because the grids are
     nested, a value is not rounded again when another value of its block changes, but
     only when the block changes to a coarser grid. Zero and infinity have their own
@@ -59,11 +59,11 @@ class Nested(Code):
     **Rounding** keeps the mean of the logarithm, unlike in other codes. Then ``E[g^2 /
     nu]`` is right, and so is the size of updates. If the mean of nu were kept, updates
     would be too large on a coarse grid. The thresholds fill the step evenly over time.
-    With independent thresholds, values on a coarse grid would make a random walk, with
-    a variance of 0.7 steps in octaves.
+    With independent thresholds, values on a coarse grid would perform a random walk,
+    whose variance, in octaves squared, is 0.7 times the step in octaves.
 
-    The scale is the smallest value of the block on its grid, with the number of the
-    step in the last three bits of its mantissa. It is 0 for a block of zeros.
+    The scale is the smallest value of the block on its grid, with the index of the step
+    size in the last three bits of its mantissa. It is 0 for a block of zeros.
     """
 
     maxima = 2
@@ -77,12 +77,12 @@ class Nested(Code):
     def scale_of_keys(self, keys):
         key, smallest = keys
         largest = bits_of(self.magnitude_of(key))
-        # Count patterns from float32's smallest normal number.
+        # Measure patterns relative to float32's smallest normal number.
         high = jnp.maximum(largest - jnp.int32(ONE_EXPONENT), jnp.int32(0))
         low = jnp.int32(_OVERFLOW) - jnp.maximum(smallest, jnp.int32(1))
         low = jnp.clip(low - jnp.int32(ONE_EXPONENT), jnp.int32(0), high)
-        # The finest grid that fits is one of three. On the first, the block has at most
-        # 2^bits steps and at least half of them. The last always fits.
+        # The finest grid that fits is one of three. On the first grid, the block spans
+        # 2^(bits - 1) to 2^bits steps. The last grid always fits.
         exponent = bits_of(_number((high - low) >> jnp.int32(8))) >> jnp.int32(23)
         dropped = exponent - jnp.int32(127 - 8 - 1 + self.bits)
         dropped = jnp.maximum(dropped, jnp.int32(_FINEST))
@@ -138,7 +138,7 @@ class Nested(Code):
 
 
 def _positive(fields: jax.Array, prepared: Prepared, of_zero: int) -> jax.Array:
-    """Return finite patterns of fields, with ``of_zero`` for field 0."""
+    """Return the bit patterns of finite values, and ``of_zero`` for field 0."""
     zero, dropped = prepared
     # The last step may end above the largest finite number.
     pattern = (fields << as_fields(dropped)) + as_fields(zero)
@@ -160,7 +160,7 @@ def _bend(above: jax.Array, shift: jax.Array, multiply_add: MultiplyAdd) -> jax.
 
 
 def _steps_between(low: jax.Array, high: jax.Array, dropped: jax.Array) -> jax.Array:
-    """Return how many whole steps of a grid cover the range from low to high."""
+    """Return the number of whole steps of a grid that cover the range low to high."""
     return _shifted_up(high, dropped) - (low >> dropped)
 
 

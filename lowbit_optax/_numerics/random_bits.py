@@ -8,21 +8,21 @@ element and two 32-bit keys, it computes
 
 This is C. Wellons' ``lowbias32`` finaliser (https://github.com/skeeto/hash-prospector),
 with one key added before it and the other between its two rounds. Let ``mix(i)`` be
-this hash with both keys 0. For each of the numbers n = seed, step, leaf and stream, in
-this order, the keys are updated by
+this hash with both keys 0. For each of the integers n = seed, step, leaf id and stream,
+in this order, the keys are updated with
 
     k0 = mix(k0 + n * 0x9e3779b9);  k1 = mix(k1 ^ k0)
 
 Initially, ``k0 = 0x243f6a88`` and ``k1 = 0x85a308d3`` (the first digits of pi).
 
 In a leaf of more than 2^32 elements, ``i`` is the index modulo 2^32, and one more
-number updates the keys before the stream: the position along the first axes, as few as
-leave at most 2^32 elements for each position. For a stack of layers, this is the number
-of the layer, which is the same for all elements of a layer.
+integer updates the keys before the stream: the position along the first axes, using the
+fewest axes that leave at most 2^32 elements for each position. For a stack of layers,
+this is the index of the layer.
 
 Inside the user's ``jax.shard_map``, an array is one shard, and its position in the
-whole array is unknown. ``i`` is the index in the shard, and the number of the shard
-updates the keys before any number that depends on the shape. Shards are counted along
+whole array is unknown. ``i`` is the index in the shard, and the index of the shard
+updates the keys before any integer that depends on the shape. Shards are counted along
 the mesh axes over which the type of the leaf varies, so replicas draw the same bits,
 and different shards draw different bits. Without these types (``check_vma=False``),
 replicas cannot be distinguished from shards, and all draw the same bits.
@@ -30,12 +30,13 @@ replicas cannot be distinguished from shards, and all draw the same bits.
 The generator is not cryptographic. ``test_random_bits.py`` tests what rounding needs:
 unbiased bits, and no correlation between neighbours, steps, leaves and streams. Two
 rounds of mixing leave two small defects. With some keys, the bits of neighbouring rows
-correlate by up to 1% (the leading 8 bits not measurably). And all draws use the same
-2^32 counters ``i + k0``, so draws for large leaves overlap at a random distance. In the
-overlap only k1 differs, and with some pairs of keys the bits correlate by up to 1%.
+correlate by up to 1% (the leading 8 bits do not correlate measurably). And all draws
+use the same 2^32 counters ``i + k0``, so draws for large leaves overlap at a random
+distance. In the overlap, only k1 differs, and with some pairs of keys the bits
+correlate by up to 1%.
 
-There is no array of keys. A random number depends only on the position of its element,
-so it does not change with sharding, fusion or the order of leaves.
+Keys are not stored in an array. A random number depends only on the position of its
+element, so it does not change with sharding, fusion or the order of leaves.
 
 **Streams.** Two uses with the same seed, step and leaf need different streams. With the
 same stream, their values would be rounded up and down together.
@@ -47,15 +48,14 @@ stream                  rounds                for
                                               SplitArrays; values (``precision``)
 1                       the residual          weight formats and SplitArrays;
                                               cotangents (``precision``)
-2 to 65                 moments, two numbers  a parameter's moments 0 to 127
-                        to a word
-66 and on               moments, a word each  moment n has stream 66 + n
-65536 and on            accumulators, as for  ``accumulate_gradients``, which may run
+2 to 65                 moments (2 per word)  a parameter's moments 0 to 127
+from 66                 moments (1 per word)  moment n, which has stream 66 + n
+from 65536              accumulators, like    ``accumulate_gradients``, which may run
                         moments               with the optimizer's seed and step
 ======================  ====================  =======================================
 
 ``precision`` and SplitArrays have separate keys: their seeds or steps count calls, and
-their leaves are the tensors of a program, or the number 0.
+their leaf ids identify the tensors of a program, or are 0.
 
 Three uses deliberately have no stream of their own. Nested codes use
 :mod:`.even_words`. A sum that is rounded stochastically
@@ -103,8 +103,8 @@ class RandomBits:
     """Random bits of one leaf at one step, made by :func:`random_bits`.
 
     Args:
-      key, second: uint32 scalars k0 and k1 of the module's docstring, updated by all
-        numbers except the stream.
+      key, second: uint32 scalars k0 and k1 of the module's docstring, updated with
+        all integers except the stream.
       index: uint32 array that :meth:`words` uses as the row-major index of the
         elements; None for a whole leaf. With an index, a kernel that processes a part
         of a leaf (of up to 2^32 elements) gets the leaf's words for these elements.
@@ -124,7 +124,7 @@ class RandomBits:
 
         Args:
           shape: global shape of the leaf, or the shape of the index.
-          stream: static number that distinguishes the uses of a leaf's random bits; see
+          stream: static int that distinguishes the uses of a leaf's random bits; see
             the table in the module's docstring.
 
         Raises:
@@ -144,17 +144,17 @@ class RandomBits:
         return hash_words(index, key, second)
 
     def on_shard(self, number: jax.Array) -> "RandomBits":
-        """Return different random bits for each number of a shard, a uint32 scalar."""
+        """Return the random bits of the shard with the uint32 index ``number``."""
         key, second = take_in(self.key, self.second, number)
         return dataclasses.replace(self, key=key, second=second)
 
     def at_layer(
         self, layer: jax.Array, layers: int, shape: tuple[int, ...]
     ) -> "RandomBits":
-        """Return the random bits that a stacked leaf has for one of its layers.
+        """Return the random bits of one layer of a stacked leaf.
 
         Args:
-          layer: int32 scalar, the number of the layer.
+          layer: int32 scalar, the index of the layer.
           layers: number of layers.
           shape: shape of one layer, with at most 2^32 elements.
         """
@@ -194,14 +194,14 @@ class Draws:
     phase: jax.Array | None = None
 
     def words(self, shape: tuple[int, ...], number: int) -> jax.Array:
-        """Return 32 random bits per element for a moment with a static number."""
+        """Return 32 random bits per element for the moment with this static index."""
         return self.random.words(shape, self.first + _FIRST_WHOLE_WORD + number)
 
     def halves(self, shape: tuple[int, ...], number: int) -> jax.Array:
         """Return 16 random bits per element, as uint32 values less than 2^16.
 
-        To save words, two moments share one: ``2j`` uses the low and ``2j + 1`` the
-        high half.
+        To save words, two moments share each word: moment ``2j`` uses the low half and
+        moment ``2j + 1`` the high half.
         """
         words = self.random.words(shape, self.first + number // 2)
         return words >> jnp.uint32(16) if number % 2 else words & jnp.uint32(0xFFFF)
@@ -217,7 +217,7 @@ class Draws:
         return self.random.words(shape, self.spare) * factor
 
     def even(self, shape: tuple[int, ...], number: int) -> jax.Array:
-        """Return uint32 :mod:`.even_words`, or :meth:`twelve` without a phase."""
+        """Return :func:`.even_words`, or :meth:`twelve` if there is no phase."""
         if self.phase is None:
             return self.twelve(shape, number)
         index = self.random.index
@@ -261,7 +261,7 @@ def random_bits(
 ) -> list[RandomBits]:
     """Return the random bits of every leaf at one step.
 
-    ``seed`` and ``step`` are uint32 scalars. ``leaves`` are static numbers from
+    ``seed`` and ``step`` are uint32 scalars. ``leaves`` are static ids from
     :func:`leaf_number`.
     """
     if not leaves:
@@ -277,7 +277,7 @@ def random_bits(
 def random_keys(
     seed: jax.Array, step: jax.Array, leaves: Sequence[int]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the keys of :func:`random_bits` as two uint32 vectors over leaves."""
+    """Return two uint32 vectors with the :func:`random_bits` keys of each leaf."""
     # Compute all leaves together, with a few vector operations instead of many scalar
     # ones.
     return traced_once(_keys)(seed, step, np.array(leaves, np.uint32))
@@ -290,9 +290,10 @@ def keys_at_layer(
     layers: int,
     shape: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the keys of one layer of a stacked leaf. They differ only in a large one.
+    """Return the keys of one layer of a stacked leaf.
 
-    ``key`` and ``second`` are the stack's keys; see :meth:`RandomBits.at_layer`.
+    ``key`` and ``second`` are the keys of the stack. Unless the leaf is large, all its
+    layers have the same keys. See :meth:`RandomBits.at_layer`.
     """
     if math.prod(shape) > COUNTERS:
         raise ValueError(
@@ -305,12 +306,12 @@ def keys_at_layer(
 
 
 def layers_have_keys(layers: int, shape: tuple[int, ...]) -> bool:
-    """Return whether each layer has different keys, because the leaf is large."""
+    """Return whether a stacked leaf is so large that each layer has its own keys."""
     return layers * math.prod(shape) > COUNTERS
 
 
 def _keys(*numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the keys after an update by each number in turn."""
+    """Return the initial keys, updated with each of the integers in turn."""
     keys, seconds = (jnp.uint32(start) for start in _START)
     for number in numbers:
         keys, seconds = take_in(keys, seconds, number)
@@ -318,10 +319,10 @@ def _keys(*numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def leaf_number(path: str) -> int:
-    """Return the 32-bit number of a leaf, from its path in the parameter tree.
+    """Return a 32-bit id for a leaf, computed from its path in the parameter tree.
 
-    It does not depend on the position, so masking or adding other leaves does not
-    change the random numbers of a leaf.
+    The id does not depend on other leaves, so masking or adding leaves does not change
+    a leaf's random numbers.
 
     >>> leaf_number("['dense']['kernel']") == leaf_number("['dense']['bias']")
     False
@@ -330,10 +331,10 @@ def leaf_number(path: str) -> int:
 
 
 def hash_words(index: jax.Array, key: jax.Array, second: jax.Array) -> jax.Array:
-    """Return the hash of the module's docstring for counters i, with keys k0 and k1.
+    """Return the hash in the module's docstring, with i = index, k0 = key, k1 = second.
 
-    For fixed keys, it is a bijection of the index. Keys are scalars or have the index's
-    shape.
+    For fixed keys, the hash is a bijection of the index. Keys are scalars or have the
+    shape of the index.
     """
     x = index + key
     x = x ^ (x >> jnp.uint32(16))
@@ -356,7 +357,7 @@ def _mix(x: jax.Array) -> jax.Array:
 def take_in(
     key: jax.Array, second: jax.Array, number: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the keys after an update by one number; they differ for every number."""
+    """Return the keys updated with an integer; every integer gives different keys."""
     key = _mix(key + number * jnp.uint32(0x9E3779B9))
     return key, _mix(second ^ key)
 
@@ -371,7 +372,7 @@ def row_major(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _place_on_first_axes(shape: tuple[int, ...]) -> jax.Array | None:
-    """Return a number for the keys if a leaf has more than 2^32 elements, or None."""
+    """Return positions on the first axes of a leaf of over 2^32 elements, or None."""
     first = 0
     while math.prod(shape[first:]) > COUNTERS:
         first += 1

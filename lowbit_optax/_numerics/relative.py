@@ -33,10 +33,10 @@ def quotient(mu: jax.Array, nu: jax.Array) -> jax.Array:
 
 
 def product(r: jax.Array, nu: jax.Array) -> jax.Array:
-    """Return ``r root(nu)``, which inverts :func:`quotient` if that is not 0.
+    """Return ``r root(nu)``, which inverts :func:`quotient` if the quotient is not 0.
 
-    The root is clipped to the range from 2^-63 to 2^64. Then a mu survives if its nu
-    vanished in float32, and the mu of an infinite nu is 0.
+    The root is clipped to the range from 2^-63 to 2^64. Therefore, mu is kept if nu has
+    underflowed to 0. If nu is infinite, r and mu are 0.
 
     >>> import jax.numpy as jnp
     >>> product(jnp.float32([1.5, 1.0, 0.0]), jnp.float32([4.0, 0.0, jnp.inf])).tolist()
@@ -46,5 +46,5 @@ def product(r: jax.Array, nu: jax.Array) -> jax.Array:
 
 
 def product_by(r: jax.Array, positive: jax.Array) -> jax.Array:
-    """Return :func:`product` from the positive numbers of :func:`.codes.radicand`."""
+    """Return :func:`product`, given the first result of :func:`.codes.radicand`."""
     return r * jnp.sqrt(positive)

@@ -38,7 +38,7 @@ Rounding = typing.Literal["nearest", "stochastic", "toward_zero"]
 
 
 def stored_bits(extra: int, rounding: Rounding) -> int:
-    """Return the number of stored bits of a residual, for k and a rounding.
+    """Return the number of bits stored for a residual with ``extra`` bits.
 
     >>> stored_bits(8, "nearest"), stored_bits(8, "stochastic")
     (8, 9)
@@ -53,9 +53,9 @@ def pattern_of(
     rounding: Rounding,
     random: float_layouts.RoundingBits = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return ``(sign, w)`` of a float32 master as uint32. The sign is the first bit.
+    """Return ``(sign, w)`` of a float32 master as uint32. The sign is the leading bit.
 
-    The pattern of a NaN is one that stays NaN when the parameter is rounded. ``random``
+    A NaN gets a pattern that stays NaN when it is rounded to the parameter. ``random``
     specifies how the master is rounded to k extra bits, as in
     :func:`lowbit_optax._numerics.float_layouts.round_off`.
     """
@@ -73,10 +73,10 @@ def pattern_of(
 def _nearest_past_the_largest(
     master: jax.Array, dtype: jax.typing.DTypeLike, random: float_layouts.RoundingBits
 ) -> float_layouts.RoundingBits:
-    """Return random bits that do not round finite numbers to infinity.
+    """Return ``random``, changed for numbers past the largest finite value.
 
-    For numbers past the largest finite value, the bits become one half. Then the number
-    is rounded to nearest, and a tie to the even neighbour, as in a cast.
+    For these numbers, the bits become one half, so that the numbers are rounded to
+    nearest, with ties to even, as in a cast.
     """
     if random is None or random is float_layouts.TOWARD_ZERO:
         return random
@@ -97,7 +97,7 @@ def round_param(
     """Return the parameter for a sign and a pattern from :func:`pattern_of`.
 
     ``random`` contains uint32 random bits for ``"stochastic"``, which uses the leading
-    k.
+    k bits.
     """
     layout = float_layouts.layout_of(dtype)
     if extra == 0:
@@ -130,7 +130,7 @@ def residual_of(
     extra: int,
     rounding: Rounding,
 ) -> jax.Array:
-    """Return the residual with which ``param`` is nearest to the pattern.
+    """Return the residual that, joined with ``param``, comes closest to the pattern.
 
     For parameters from :func:`round_param`, the residual is exact, with one exception:
     464 in float8_e4m3fn, the tie between the largest finite value and NaN, whose
@@ -141,8 +141,8 @@ def residual_of(
     layout = float_layouts.layout_of(param.dtype)
     bits = float_layouts.to_bits(param)
     magnitude = bits & jnp.uint32(layout.largest)
-    # If the signs differ, the master is beyond zero, seen from the parameter. In
-    # bfloat16 the residual stops at zero: masters beyond it are smaller than float32's
+    # If the signs differ, zero is between the master and the parameter. In bfloat16,
+    # the residual stops at zero: masters on the other side are smaller than float32's
     # normal numbers, and join would need extra operations to recognise them. (Also, the
     # difference of two 31-bit patterns, one of them negative, may overflow an int32.)
     same_sign = (bits >> jnp.uint32(layout.width - 1)) == (sign >> jnp.uint32(31))
@@ -219,13 +219,13 @@ def split(
 def join(
     param: jax.Array, fields: jax.Array | None, extra: int, rounding: Rounding
 ) -> jax.Array:
-    """Return the exact float32 master of a parameter and its residual.
+    """Return the exact float32 master for a parameter and its residual.
 
     In bfloat16, some residuals cannot result from any split with this parameter:
     negative residuals of 0 and positive residuals of infinity, which would make the
-    master a NaN. They belong to another parameter, and the master is the parameter
-    itself. All other residuals are possible: the master is within half a unit of the
-    parameter, or within one unit with stochastic rounding.
+    master a NaN. Such a residual belongs to another parameter, so the parameter itself
+    is returned. All other residuals are possible: the master is within half a unit of
+    the parameter, or within one unit with stochastic rounding.
     """
     layout = float_layouts.layout_of(param.dtype)
     bits = float_layouts.to_bits(param)
@@ -239,13 +239,13 @@ def join(
             return param
         low = _error_of(fields, extra, rounding, drop)
         master = lax.bitcast_convert_type(high + low, jnp.float32)
-        # Past zero, where the sum carries into the sign, and past infinity, the sum is
-        # the pattern of a NaN. No split returns such a pair, so the user changed the
-        # parameter.
+        # If the residual leads past zero (the sum carries into the sign) or past
+        # infinity, the sum is the pattern of a NaN. No split returns such a pair, so
+        # the user changed the parameter.
         leaves = jnp.isnan(master)
         if not drop or rounding == "stochastic":
-            # In this case, a NaN parameter can have a residual that makes the master a
-            # NaN with all of its bits, or infinity.
+            # In this case, a NaN parameter and its residual can give a NaN, whose bits
+            # must be kept, or infinity, which must not be returned.
             leaves = leaves ^ jnp.isnan(param)
         return jnp.where(leaves, param, master)
     error = _error_of(fields, extra, rounding) if extra else jnp.uint32(0)
@@ -261,7 +261,7 @@ def join(
 def _error_of(
     fields: jax.Array | None, extra: int, rounding: Rounding, rise: int = 0
 ) -> jax.Array:
-    """Return ``e 2^rise`` in two's complement, from the fields of residuals."""
+    """Return ``e 2^rise`` in two's complement for the fields of residuals."""
     assert fields is not None
     if rounding == "toward_zero":
         return fields << jnp.uint32(rise)
@@ -272,7 +272,7 @@ def _error_of(
 
 
 def to_float32(x: jax.Array) -> jax.Array:
-    """Convert a narrow float array to float32 exactly, without a cast XLA could merge.
+    """Convert a narrow float array to float32 without a cast that XLA could remove.
 
     Other dtypes are cast.
 
@@ -334,7 +334,7 @@ def round_to_precision(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 def narrow_or_cast(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Round to nearest in any float dtype, as exact landing assumes of a cast."""
+    """Round to nearest in any float dtype, like the cast that exact landing assumes."""
     if float_layouts.is_narrow(dtype):
         return round_nearest(to_float32(x), dtype)
     return lax.convert_element_type(x, np.dtype(dtype))

@@ -61,7 +61,7 @@ def straight_through(function: Callable, tangent: Callable = _first) -> Callable
 
 @jax.custom_jvp
 def with_tangent_of(x, y):
-    """Return y, with the tangent and the cotangent of x in the dtype of y."""
+    """Return y, with the derivative of x cast to the dtype of y."""
     del x
     return y
 

@@ -11,10 +11,10 @@ from lowbit_optax._numerics.codes import Code, multiply_add
 class Sum(Code):
     """A code for sums of gradients, which keeps non-finite values visible.
 
-    A moment recovers if a value that is not finite, or is 2^50 or larger, is stored as
-    a smaller number. In a sum, the code that reads it must see such a value. Therefore,
-    all finite values affect the scale, and all other values become NaN, in the field
-    that ``code`` does not need.
+    Codes of moments store non-finite values, and values of 2^50 or more, as smaller
+    numbers, so that the moment recovers. The reader of a sum must see such values.
+    Therefore, all finite values affect the scale, and all other values become NaN,
+    which is stored in the field that ``code`` does not need.
 
     Args:
       bits, signed, scale: as in ``code``.
@@ -37,7 +37,7 @@ class Sum(Code):
         nan = jnp.uint32(self.code.spare_field)
         x = jnp.where(finite, x, jnp.float32(0))
         fields = self.code.encode_fields(x, prepared, words, multiply_add)
-        # Only negative zero can have this field.
+        # Only negative zero can be encoded as this field.
         fields = jnp.where(fields == nan, jnp.uint32(0), fields)
         return jnp.where(finite, fields, nan)
 

@@ -53,8 +53,8 @@ def stochastic_sum(w: jax.Array, u: jax.Array, words: jax.Array) -> jax.Array:
     to_zero = (bits_of(error) ^ pattern) >> jnp.int32(31)
     towards = pattern + to_zero
     binade = towards & jnp.int32(_EXPONENT)
-    # Compare error and random number as mantissas in that binade, where the step is one
-    # unit in the last place.
+    # Compare the error and the random number as mantissas with the exponent of the
+    # smaller neighbour, where one step is one unit in the last place.
     share = jnp.abs(error) * jnp.float32(2.0**_MANTISSA_BITS) + float_of(binade)
     words = lax.bitcast_convert_type(words, jnp.int32) << jnp.int32(_UNUSED)
     # Use the midpoints of 2^16 intervals.

@@ -121,7 +121,7 @@ class WeightFormat:
     def for_leaf(
         self, shape: tuple[int, ...], dtype: jnp.dtype, min_size: int
     ) -> "WeightFormat":
-        """Return the format of one leaf.
+        """Return the format for one leaf.
 
         Args:
           shape, dtype: shape and dtype of the leaf.
@@ -165,20 +165,20 @@ class WeightFormat:
     def round(
         self, master: jax.Array, dtype: jnp.dtype, random: RandomBits
     ) -> jax.Array:
-        """Return the parameter that belongs to a master.
+        """Round a master to the parameter that stores it.
 
         Args:
           master: float32 array.
           dtype: dtype of the parameter.
-          random: random bits of the leaf; call only methods that ``ToNearest`` also
-            has.
+          random: random bits of the leaf. Formats may call only the methods that
+            ``ToNearest`` also has.
         """
         raise NotImplementedError
 
     def residual(
         self, master: jax.Array, param: jax.Array, random: RandomBits
     ) -> Residual:
-        """Return the residual that brings ``join`` closest to ``master``.
+        """Return the residual with which ``join`` comes closest to ``master``.
 
         Args:
           master: float32 array.
@@ -212,8 +212,8 @@ class WeightFormat:
           random: random bits of the leaf at this step.
           landing: how the new parameter replaces the old one; see
             :mod:`lowbit_optax._numerics.landing`.
-          ahead: for formats with ``error_feedback``, how far the momentum will still
-            move the new master, or NaN if the rounding error is not fed back.
+          ahead: for formats with ``error_feedback``, the distance that the momentum
+            will still move the new master, or NaN if errors are not fed back.
 
         Returns:
           ``(new param, new residual, result)``. The result is the value that the step
@@ -263,7 +263,7 @@ class WeightFormat:
 
 
 def check_rounding(where: str, given: str) -> None:
-    """Raise a ValueError that begins with ``where`` unless ``given`` is a rounding."""
+    """Raise a ValueError, which begins with ``where``, for an unknown rounding mode."""
     if given not in typing.get_args(Rounding):
         raise ValueError(f"{where} must be 'nearest' or 'stochastic', got {given!r}")
 
@@ -271,7 +271,7 @@ def check_rounding(where: str, given: str) -> None:
 def rounding_words(
     rounding: str, random: RandomBits | None, shape: tuple[int, ...], stream: int
 ) -> jax.Array | None:
-    """Return the words for stochastic rounding, or None for other roundings."""
+    """Return the words for stochastic rounding, or None for other rounding modes."""
     if rounding != "stochastic" or random is None:
         return None
     return random.words(shape, stream)
@@ -288,22 +288,22 @@ class MomentFormat:
 
     @property
     def stored_as(self) -> str:
-        """A text with all that ``decode`` depends on; see ``storage_formats``."""
+        """A description of all that ``decode`` depends on; see ``storage_formats``."""
         return repr(self)
 
     @property
     def container(self) -> type | None:
         """The NamedTuple type of a stored moment, or None if it is a single array.
 
-        ``encode`` returns this type with arrays as fields. In the state, each field
-        with moments is one instance of it, whose fields are trees of arrays with the
+        ``encode`` returns an instance whose fields are arrays. In the state, each field
+        with moments contains one instance, whose fields are trees of arrays with the
         structure of the parameters.
         """
         return None
 
     @property
     def reference(self) -> str | None:
-        """The field of the same state whose roots divide the moments, or None.
+        """The field of the same state whose square roots divide the moments, or None.
 
         If it is not None, ``encode`` receives and ``decode`` returns quotients; see
         :mod:`lowbit_optax._numerics.relative`.
@@ -323,10 +323,10 @@ class MomentFormat:
           name: name of the field, such as ``mu`` or ``nu``.
           is_second: whether the field has second moments, which are never negative, or
             None if this is unknown.
-          bound: the field of the same state whose roots bound these moments, up to a
-            constant factor, or None.
-          is_orthogonalized: whether all directions of a matrix have the same size in
-            its update, as in Muon.
+          bound: the field of the same state whose square roots bound these moments,
+            up to a constant factor, or None.
+          is_orthogonalized: whether the update of a matrix has the same size in all
+            directions, as in Muon.
         """
         return self
 

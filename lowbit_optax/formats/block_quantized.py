@@ -51,9 +51,9 @@ class QuantizedMoment(typing.NamedTuple):
 
     Args:
       codes_v2: for each moment, uint32 words with the shape ``packed_shape(shape,
-        bits)``. If a leaf is too small to be quantised, its float32 moment.
+        bits)``. A leaf that is too small to be quantised has its float32 moment here.
       scales_v2: for each moment, bfloat16 scales with the ``blocks_shape`` of its
-        layout. None if a leaf is too small.
+        layout. A leaf that is too small has None here.
     """
 
     codes_v2: typing.Any
@@ -64,7 +64,7 @@ class QuantizedMoment(typing.NamedTuple):
 
 
 class RelativeMoment(typing.NamedTuple):
-    """Moments that are divided by the root of another moment, as two trees.
+    """Codes and scales of moments that are divided by the root of another moment.
 
     The arrays are the same as in :class:`QuantizedMoment`. The field names differ, so
     that a checkpoint of one class is not mistaken for the other.
@@ -79,10 +79,10 @@ class RelativeMoment(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockQuantized(BlockMomentFormat):
-    """See :func:`block_quantized`.
+    """The format that :func:`block_quantized` returns.
 
-    :meth:`for_field` sets ``signed``, replaces ``relative_to="auto"``, and chooses code
-    and rounding of orthogonalised moments. :meth:`for_sums` sets ``is_sum``.
+    :meth:`for_field` sets ``signed``, replaces ``relative_to="auto"``, and chooses the
+    code and the rounding of orthogonalised moments. :meth:`for_sums` sets ``is_sum``.
     """
 
     bits: int = 8
@@ -232,8 +232,8 @@ def block_quantized(
     - ``"log"``: ``(2^j (1 + i/8) - 1) / 2^30``, the values of ``"float"`` down to
       2^-30, minus the smallest one. Zero is stored exactly.
     - ``"sqrt"``: ``(c / 254)^2``. The steps of the root are equal.
-    - ``"nested"``: numbers at equal distances in the logarithm. The distance is 1/16,
-      1/8, ... or 1 octave, and as small as possible while 254 numbers (62 with 6 bits)
+    - ``"nested"``: numbers whose logarithms have equal distances. The distance is the
+      smallest of 1/16, 1/8, ... and 1 octave with which 254 numbers (62 with 6 bits)
       cover all positive values of the block. With 6 bits, values more than 61 octaves
       below the largest become the smallest of these numbers. Zero is stored exactly.
       Rounding keeps the mean of the logarithm instead of the mean of x, so that updates
@@ -244,20 +244,20 @@ def block_quantized(
     All codes store second moments without a sign. A second moment that is not zero
     never becomes zero, because its root divides the update. ``lowbit`` knows the second
     moments of optax and of :func:`lowbit_optax.formats.register_moments`. In other
-    states, they are the fields with optax's names, such as ``nu``, ``v`` and
+    states, it recognises them by optax's names, such as ``nu``, ``v`` and
     ``exp_avg_sq``.
 
     With 8 bits, AdamW follows float32 even if one value of a block is 1,000 times as
-    large as the others. With 4 bits for ``mu`` and 8 bits for ``nu``, it does too, with
-    noise of a quarter of the update, because 4 bits store the ratio of ``mu`` to the
-    root of ``nu``:
+    large as the others. With 4 bits for ``mu`` and 8 bits for ``nu``, it also follows
+    float32, with noise of a quarter of the update, because the 4 bits store the ratio
+    of ``mu`` to the root of ``nu``:
 
         r = mu / sqrt(nu),  mu' = r sqrt(nu'),  nu' the stored second moment
 
     The rounding error of nu' cancels in the update. In Adam with b1 = 0.9 and b2 =
-    0.999, ``|r|`` is at most 7.27, so all r of a block have similar sizes, whatever its
-    gradients are. 4 bits for moments without such a second moment, as in SGD and Lion,
-    lose values below about 1/30 of the largest in their block. 4 bits for ``nu`` make
+    0.999, ``|r|`` is at most 7.27, so all r of a block have similar sizes for any
+    gradients. Without such a second moment, as in SGD and Lion, moments in 4 bits lose
+    values below about 1/30 of the largest value in their block. 4 bits for ``nu`` make
     updates next to large gradients too short; 6 bits do not. ``lowbit(...,
     moments="low")`` uses 6 and 4 bits where they follow float32.
 
@@ -276,17 +276,17 @@ def block_quantized(
         32 values are 8 rows by 4 columns; see :mod:`pallas_kernels.layout`.
       rounding: ``"stochastic"`` or ``"nearest"``. Each step changes a moment only a
         little, so with nearest rounding, a second moment does not even decay. If None,
-        Muon's momentum, whose gradients are larger than a step, is rounded to nearest,
+        Muon's momentum, whose gradients exceed the code's steps, is rounded to nearest,
         and other moments are rounded stochastically.
       scale: ``"bfloat16"``, or ``"power_of_two"``, which is up to twice as coarse, but
         makes division exact. Both are stored in bfloat16. If None, ``"log"`` uses
         powers of two, and other codes use bfloat16. ``"nested"`` supports only None.
       relative_to: the field of the second moment whose root divides first moments
         before they are stored, such as ``"nu"``. It must be in the same state. None
-        stores first moments directly. ``"auto"`` uses the second moment with 4 bits if
-        it is known to bound them (optax's Adam, AMSGrad, Yogi, Prodigy, ``momo_adam``
-        and AdEMAMix' fast average), and None otherwise. Second moments are never
-        relative.
+        stores first moments directly. ``"auto"`` uses the second moment if ``bits`` is
+        4 and it is known to bound the first moments (optax's Adam, AMSGrad, Yogi,
+        Prodigy, ``momo_adam`` and AdEMAMix' fast average), and None otherwise. Second
+        moments are never relative.
 
     Returns:
       A moment format. It needs ``bits/8 + 2/block_size`` bytes per value. Scalars and

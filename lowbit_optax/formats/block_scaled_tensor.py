@@ -90,7 +90,7 @@ class BlockScaledTensor(QuantizedWeight):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of codes and scales together."""
+        """The total number of bytes of codes and scales."""
         return self.size + math.prod(self.scales_e8m0.shape)
 
     @property
@@ -183,7 +183,7 @@ def exponents_of(x: jax.Array, axis: int) -> jax.Array:
 
 
 def exponents(tensor: BlockScaledTensor) -> jax.Array:
-    """Return the exponents of a tensor's scales, which are 128 for NaN."""
+    """Return the exponents of a tensor's scales, with 128 for a scale of NaN."""
     return tensor.scales_e8m0.astype(jnp.int32) - BIAS
 
 
@@ -208,6 +208,6 @@ def _power(exponent: jax.Array) -> jax.Array:
 
 
 def _dequantized(dtype: jnp.dtype, tensor: BlockScaledTensor) -> jax.Array:
-    """See :meth:`BlockScaledTensor.dequantize`."""
+    """Implement :meth:`BlockScaledTensor.dequantize`."""
     values = scaled(to_float32(tensor.codes), exponents(tensor), tensor.axis)
     return narrow_or_cast(values, dtype)

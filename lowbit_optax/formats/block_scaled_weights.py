@@ -1,4 +1,4 @@
-"""Formats of float8 weights, applied to BlockScaledTensors.
+"""Weight formats that apply a format of float8 weights to BlockScaledTensors.
 
     e from the new master's blocks,    master / 2^e --split--> codes, residual
     (codes, residual) --join--> master / 2^e
@@ -123,7 +123,7 @@ def for_tensor(
 
 
 def without_tensor(param):
-    """Return a leaf, or the shape and dtype of the codes of a BlockScaledTensor."""
+    """Return the codes' shape and dtype for a BlockScaledTensor; keep other leaves."""
     if isinstance(param, BlockScaledTensor):
         return jax.ShapeDtypeStruct(param.shape, E4M3)
     return param

@@ -13,7 +13,7 @@ from lowbit_optax.formats.base import MomentFormat, Rounding, check_rounding
 
 @dataclasses.dataclass(frozen=True)
 class Cast(MomentFormat):
-    """Moments that are rounded to a narrow dtype.
+    """Stores moments rounded to a narrow dtype.
 
     Args:
       dtype, rounding: see :func:`cast`.

@@ -34,7 +34,7 @@ _NAME = re.compile(rf"(nearest|toward_zero|stochastic)_(\d+|most)_bits_v{VERSION
 
 
 def extra_bits_named(name: str, param, residual) -> WeightFormat | None:
-    """Return the format of a residual with this name, or None for other formats."""
+    """Return the extra-bits format whose residuals have this name, or None."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None
@@ -47,10 +47,10 @@ def extra_bits_named(name: str, param, residual) -> WeightFormat | None:
 
 @dataclasses.dataclass(frozen=True)
 class ExtraBits(WeightFormat):
-    """See :func:`extra_bits`. If not ``packed``, residuals are uint32 fields.
+    """The format of :func:`extra_bits`. If not packed, residuals are uint32 fields.
 
-    If ``bits`` is None, use only :meth:`check`, :meth:`for_leaf` and ``residual_name``,
-    because the number of bits depends on the leaf's dtype.
+    If ``bits`` is None, the number of bits depends on the leaf's dtype. Then only
+    :meth:`check`, :meth:`for_leaf` and ``residual_name`` can be used.
     """
 
     bits: int | None = None

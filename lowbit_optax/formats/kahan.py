@@ -35,11 +35,11 @@ _NAME = re.compile(r"compensation(?:_of_(\d+)_bits)?")
 
 
 def kahan_named(name: str, param, residual) -> WeightFormat | None:
-    """Return the format of a residual with this name, or None if it is not Kahan's.
+    """Return the Kahan format whose residuals have this name, or None.
 
-    A state does not record how its parameters were rounded. The format assumes
-    stochastic rounding, because its errors are up to twice as large, and none may be
-    dropped.
+    A state does not record how its parameters were rounded. The returned format assumes
+    stochastic rounding, whose errors are up to twice as large as those of nearest
+    rounding, so that no valid compensation is ignored.
     """
     found = _NAME.fullmatch(name)
     if found is None:
@@ -140,7 +140,7 @@ class KahanFormat(WeightFormat):
         spacing = 2.0**-bits  # relative to a power of two
         smallest = 2.0 ** (1 - layout.bias - layout.mantissa_bits)
         if self.rounding == "nearest" and self.arithmetic == "float32":
-            # Half a spacing, plus the errors of float32 and of the compensation.
+            # The limit is half a spacing, plus errors of float32 and the compensation.
             of_error = self.significand.bits if self.significand else 7
             spacing, smallest = spacing * (0.5 + 0.5 * 2.0**-of_error), smallest / 2
         largest = jnp.abs(weight) * jnp.float32(spacing)
@@ -149,7 +149,7 @@ class KahanFormat(WeightFormat):
         error = rounding_.to_float32(residual)
         belongs = jnp.abs(error) <= largest
         if self.significand is not None:
-            # If the largest number is saturated, its master may be far above it.
+            # The master of a saturated weight may be far above the largest number.
             belongs = belongs & jnp.isfinite(weight - error)
         return jnp.where(belongs, error, jnp.float32(0))
 

@@ -1,6 +1,6 @@
 """A table of the moments in optimizer states.
 
-Each step changes a running average only a little, so the rounding noise of few bits
+Each step changes a running average only a little, so its low-bit rounding noise
 averages out. It does not average out in other arrays with the shape of a parameter:
 weights (``z`` of schedule-free, the initial weights of ``prodigy``, ``dog`` and
 ``dowg``), sums that only grow (Adagrad), maxima (AMSGrad), the last gradient (Adan),
@@ -20,14 +20,14 @@ class MomentFields:
     """The moments among the fields of one class of states.
 
     Args:
-      averages: fields that are running averages, so that few bits can store them.
-      second_moments: fields that are never negative, and whose root divides the update.
+      averages: fields that are running averages, which low-bit formats can store.
+      second_moments: fields that are never negative and whose root divides the update.
       bounds: maps an average to the second moment whose root bounds it, ``|mu| <= C
         sqrt(nu)``. Both must average the same gradients. The weights of old gradients
         must not fall faster in nu than the squares of their weights in mu. In Adam,
         these are 0.999^k and 0.81^k.
-      orthogonalized: averages of matrices whose directions all get the same size. Noise
-        in the weak directions matters, so the codes have equal steps.
+      orthogonalized: averages of matrices whose updates have the same size in all
+        directions. Noise in weak directions matters, so the codes have equal steps.
       start: the field of the initial weights, for optimizers that learn their step size
         from the distance to them. Their first steps are so short that rounding errors
         look like a large distance.
@@ -108,8 +108,8 @@ def register_moments(
     """Declare the moments in the state of a transformation that is not from optax.
 
     ``lowbit`` then stores them like the moments of optax's states, even if ``moments``
-    does not name them: running averages in few bits, and second moments without a sign
-    and never as zero.
+    does not name them: running averages get low-bit formats, and second moments are
+    stored without a sign and never as zero.
 
     Args:
       state_class: the class of the state, a NamedTuple or a dataclass.
@@ -118,8 +118,8 @@ def register_moments(
       second_moments: names of fields that are never negative.
       bounds: maps an average to the second moment whose root bounds it up to a constant
         factor, such as ``{"mu": "nu"}`` in Adam. 4 bits are enough for such an average.
-      orthogonalized: names of averages of matrices whose directions all get the same
-        size in the update, as in Muon. They get linear codes.
+      orthogonalized: names of averages of matrices whose updates have the same size in
+        all directions, as in Muon. They get linear codes.
 
     Raises:
       TypeError: if ``state_class`` is not a class with fields.

@@ -20,11 +20,12 @@ _BFLOAT16_BITS = 7
 
 @dataclasses.dataclass(frozen=True)
 class Significand:
-    """Rounding to the numbers of ``FloatFormat(8, m)``, stored in bfloat16.
+    """Rounds to the numbers of ``FloatFormat(8, m)``, stored in bfloat16.
 
     Args:
       bits: the number m of mantissa bits.
-      saturates: whether larger values become the largest number instead of infinity.
+      saturates: whether values past the largest number become this number instead of
+        infinity.
     """
 
     bits: int
@@ -76,7 +77,7 @@ def rounded(
 
 
 def significand_of(name: str, float_format: typing.Any) -> Significand | None:
-    """Return the rounding to a format that fits in bfloat16, or None.
+    """Return a Significand that rounds to a format, or None without a format.
 
     Args:
       name: name of the weight format, for errors.
@@ -146,13 +147,13 @@ class StochasticRounding(WeightFormat):
     def spare_stream(self, dtype):
         is_bfloat16 = float_layouts.layout_of(dtype).same_exponent
         is_plain = is_bfloat16 and self.significand is None
-        # A stochastic sum reads the bits that rounding leaves.
+        # A stochastic sum reads the bits that rounding does not use.
         return PARAM_STREAM if is_plain and self.sum_rounding == "nearest" else None
 
     def sum_stream(self, dtype):
         if self.sum_rounding == "nearest":
             return None
-        # Rounding to bfloat16 leaves enough bits of its words for the sum.
+        # Rounding to bfloat16 leaves enough unused bits in its words for the sum.
         is_bfloat16 = float_layouts.layout_of(dtype).same_exponent
         shares = is_bfloat16 and self.significand is None
         return PARAM_STREAM if shares else RESIDUAL_STREAM
@@ -183,7 +184,7 @@ class StochasticRounding(WeightFormat):
 
 @dataclasses.dataclass(frozen=True)
 class MasterCopyFormat(WeightFormat):
-    """The residual is the float32 master, valid while it rounds to the parameter."""
+    """Stores the master as a residual, which is valid if it rounds to the parameter."""
 
     @property
     def residual_name(self):
@@ -196,8 +197,8 @@ class MasterCopyFormat(WeightFormat):
         return rounding.to_float32(param)
 
     def join(self, param, residual):
-        # If the parameter was changed since, the master does not round to it, and the
-        # parameter is used.
+        # If the parameter was changed outside of the optimizer, the master does not
+        # round to it. Then return the parameter.
         if param.dtype == jnp.bfloat16:
             return operations.unless_rounded(residual, param)
         is_own = _same(rounding.round_nearest(residual, param.dtype), param)
@@ -214,9 +215,9 @@ def _same(a: jax.Array, b: jax.Array) -> jax.Array:
     """Return whether narrow numbers have the same bit pattern or are both 0."""
     layout = float_layouts.layout_of(a.dtype)
     a, b = float_layouts.to_bits(a), float_layouts.to_bits(b)
-    # A parameter of 0 may have another sign than its master; see landing.py. In float8,
-    # this master may be as large as 2^-10. In bfloat16, it is at most 2^-134, so join
-    # ignores this case.
+    # The signs of a parameter of 0 and its master may differ; see landing.py. In
+    # float8, this master may be as large as 2^-10. In bfloat16, it is at most 2^-134,
+    # so join ignores this case.
     return (a == b) | (((a | b) & jnp.uint32(layout.largest)) == 0)
 
 
@@ -281,7 +282,7 @@ def stochastic_rounding(
         ``"mu"`` for Adam and similar optimizers, ``"trace"`` for SGD with momentum.
         Updates that are too small for float32 also accumulate in it. The learning rate
         may fall as fast as you like. If a schedule more than doubles it in one step, or
-        raises it from 0, the moment is shortened in proportion in this step. If you set
+        raises it from 0, this step scales the moment down in proportion. If you set
         the learning rate yourself between two steps, do not double it. Leaves of rank 0
         do not use error feedback.
 

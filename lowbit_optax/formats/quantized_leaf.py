@@ -17,8 +17,8 @@ _REMEDY = (
 class QuantizedWeight:
     """A weight that must be dequantised before it is used in computations.
 
-    Arithmetic and functions of ``jax.numpy`` and NumPy raise a TypeError with this
-    advice. Methods of arrays, such as ``astype``, raise an AttributeError.
+    Arithmetic and functions of ``jax.numpy`` and NumPy raise a TypeError with advice to
+    dequantise. Methods of arrays, such as ``astype``, raise an AttributeError.
     """
 
     @property

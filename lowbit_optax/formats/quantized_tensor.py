@@ -41,11 +41,12 @@ class QuantizedTensor(QuantizedWeight):
     Args:
       codes_v2: uint32 words, with the ``words_shape`` of
         :class:`pallas_kernels.Layout`.
-      scales_v2: uint32 bit patterns of float32 step sizes, with its ``blocks_shape``.
+      scales_v2: uint32 bit patterns of float32 step sizes, with the ``blocks_shape`` of
+        the layout.
       bits: k, the bits of a code.
       block_size: number of values that share a step size, a power of two.
       axis: the axis of the rows, or -1 if the last axis is folded into rows.
-      length: the length of the array along that axis.
+      length: the length of the array along this axis.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> x = jnp.linspace(-1, 1, 8192).reshape(2, 64, 64)
@@ -90,7 +91,7 @@ class QuantizedTensor(QuantizedWeight):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of codes and scales together."""
+        """The total number of bytes of codes and scales."""
         return 4 * (self.codes.size + self.scales.size)
 
     @property
@@ -139,7 +140,7 @@ class QuantizedTensor(QuantizedWeight):
 
 
 def _dequantized(dtype: jnp.dtype, tensor: QuantizedTensor) -> jax.Array:
-    """See :meth:`QuantizedTensor.dequantize`."""
+    """Implement :meth:`QuantizedTensor.dequantize`."""
     code = QuantizedFields(tensor.bits, tensor.block_size)
     prepared = code.prepare_values(tensor.scales, tensor.layout)
 
@@ -153,8 +154,8 @@ def _dequantized(dtype: jnp.dtype, tensor: QuantizedTensor) -> jax.Array:
 class QuantizedFields:
     """Elementwise functions between values and the fields of a QuantizedTensor::
 
-        magnitude_key(x) --> maximum over the block --> scale_of, with the old scale
-        prepare(scale) --> once per block, the argument of encode and decode
+        magnitude_key(x) --> maximum over the block --> scale_of(maximum, old scale)
+        prepare(scale) --> prepared, once per block, for encode and decode
 
     Args:
       bits, block_size: see :class:`QuantizedTensor`.
@@ -170,7 +171,7 @@ class QuantizedFields:
         return linear_code.magnitude_key(x)
 
     def scale_of(self, key: jax.Array, old: jax.Array | None = None) -> jax.Array:
-        """Return uint32 scales for maxima of keys; old scales are kept if they fit."""
+        """Return the uint32 scales for maxima of keys, or old scales where they fit."""
         maximum = linear_code.magnitude_of(key)
         if old is None:
             return as_fields(linear_code.delta_of(maximum, self.bits))
@@ -192,7 +193,7 @@ class QuantizedFields:
         random: RandomBits | None,
         multiply_add: MultiplyAdd = multiply_add,
     ) -> jax.Array:
-        """Return the fields of float32 values, the nearest ones without random bits."""
+        """Round float32 values to fields, to the nearest ones if ``random`` is None."""
         words = rounding_words(self.rounding, random, x.shape, PARAM_STREAM)
         return linear_code.encode(x, prepared, self.bits, words, multiply_add)
 

@@ -68,13 +68,13 @@ def result_of(
 
 
 def quantized_weights(*, rounding: Rounding = "stochastic") -> WeightFormat:
-    """Update QuantizedTensors by quantising them again.
+    """Update QuantizedTensors, and quantise the results again.
 
         theta' = Q(theta + u)
 
     The update u is computed from the rounded moments that are stored. ``lowbit`` uses
-    this format for every :class:`.lpmm.QuantizedTensor` of the parameters. Pass it as
-    ``weights`` to choose its rounding. Other leaves in fewer than 32 bits are then
+    this format for every :class:`.lpmm.QuantizedTensor` in the parameters. Pass it as
+    ``weights`` to choose its rounding. Other leaves with fewer than 32 bits are then
     rounded to nearest.
 
     Args:

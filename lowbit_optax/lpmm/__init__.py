@@ -1,9 +1,9 @@
-"""LPMM: training with weights, momentum and gradient accumulators in few bits.
+"""LPMM: training with low-bit weights, momentum and gradient accumulators.
 
     quantize_params ---> parameters as QuantizedTensors, which contain uint32 arrays
     value_and_grad  ---> loss of the dequantised parameters, and its gradients
     lpmm_sgd, ...   ---> dequantise, run optax's update in float32, quantise again
-    accumulate_gradients ---> sum of N gradients in few bits, then one update
+    accumulate_gradients ---> low-bit sum of N gradients, then one update
 
 References:
   "Training Neural Networks with Low-Precision Model Memory", Algorithm 1.

@@ -1,4 +1,4 @@
-"""Sum gradients over microbatches in few bits, and update with the sum."""
+"""Sum the gradients of microbatches in a low-bit format, and update with the sum."""
 
 import contextlib
 import dataclasses
@@ -67,7 +67,7 @@ def accumulate_gradients(
     seed: int | None = None,
     min_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Accumulate N gradients in few bits, and update with their sum.
+    """Accumulate N gradients in a low-bit format, and update with their sum.
 
         g_0 = 0
         g_i = Q(g_{i-1} + grad_i), i = 1..N
@@ -168,7 +168,7 @@ class Accumulation(Stepper):
         return AccumulationState(count, seed, mini_step, held, self.inner.init(params))
 
     def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
-        """Run a step. Between two updates, the updates are zeros."""
+        """Run a step, which changes the parameters only in every N-th call."""
         check_state("accumulate_gradients", state, AccumulationState)
         call = _Call(self, params, state, grads, landing, extra_args, guard)
         result, accumulators, inner_state = call.result()
@@ -202,7 +202,7 @@ class _Call:
         stepper = stepper_of(self.config.inner)
         lowbit = stepper if isinstance(stepper, Lowbit) else None
         can_be = lowbit is not None or (stepper is None and self.landing.is_direct)
-        # On CPUs, branches copy nothing, and a guarded step does all the work.
+        # On CPUs, branches copy nothing, but a guarded step always computes the update.
         is_chosen = lowbit is not None and lowbit.implementation not in (None, "xla")
         is_for_kernels = is_chosen or not is_for_one_cpu()
         in_place = None
@@ -245,7 +245,7 @@ class _Call:
         return result, self._in_containers(summed.emptied()), inner_state
 
     def _by_branches(self):
-        """Run a conditional, whose branches copy everything that they change."""
+        """Run a step with a conditional, whose branches copy all arrays they change."""
         state, params, is_direct = self.state, self.params, self.landing.is_direct
         sums = self._sums(self._sums(self._parts, self.guard).added("xla"), UNGUARDED)
 

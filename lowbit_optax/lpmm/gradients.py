@@ -21,7 +21,7 @@ def value_and_grad(
     has_aux: bool = False,
     lazy: bool = False,
 ) -> Callable:
-    """``jax.value_and_grad`` for quantised parameters.
+    """Return a function like ``jax.value_and_grad`` for quantised parameters.
 
         loss(dequantize(params)),  d loss / d dequantize(params)
 
@@ -81,11 +81,11 @@ def value_and_grad(
 
 
 def with_stand_in(leaf, stand_in):
-    """Return a leaf in a form in which a loss can be differentiated.
+    """Return a leaf with respect to which JAX can differentiate a loss.
 
     Args:
       leaf: a leaf of the parameters.
-      stand_in: the array with respect to which the loss is differentiated.
+      stand_in: the array that receives the gradient.
 
     Returns:
       The stand-in. For a quantised weight, a weight that dequantises to the same values

@@ -1,4 +1,4 @@
-"""SGD with momentum and Adam, with weights and moments in few bits."""
+"""SGD with momentum and Adam, with low-bit weights and moments."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def lpmm_adam(
     rounding: Rounding | None = None,
     **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam on quantised weights, or AdamW with weight decay.
+    """Adam on quantised weights, or AdamW if ``weight_decay`` is given.
 
         m_t = Q(b1 m_{t-1} + (1 - b1) g_t)
         v_t = Q(b2 v_{t-1} + (1 - b2) g_t^2)
@@ -166,7 +166,7 @@ def lpmm_adam(
 def _dynamic(
     alias: str, bits: int | None, block_size: int | None, rounding: Rounding
 ) -> MomentFormat:
-    """Return the format of a momentum; errors name the arguments of ``alias``."""
+    """Return the format of the momentum. Errors name the arguments of ``alias``."""
     bits = 8 if bits is None else bits
     block_size = PAPER_BLOCK_SIZE if block_size is None else block_size
     check_static_int(alias, "momentum_bits", bits, 4, 8)

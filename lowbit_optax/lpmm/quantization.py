@@ -53,8 +53,8 @@ def quantize_params(
         :func:`pallas_kernels.layout_of`.
 
     Returns:
-      The tree with a :class:`QuantizedTensor` for each larger float leaf, which needs
-      ``bits + 32 / block_size`` bits per parameter.
+      The tree, with a :class:`QuantizedTensor` for each float leaf of at least
+      ``min_size`` elements. It needs ``bits + 32 / block_size`` bits per parameter.
 
     Raises:
       TypeError, ValueError: if an argument has a wrong type or value. Errors about a

@@ -26,7 +26,7 @@ from lowbit_optax.lpmm.sums import Sums, zeros
 
 
 class SummedState(typing.NamedTuple):
-    """State of an inner transformation that reads sums, within a step.
+    """State, during a step, of an inner transformation that reads sums.
 
     Args:
       inner_state: the state of the original inner transformation.
@@ -82,7 +82,7 @@ class Summed:
         return self.treedef.unflatten(self.sums.decoded())
 
     def among(self, lowbit: Lowbit, leaves: Sequence[int]) -> "_WithSums":
-        """Return the transformation of some leaves, which reads their sums."""
+        """Return a transformation that updates some leaves with their sums."""
         return _WithSums(lowbit, self, leaves)
 
     def emptied(self) -> list:
@@ -95,7 +95,7 @@ class Summed:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _WithSums(Stepper):
-    """A transformation whose gradients are sums.
+    """A transformation that reads sums instead of gradients.
 
     Args:
       lowbit: the transformation that updates with the sums.
@@ -112,11 +112,11 @@ class _WithSums(Stepper):
         return self.lowbit.init(params)
 
     def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
-        """See :meth:`.Stepper.run`."""
+        """Run a step with sums instead of gradients; see :meth:`.Stepper.run`."""
         names, _, treedef = trees.named_leaves(params)
         parts = [self.summed.sums.parts[i] for i in self.leaves]
         format_ = self.summed.format
-        if isinstance(state, LowbitState):  # the step raises an error otherwise
+        if isinstance(state, LowbitState):  # otherwise, the step raises an error
             accumulators = in_parallel_trees(format_, treedef, parts)
             inner_state = SummedState(state.inner_state, accumulators)
             state = state._replace(inner_state=inner_state)
@@ -128,7 +128,7 @@ class _WithSums(Stepper):
 
 
 def _with_sums(format_: Accumulators, lowbit: Lowbit) -> Lowbit:
-    """Return the transformation with accumulators among its moments.
+    """Return ``lowbit`` with the accumulators among its moments.
 
     Its update passes the sums to the inner transformation instead of the gradients, and
     replaces the sums with zeros.

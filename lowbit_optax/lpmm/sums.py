@@ -1,8 +1,8 @@
 """Add gradients to accumulators in place: a kernel decodes, adds and encodes.
 
 ``Launches`` runs these kernels like the kernels of updates. Small leaves share a
-launch, layers stay stacked, and each device adds its own shards. Array operations add
-leaves that kernels do not support.
+launch, layers stay stacked, and each device adds its own shards. Leaves that kernels do
+not support are added with array operations.
 """
 
 import dataclasses
@@ -41,10 +41,10 @@ _FACTOR, _PROCEED = KEYS, KEYS + 1
 
 @dataclasses.dataclass(frozen=True)
 class SumBody:
-    """Computes the new accumulator of a leaf on rows of its arrays.
+    """A kernel body that computes rows of the new accumulator of a leaf.
 
-    If accumulators have scales, it is a :class:`pallas_kernels.BlockBody`. The scalars
-    are the keys of the leaf and the scalars of a guard.
+    If accumulators have scales, this is a :class:`pallas_kernels.BlockBody`. The
+    scalars are the keys of the leaf and the scalars of a guard.
 
     Args:
       rows: how the sum is stored.
@@ -79,7 +79,7 @@ class SumBody:
 
     @property
     def block_sizes(self) -> list[int]:
-        """The block sizes of the maxima, which determine the scales."""
+        """The block size of each maximum that determines the scales."""
         return [self.rows.blocks.block_size] * self.rows.maxima
 
     def before(self, block_values):

@@ -60,7 +60,7 @@ def storage_formats(tx: Transformation, params: PyTree) -> dict[str, str]:
 def check_storage_formats(
     stored: Mapping[str, str], tx: Transformation, params: PyTree
 ) -> None:
-    """Raise an error if a checkpoint stores arrays in other formats than a run.
+    """Raise an error unless a checkpoint and a run store arrays in the same formats.
 
     Args:
       stored: result of :func:`storage_formats` when the checkpoint was saved.
@@ -100,7 +100,7 @@ def check_storage_formats(
 def _add_lowbit(
     found: dict[str, str], where: str, node: Recorded, by_name: Mapping[str, typing.Any]
 ) -> None:
-    """Add the residuals of one ``lowbit`` to the parameters, and its moments."""
+    """Add the descriptions of the residuals and moments of one ``lowbit`` to found."""
     leaves = node.leaves("tx", by_name)
     kind = node.config.weights.residual_name
     for leaf in leaves:

@@ -68,11 +68,11 @@ def convert(
       bits.
     - Weights to float32 parameters, ``master_copy()``, and bfloat16 with
       ``extra_bits()``; weights from ``extra_bits(k)`` to at least k extra bits, and, if
-      k is at most 8, to ``kahan()``; and all of these back. If a master is halfway
-      between two parameters, the parameter may change to the other one.
+      k is at most 8, to ``kahan()``; and all of these conversions back. If a master is
+      halfway between two parameters, the parameter may change to the other one.
     - Moments to float32, and moments of ``cast(dtype)`` to float32 and back.
 
-    These are rounded once, to nearest, even if steps in the new format round
+    These conversions round once, to nearest, even if steps in the new format round
     stochastically:
 
     - Weights that the new format cannot represent. A compensation of ``kahan()`` below
@@ -171,10 +171,10 @@ def _lowbit_state(
     pairs: dict[str, tuple],
     source: DecodedRun,
 ) -> LowbitState:
-    """Return the state of a ``lowbit`` of ``to_tx`` at the path ``where``.
+    """Return the state of the ``lowbit`` at the path ``where`` of the new state.
 
-    ``inner_state`` contains the Parts of the old state. ``pairs`` maps paths to new
-    parameters and residuals.
+    ``inner_state`` contains the Parts of the old state. ``pairs`` maps the path of each
+    parameter to the new parameter and its residual.
     """
     wanted, treedef = jax.tree_util.tree_flatten_with_path(plan.expected)
     old = treedef.flatten_up_to(inner_state)
@@ -206,7 +206,7 @@ def _lowbit_state(
 
 
 def _carried(path: KeyPath, part: Part, want, source: DecodedRun) -> typing.Any:
-    """Return an array of the state in the dtype of the new transformation."""
+    """Return an array of the old state in the dtype that the new state needs."""
     value = part.value
     if isinstance(value, int | float):  # a hyperparameter that the user set
         return jnp.asarray(value, want.dtype)
@@ -226,7 +226,7 @@ def _carried(path: KeyPath, part: Part, want, source: DecodedRun) -> typing.Any:
 
 
 def _initial(to_tx: Transformation, shapes, numbers: list[int]) -> list[Part]:
-    """Return leaves of a new state of ``to_tx`` that no format has encoded."""
+    """Return the leaves with these indices in a new, unencoded state of ``to_tx``."""
 
     @jax.jit  # so that no other leaf is allocated
     def init():
@@ -242,7 +242,7 @@ def _initial(to_tx: Transformation, shapes, numbers: list[int]) -> list[Part]:
 
 
 def _new_shapes(source: DecodedRun, params, to_tx, dtype, keep_float32: KeepFloat32):
-    """Return the shapes of the new parameters, in a tree."""
+    """Return a tree of the shapes and dtypes of the new parameters."""
     names, leaves, treedef = trees.named_leaves(params)
     if dtype is not None:
         dtypes = dtypes_of("convert: dtype", params, dtype, keep_float32)
@@ -251,7 +251,7 @@ def _new_shapes(source: DecodedRun, params, to_tx, dtype, keep_float32: KeepFloa
     logical = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     nodes, _ = recorded_nodes(to_tx, treedef.unflatten(logical))
     low = {x for _, node in nodes if isinstance(node, Recorded) for x in node.names}
-    # Plain optax would train these without their low bits.
+    # Plain optax would train these weights without their low bits.
     widened = {
         name
         for name, leaf in source.leaves.items()

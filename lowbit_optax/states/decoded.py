@@ -1,4 +1,4 @@
-"""Decode parameters and state of a run: masters, and the state with float32 moments.
+"""Decode the parameters of a run to masters, and the moments to float32.
 
     LowbitState(count, seed, residual, inner_state) --> inner_state, moments decoded
 
@@ -71,9 +71,9 @@ def recorded_nodes(
 ) -> tuple[list[tuple[KeyPath, typing.Any]], trees.PyTreeDef]:
     """Return the nodes of a new state of ``tx`` with paths, and their structure.
 
-    A node is a :class:`Recorded` instead of a LowbitState, or a shape. The parameters
-    may be arrays or ShapeDtypeStructs. Two ``lowbit`` for one parameter raise a
-    ValueError.
+    A node is a :class:`Recorded`, which replaces a LowbitState, or a ShapeDtypeStruct.
+    Parameters may be arrays or ShapeDtypeStructs. A parameter that belongs to two
+    ``lowbit`` transformations raises a ValueError.
     """
 
     def record(config: Lowbit, params) -> Recorded:
@@ -97,7 +97,7 @@ def check_one_state_each(
 
     Args:
       states: paths of states of ``lowbit``, with the parameters of each.
-      advice: the remedy, for the error.
+      advice: the remedy that the error gives.
     """
     owners: dict[str, str] = {}
     for path, names in states:
@@ -113,7 +113,7 @@ def check_one_state_each(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """An array of a state, which is neither an array nor a pytree node.
+    """Wraps an array of a state, so that JAX treats both of its forms as one leaf.
 
     Args:
       value: the array, decoded to float32 if it is a moment in a format.
@@ -173,7 +173,7 @@ class DecodedRun:
 
 
 def decoded_run(tx: Transformation, params, state) -> DecodedRun:
-    """Decode parameters and state of any transformation; errors name the leaf."""
+    """Decode the parameters and state of any transformation. Errors name the leaf."""
     names, given, _ = trees.named_leaves(params)
     by_name = dict(zip(names, given, strict=True))
     nodes, treedef = recorded_nodes(tx, params)
@@ -200,7 +200,7 @@ def decoded_run(tx: Transformation, params, state) -> DecodedRun:
 
 
 def _decoded(node: Recorded, where: str, state, by_name):
-    """Return the leaves that a LowbitState belongs to, and its inner state as Parts."""
+    """Return the leaves of a LowbitState, and its inner state as Parts."""
     if not isinstance(state, LowbitState):
         raise ValueError(
             f"{where} must be a LowbitState, got {trees.describe(state)}; pass the "

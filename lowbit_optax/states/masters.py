@@ -44,7 +44,7 @@ def master_weights(params: Params, state: OptState) -> Params:
 
     Raises:
       ValueError: if ``state`` contains no lowbit state, a state for other parameters,
-        or two states for a parameter, such as from an optimizer and an average.
+        or two states for a parameter, for example of an optimizer and an average.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> params = jnp.ones(3, jnp.bfloat16)
@@ -144,8 +144,8 @@ def with_master(
         params, _ = lowbit_optax.from_master(tx, master)
         trainer = Trainer(params, lowbit_optax.with_master(tx, master))
 
-    After the first ``init`` of arrays, the transformation releases ``master``. From
-    then on, calls of ``init`` with shapes or under ``jax.jit`` call ``tx.init``.
+    After the first ``init`` of arrays, the transformation releases ``master``. Later
+    calls of ``init`` with shapes or under ``jax.jit`` call ``tx.init``.
 
     Args:
       tx: a transformation of this package, possibly inside optax's wrappers.
@@ -190,7 +190,7 @@ def with_master(
 
 
 def _masters_of(names, leaves, masters) -> dict[str, typing.Any]:
-    """Return the float32 weights by the paths of the parameters."""
+    """Return a dict from the path of each float parameter to its float32 weight."""
     for name, leaf, master in itertools.zip_longest(names, leaves, masters):
         if leaf is None or master is None or leaf.shape != master.shape:
             raise ValueError(
@@ -209,7 +209,7 @@ def _is_concrete(leaf) -> bool:
 
 
 def _formats(tx, names, leaves, treedef) -> dict[str, WeightFormat]:
-    """Return the formats of the arrays that a ``lowbit`` in ``tx`` stores, by path."""
+    """Return a dict from the path to the format of each leaf of a ``lowbit``."""
     nodes, _ = recorded_nodes(tx, treedef.unflatten(leaves))
     nodes = [node for _, node in nodes if isinstance(node, Recorded)]
     if not nodes:
@@ -238,7 +238,7 @@ def _narrowed(format_: WeightFormat, dtype: np.dtype, master: jax.Array) -> jax.
 
 
 def _rounded(name: str, x, kind) -> jax.Array:
-    """Return a leaf in the dtype ``kind``, if it is a float."""
+    """Return a float leaf in the dtype ``kind``, and other leaves unchanged."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise TypeError(f"from_master: params{name} must be an array, got {x!r}")
     if trees.is_quantized(x) or not trees.is_float(x):
@@ -262,7 +262,7 @@ def _rounded(name: str, x, kind) -> jax.Array:
 def _residuals(
     params: dict[str, typing.Any], state
 ) -> dict[str, tuple[WeightFormat, jax.Array]]:
-    """Return format and residual of every leaf that has a residual, by path."""
+    """Return a dict from path to format and residual, for leaves with a residual."""
     is_lowbit = lambda x: isinstance(x, LowbitState)
     with_path = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_lowbit)
     kept = [(path, x.residual) for path, x in with_path if is_lowbit(x)]

@@ -36,7 +36,7 @@ class Place(typing.NamedTuple):
 
     Args:
       record: class of the innermost record on the path of the array.
-      field: path from the record on, without the path of the parameter.
+      field: path from the record to the array, without the path of the parameter.
       owner: path of the parameter; None for a count or a hyperparameter.
     """
 
@@ -50,14 +50,15 @@ def matched(params, given, wanted, steps, initial: Callable[[list[int]], list]):
 
     Scalars that are missing in ``given`` start with their initial values, except that a
     count continues the first count of ``given``, or ``steps``. Arrays of ``given`` are
-    dropped if ``wanted`` leaves out their parameter, as with a mask.
+    dropped if ``wanted`` leaves out their parameter, for example due to a mask.
 
     Args:
       params: tree of arrays or ShapeDtypeStructs.
       given: a state whose leaves are arrays or Python scalars.
       wanted: the new state, of ShapeDtypeStructs.
       steps: number of steps that ``given`` has made; None if unknown.
-      initial: returns the leaves with these numbers of a new state like ``wanted``.
+      initial: function of indices that returns the leaves with these indices in a new
+        state like ``wanted``.
 
     Raises:
       ValueError: if only one of the two states keeps a moment.

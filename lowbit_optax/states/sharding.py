@@ -21,8 +21,8 @@ Uneven = typing.Literal["error", "other_axis", "replicate"]
 
 _MOST_DOUBLINGS = 12
 
-# Shards of a packed array may have to be multiples of up to this number of elements
-# along an axis: the rows of a block of 2048 in a folded axis, with a margin.
+# Along an axis, shards of packed arrays may have to be multiples of a unit. No unit is
+# larger than this number: the rows of a block of 2048 in a folded axis, and a margin.
 _LARGEST_UNIT = 4096
 
 
@@ -40,7 +40,7 @@ def state_shardings(
     Moments, residuals, packed words and scales have the rank of their parameter and get
     its PartitionSpec. Other arrays are replicated: counts, hyperparameters, loss
     scales, and arrays of another rank, such as Adafactor's factored moments. If an
-    array of the inner transformation has its parameter's rank and another shape, only
+    array of the inner transformation has its parameter's rank but another shape, only
     the axes of equal size are sharded.
 
     Args:
@@ -171,7 +171,7 @@ def _on_other_axes(placed: _Placed, parts: Sequence[StateLeaf]) -> _Placed:
 
 
 def _moved(sharding: NamedSharding, shapes: Sequence[tuple[int, ...]]) -> NamedSharding:
-    """Return a sharding along other axes, into which all of these arrays divide.
+    """Return ``sharding`` moved to axes that divide evenly in arrays of all ``shapes``.
 
     Kernels choose axes in the same way when they update shards. If no other axis
     divides, the axis does not change.
@@ -191,7 +191,7 @@ def _moved(sharding: NamedSharding, shapes: Sequence[tuple[int, ...]]) -> NamedS
 
 
 def _by_parameter(params, shardings, mesh, advice: Callable[..., str]):
-    """Return shape and NamedSharding of every parameter by path, after checks."""
+    """Return a dict from each parameter's path to its shape and NamedSharding."""
     names, leaves, _ = trees.named_leaves(params)
     each = named_shardings("state_shardings", shardings, params, mesh)
     placed = {}
@@ -209,7 +209,7 @@ def _by_parameter(params, shardings, mesh, advice: Callable[..., str]):
 
 
 def _advice(tx, params, owner: str, axis: int, shards: int) -> str:
-    """Return the remedy if an axis of a parameter, or of its state, does not divide.
+    """Return advice for an axis of a parameter or its state that does not divide.
 
     The sizes that divide depend on the format, so they are found by trying shapes.
     """
@@ -231,9 +231,8 @@ def _advice(tx, params, owner: str, axis: int, shards: int) -> str:
         )
 
     candidates = (shards << doublings for doublings in range(_MOST_DOUBLINGS))
-    # If a number is too small, its first multiple beyond a whole number of blocks on
-    # each shard does not fit. The multiple is large, because small leaves are not
-    # packed.
+    # x * (_LARGEST_UNIT + 1) divides into whole blocks only if x does, and it is so
+    # large that the leaf is packed.
     multiple = next((x for x in candidates if fits(x * (_LARGEST_UNIT + 1))), None)
     if multiple is None:
         size = "another size"
@@ -249,7 +248,7 @@ def _advice(tx, params, owner: str, axis: int, shards: int) -> str:
 
 
 def _with_length(leaf, axis: int, length: int):
-    """Return the shapes of a parameter with another size along an axis."""
+    """Return an abstract parameter with the size ``length`` along an axis."""
     shape = (*leaf.shape[:axis], length, *leaf.shape[axis + 1 :])
     like = jax.ShapeDtypeStruct(shape, leaf.dtype)
     if not trees.is_quantized(leaf):
@@ -258,7 +257,7 @@ def _with_length(leaf, axis: int, length: int):
 
 
 def _whole_along(axes: Container[int], sharding: NamedSharding) -> NamedSharding:
-    """Return the sharding of an array that is not split along these axes."""
+    """Return ``sharding`` without the splits along these axes."""
     # Keep the length of the spec, so that it can be equal to the parameter's spec.
     spec = [None if i in axes else entry for i, entry in enumerate(sharding.spec)]
     return sharding.update(spec=spec)

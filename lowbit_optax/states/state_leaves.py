@@ -55,10 +55,10 @@ class StateLeaf:
 
     @property
     def kind(self) -> typing.Literal["residual", "codes", "scales", "blank"] | None:
-        """Part of a weight or moment format in the leaf; None without a format.
+        """The part of a format that the leaf stores, or None if it has no format.
 
-        A leaf in a tree of codes is packed codes, or a moment that is not encoded. A
-        blank is the place of a parameter for which nothing is stored; see
+        A leaf in a tree of codes contains packed codes or a moment that is not encoded.
+        A blank marks a parameter for which nothing is stored; see
         :mod:`lowbit_optax._step.blanks`.
         """
         names = self.attributes
@@ -71,7 +71,7 @@ class StateLeaf:
 
     @property
     def moment_field(self) -> str:
-        """Field of the state: ``mu`` for ``[0].mu.codes_v2``, "" without a field."""
+        """Name of the field, such as ``mu`` in ``[0].mu.codes_v2``, or ""."""
         names = [x for x in self.attributes if x not in (*_CODES, *_SCALES)]
         return names[-1] if names else ""
 
@@ -89,7 +89,7 @@ def state_leaves(params, state) -> Iterator[StateLeaf]:
 
 
 def owner_and_field(path: KeyPath, names: Container[str]) -> tuple[str | None, KeyPath]:
-    """Return the parameter whose path ends a path, and the path before it."""
+    """Split a path into the path of its parameter, or None, and the path before it."""
     for start in range(len(path) + 1):
         name = jax.tree_util.keystr(path[start:])
         if name in names:
