@@ -303,7 +303,7 @@ class _Narrow(typing.NamedTuple):
 
 
 def _narrow(fmt: FloatFormat | None) -> _Narrow:
-    """Return the narrowest dtype for a format. Float8 formats may have any small bias."""
+    """Return the narrowest dtype for a format, with the shift for a float8 bias."""
     if fmt is None:
         return _Narrow()
     dtype = _FLOAT8.get((fmt.exponent_bits, fmt.mantissa_bits, fmt.specials))
