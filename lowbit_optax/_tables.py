@@ -87,7 +87,7 @@ class Explanation(dict[str, str]):
     def _rows(self) -> list[tuple[str, str, str]]:
         groups: dict[str, list[str]] = {}
         for name, text in self.items():
-            # Texts of updates in a backward pass differ only in the details after this.
+            # Texts of updates in a backward pass differ only after these words.
             groups.setdefault(text.partition(", update ")[0], []).append(name)
         count = lambda names: f"{len(names)} {'leaf' if len(names) == 1 else 'leaves'}"
         return [(count(names), text, some(names)) for text, names in groups.items()]

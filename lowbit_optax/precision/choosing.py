@@ -150,8 +150,8 @@ def promote(
 ) -> Assignment:
     """Assign the high format to forward tensors that overflow too often.
 
-    It does not change the formats of cotangents; use loss scaling if cotangents
-    overflow. Only the arrays of the assignment change, so you can call it in a jitted
+    The formats of cotangents do not change; use loss scaling if cotangents overflow.
+    Only the arrays of the assignment change, so you can call this function in a jitted
     step without a recompilation.
 
     Args:

@@ -72,7 +72,7 @@ def products(
     Returns:
       A :class:`Product` for each forward ``dot_general``, and one for each of its
       operands that has a cotangent. The list does not contain convolutions, which are
-      never native, and products in while loops or functions with a derivative rule.
+      never native, or products in while loops or functions with a derivative rule.
 
     >>> import jax.numpy as jnp
     >>> from lowbit_optax import precision

@@ -147,8 +147,8 @@ _MAX_RUNS = 2**16
 
 
 _Shares = dict[int, jax.Array]
-"""A dict from the index of a tensor to a float32[2]: the share of elements that
-overflowed, summed over all times that the tensor was computed, and their number."""
+"""A dict from the index of a tensor to a float32[2]: the sum of the shares of elements
+that overflowed, and the number of times that the tensor was computed."""
 
 
 class _Evaluation(typing.NamedTuple):
@@ -180,7 +180,7 @@ class _Evaluation(typing.NamedTuple):
     def in_segments(
         self, program: LossProgram, arguments: Sequence, iteration: jax.Array
     ) -> tuple[list, _Shares]:
-        """Run ``all_at_once``, but keep only bit patterns for the backward pass.
+        """Do the same as ``all_at_once``, but keep only patterns for the backward pass.
 
         The backward pass recomputes one segment between scans at a time. A scan is a
         segment of its own, and its iterations are recomputed one at a time, because

@@ -99,9 +99,9 @@ def value_and_update(
       A function ``(params, opt_state, *args, **kwargs) -> (value, params, opt_state)``.
       The value is ``loss`` or ``(loss, aux)`` before the step. ``opt_state`` is the
       same state as without release, so you can turn release on or off during training.
-      With ``overflow="layer"``, a fourth result shows which updates were
-      skipped: a tree with the structure of the parameters, with a bool for each leaf,
-      or bool[layers] for leaves that are updated in a loop.
+      With ``overflow="layer"``, a fourth result shows which updates were skipped: a
+      tree with the structure of the parameters, with a bool for each leaf, or
+      bool[layers] for leaves that are updated in a loop.
 
     Raises:
       ValueError: if ``max_grad_norm``, ``overflow`` or ``state_memory`` has a wrong

@@ -59,8 +59,8 @@ def evaluate(
       rule: the function that updates parameters in the backward pass.
       arrays: the differentiated arrays by path: parameters, or zeros that stand in for
         quantised parameters that no loop updates.
-      states: for each stretch that updates parameters, a pair of the parameters that
-        :func:`carried` returns and of the optimizer state.
+      states: for each stretch that updates parameters, a pair: the parameters that
+        :func:`carried` returns, and the optimizer state.
       token: any tree of floats.
     """
     program, remaining = loss.program, iter(states)

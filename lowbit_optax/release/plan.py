@@ -47,7 +47,7 @@ _OPAQUE = {
     p.while_p.name: "while",
 }
 _WORDS = _PRODUCTS | _OPAQUE | {p.convert_element_type_p.name: "cast"}
-"""Names of primitives for users."""
+"""Names of primitives in texts for users."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -189,7 +189,7 @@ def _reports(
     late: Mapping[ParamLeaf, str],
     no_loop: Mapping[ParamLeaf, str],
 ) -> dict[ParamLeaf, str]:
-    """Return texts that describe when each leaf is updated, and why."""
+    """Return a dict from each leaf to a text: when the leaf is updated, and why."""
     found = {x: f"after the backward pass: {no_loop.get(x, late[x])}" for x in late}
     updates = [x.part for x in reversed(stretches) if x.part and not x.in_loop]
     for number, part in enumerate(updates, 1):

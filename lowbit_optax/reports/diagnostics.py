@@ -192,7 +192,7 @@ def _step_reports(step: Step, update) -> dict[str, LeafReport]:
 
 
 def _ahead(step: Step, update, inner_state) -> list:
-    """Return how far its momentum will still move each leaf; None without feedback."""
+    """Return how far momentum will still move each leaf; None without feedback."""
     if not step.plan.takes_errors:
         return [None] * len(step.leaves)
     feedback = trace_update(update, step).feedback_values(step)

@@ -43,7 +43,7 @@ step and includes them."""
 
 @dataclasses.dataclass(frozen=True)
 class _Formats:
-    """Formats of a row. ``moments`` are tried in order until the optimizer has them."""
+    """The formats of a row. ``plan`` uses the first ``moments`` the optimizer has."""
 
     name: str
     weights: WeightFormat | None

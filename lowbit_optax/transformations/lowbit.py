@@ -218,7 +218,7 @@ def step(
 
 
 def apply_updates(params: Params, updates: PyTree) -> Params:
-    """Add updates to parameters, including float8 and with strict dtype promotion.
+    """Add updates to parameters; also supports float8 and strict dtype promotion.
 
     Args:
       params: tree of parameters; None leaves stay None.
