@@ -1,8 +1,8 @@
 """Memory-efficient training for JAX, as optax gradient transformations.
 
-This namespace has the names that most programs need. The modules ``formats``,
+This namespace contains the names that most programs need. The modules ``formats``,
 ``loss_scaling``, ``lpmm``, ``block_scaling``, ``reports``, ``release``, ``precision``,
-``emulation`` and ``training`` have the other names, and are imported on first use.
+``emulation`` and ``training`` contain all other names, and are imported on first use.
 ``training`` needs the ``flax`` extra.
 """
 

@@ -1,4 +1,4 @@
-"""Check an installation: print versions and the device, and step in each format.
+"""Check an installation: print versions and the device, and test each format.
 
 python -m lowbit_optax
 """
@@ -58,14 +58,14 @@ def _steps_by() -> str:
 
 
 def _check(tx) -> str | None:
-    """Run one step, and return None if its mean is right, or a message if not."""
+    """Run one step, and return an error message, or None if the step is correct."""
     weights = jnp.asarray(np.linspace(0.5, 1.5, 64 * 128, dtype=np.float32))
     weights = weights.reshape(64, 128)
     params, state = lowbit_optax.from_master(tx, weights)
     before = lowbit_optax.master_weights(params, state)
     step = jax.jit(lambda *arguments: lowbit_optax.step(tx, *arguments))
     after = lowbit_optax.master_weights(*step(params, state, jnp.ones_like(params)))
-    # The first step of Adam is the learning rate. Weight decay adds 0.01% to it.
+    # Adam's first step has the size of the learning rate. Weight decay adds 0.01%.
     moved = float(jnp.mean(after - before)) / -_RATE
     return None if abs(moved - 1) < 0.05 else f"WRONG: {moved:.2f} of the step"
 

@@ -16,7 +16,7 @@ class Table:
       title: one line of text.
       rows: rows of cells; the first row is the header.
       notes: lines of text.
-      totals: the number of rows at the end that a short table keeps, such as sums.
+      totals: the number of rows at the end, such as sums, that a short table keeps.
     """
 
     title: str
@@ -28,7 +28,7 @@ class Table:
         return "\n".join([self.title, *aligned(self.rows), *self.notes])
 
     def short(self) -> "Table":
-        """Return a table with at most 12 rows, and a note that counts the others."""
+        """Return a table with at most 12 rows, and a note that counts hidden rows."""
         head, *rows = self.rows
         body = rows[: len(rows) - self.totals]
         more = len(body) - _ROWS_SHOWN
@@ -87,14 +87,14 @@ class Explanation(dict[str, str]):
     def _rows(self) -> list[tuple[str, str, str]]:
         groups: dict[str, list[str]] = {}
         for name, text in self.items():
-            # Texts of updates in a backward pass differ only in their numbers.
+            # Texts of updates in a backward pass differ only after these words.
             groups.setdefault(text.partition(", update ")[0], []).append(name)
         count = lambda names: f"{len(names)} {'leaf' if len(names) == 1 else 'leaves'}"
         return [(count(names), text, some(names)) for text, names in groups.items()]
 
 
 def aligned(rows: Sequence[Sequence[str]], to_left: int = 1) -> list[str]:
-    """Return the lines of a table whose first columns are left-aligned."""
+    """Return the lines of a table whose first ``to_left`` columns are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,4 +1,4 @@
-"""Types in signatures that tell a type checker more than optax's types.
+"""Types for signatures that type checkers handle better than optax's types.
 
 With optax's types, a type checker reports ``params["kernel"].dtype`` and trees of
 shapes as errors.

@@ -49,8 +49,8 @@ def block_scale(
         vectors, and leaves that are not real floating-point arrays.
 
     Returns:
-      The tree with a :class:`BlockScaledTensor` for each of the other leaves, which
-      needs 8.25 bits per value.
+      The tree, in which all other leaves become a :class:`BlockScaledTensor` with 8.25
+      bits per value.
 
     Raises:
       TypeError: if a leaf is not an array, or is already block-scaled; if ``axis`` is

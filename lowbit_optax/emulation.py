@@ -99,7 +99,7 @@ def sixteen_bit_sgd(
 
     Returns:
       An optax transformation for parameters in ``dtype``. Apply it with
-      :func:`lowbit_optax.step`, or as usual. A parameter and its state need 6 bytes
+      :func:`lowbit_optax.step`, or as in optax. A parameter and its state need 6 bytes
       with ``"kahan"``, and 4 otherwise.
 
     Raises:
@@ -185,7 +185,7 @@ def sixteen_bit_adamw(
 
     Returns:
       An optax transformation for parameters in ``dtype``. Apply it with
-      :func:`lowbit_optax.step`, or as usual. A parameter and its state need 8 bytes
+      :func:`lowbit_optax.step`, or as in optax. A parameter and its state need 8 bytes
       with ``"kahan"``, and 6 otherwise.
 
     Raises:

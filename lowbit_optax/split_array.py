@@ -95,19 +95,19 @@ class SplitArray:
         return self._split(-join_array(self))
 
     def addcmul(self, a: Operand, b: Operand, value: Operand = 1.0) -> "SplitArray":
-        """``self + value * a * b``."""
+        """Return ``self + value * a * b``."""
         return self._plus(_float32(value) * _float32(a) * _float32(b))
 
     def addcdiv(self, a: Operand, b: Operand, value: Operand = 1.0) -> "SplitArray":
-        """``self + value * a / b``."""
+        """Return ``self + value * a / b``."""
         return self._plus(_float32(value) * _float32(a) / _float32(b))
 
     def lerp(self, end: Operand, weight: Operand) -> "SplitArray":
-        """``self + weight * (end - self)``."""
+        """Return ``self + weight * (end - self)``."""
         return self._plus(_float32(weight) * (_float32(end) - join_array(self)))
 
     def sqrt(self) -> "SplitArray":
-        """The square root."""
+        """Return the square root."""
         return self._split(jnp.sqrt(join_array(self)))
 
     # jit compiles one program for the operation, also in eager code.

@@ -61,7 +61,7 @@ def kahan_adamw(
         ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as in optax.
 
     Raises:
       TypeError, ValueError: if an argument has a wrong type or value.
@@ -115,7 +115,7 @@ def sr_adamw(
 
     SR rounds up or down at random, such that the expected value is exact. A bfloat16
     parameter and its state need 6 bytes. With ``error_feedback="mu"``, the rounding
-    error of SR is added to m, which needs no more memory.
+    error of SR is added to m, which needs no extra memory.
 
     Args:
       learning_rate: the learning rate eta, a number or a schedule.
@@ -128,7 +128,7 @@ def sr_adamw(
         ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as in optax.
 
     Raises:
       TypeError, ValueError: if an argument has a wrong type or value.
@@ -201,7 +201,7 @@ def extra_bits_adamw(
         ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as in optax.
 
     Raises:
       TypeError, ValueError: if an argument has a wrong type or value.
@@ -268,7 +268,7 @@ def lowbit_adamw(
         ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as in optax.
 
     Raises:
       TypeError, ValueError: if an argument has a wrong type or value.
@@ -328,7 +328,7 @@ def lowbit_lion(
         ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as in optax.
 
     Raises:
       TypeError, ValueError: if an argument has a wrong type or value.

@@ -1,4 +1,4 @@
-"""Shared code of the aliases: the inner optimizers, and checks of arguments."""
+"""Shared code of the aliases: inner optimizers, and checks of arguments."""
 
 import inspect
 import math
@@ -19,7 +19,7 @@ TwoRoundings = typing.Literal["nearest", "stochastic"] | None
 ThreeRoundings = typing.Literal["nearest", "toward_zero", "stochastic"] | None
 
 BFLOAT16_MOMENTS = formats.cast(jnp.bfloat16)
-"""The moments of Zamirai et al. 2020; stochastic rounding keeps them moving."""
+"""The moment format of Zamirai et al. 2020, with stochastic rounding."""
 
 
 def without_none(**arguments) -> dict[str, typing.Any]:
@@ -62,7 +62,7 @@ def sgd(
     *,
     weight_decay: float | jax.Array | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns ``optax.sgd`` with an L2 penalty, and with the state of ``optax.sgd``."""
+    """Returns ``optax.sgd`` with an L2 penalty that adds no optimizer state."""
     decay = 0.0 if weight_decay is None else weight_decay
     check_learning_rate(alias, learning_rate)
     check_numbers(alias, weight_decay=decay)

@@ -70,7 +70,7 @@ def lowbit_muon(
         W   = round(W - eta_t (sqrt(max(1, columns / rows)) NS(n_t) + d W))
 
     NS moves all singular values close to 1. It starts from ``X = n / ||n||``, and
-    repeats ``ns_steps`` times
+    repeats this ``ns_steps`` times:
 
         A = X X^T;    X = 3.4445 X + (-4.7750 A + 2.0315 A A) X
 
@@ -98,7 +98,7 @@ def lowbit_muon(
         ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as in optax.
 
     Raises:
       TypeError, ValueError: if an argument has a wrong type or value. ``init`` raises a

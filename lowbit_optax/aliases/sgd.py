@@ -57,7 +57,7 @@ def kahan_sgd(
         ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as in optax.
 
     Raises:
       TypeError, ValueError: if an argument has a wrong type or value.
@@ -109,7 +109,7 @@ def sr_sgd(
     SR rounds up or down at random, such that the expected value is exact. Without
     momentum, m_t is g_t. A bfloat16 parameter and its state need 4 bytes, or 2 without
     momentum. With ``error_feedback="trace"``, the rounding error of SR is added to m,
-    which needs no more memory.
+    which needs no extra memory.
 
     Args:
       learning_rate: the learning rate eta, a number or a schedule.
@@ -124,7 +124,7 @@ def sr_sgd(
         ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as in optax.
 
     Raises:
       TypeError, ValueError: if an argument has a wrong type or value.
@@ -194,7 +194,7 @@ def extra_bits_sgd(
         ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as in optax.
 
     Raises:
       TypeError, ValueError: if an argument has a wrong type or value.
@@ -257,7 +257,7 @@ def lowbit_sgd(
         ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
     Returns:
-      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as usual.
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as in optax.
 
     Raises:
       TypeError, ValueError: if an argument has a wrong type or value.

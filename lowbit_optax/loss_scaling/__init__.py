@@ -3,7 +3,7 @@
     scaled_value_and_grad ---> gradients of loss * scale
     with_loss_scale ---------> grads / scale in float32; the update, unless a gradient
                                is not finite; the next scale
-    static_scale, backoff_scale, log_normal_scale ---> how the next scale is chosen
+    static_scale, backoff_scale, log_normal_scale ---> rules for the next scale
 
 References:
   Micikevicius et al. 2018, "Mixed Precision Training".

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from lowbit_optax._arguments import check_number
 from lowbit_optax.loss_scaling.scales import Scaling, check_bounds, positive
 
-# Normally distributed sizes are this far from their mean, on one side, three times in a
-# row once in 4e8 steps.
-_FAR = 3.0  # deviations
+# Normally distributed sizes exceed their mean by this much three times in a row about
+# once in 4e8 steps.
+_FAR = 3.0  # standard deviations
 _IN_A_ROW = 3.0
 
 
@@ -29,7 +29,7 @@ class LogNormalState(typing.NamedTuple):
         overflowed or had only zero gradients. Steps far below the mean do not reset
         ``zeros``.
       far: the number of consecutive x, up to the last one, that were far from the mean
-        on the same side; negative if below.
+        on the same side; negative if they were below it.
     """
 
     mean: jax.Array
@@ -65,7 +65,7 @@ class LogNormal(Scaling):
         usual = self._usual(state)
         # With this scale, the gradients of this step would not overflow.
         fits = self._fitting(x)
-        # Falling gradients increase the deviation, but do not announce larger ones.
+        # Shrinking gradients increase the deviation, but larger ones need not follow.
         least = jnp.where(state.far < 0, scale, jnp.float32(0))
         after_seen = jnp.minimum(jnp.maximum(usual, least), fits)
         halved = self._halved(scale, state, jnp.isinf(largest))
@@ -81,7 +81,7 @@ class LogNormal(Scaling):
         return after, state
 
     def _learnt(self, state: LogNormalState, x, is_seen, is_zero, finite):
-        """Return the state after a step; x counts if ``is_seen``."""
+        """Return the state after a step. Its statistics include x if ``is_seen``."""
         one, none = jnp.float32(1), jnp.float32(0)
         far = jnp.where(is_seen, self._far(state, x), state.far)
         # The old statistics do not describe gradients of another size.
@@ -101,7 +101,7 @@ class LogNormal(Scaling):
         )
 
     def _far(self, state: LogNormalState, x: jax.Array) -> jax.Array:
-        """Return ``far`` of the state after a step with ``is_seen``."""
+        """Return the new value of the state's ``far`` field, given x."""
         distance = x - self._mean(state)
         side = jnp.sign(distance)
         is_far = jnp.abs(distance) > jnp.float32(_FAR) * self._deviation(state)
@@ -111,17 +111,17 @@ class LogNormal(Scaling):
         return jnp.where(is_far, far, jnp.float32(0))
 
     def _usual(self, state: LogNormalState) -> jax.Array:
-        """Return the scale from the statistics, or ``initial`` without them."""
+        """Return the scale that the statistics suggest, or ``initial`` without any."""
         quantile = statistics.NormalDist().inv_cdf(1 - self.overflow_probability)
         deviations = jnp.float32(quantile) * self._deviation(state)
         by_statistics = self._fitting(self._mean(state) + deviations)
         return jnp.where(state.weight > 0, by_statistics, jnp.float32(self.initial))
 
     def _halved(self, scale, state: LogNormalState, is_infinite) -> jax.Array:
-        """Return half the scale, but keep gradients of the mean size normal numbers."""
+        """Return half the scale, or more if mean gradients would become subnormal."""
         # The smallest normal number is about 4 / limit in float16 and other dtypes.
         exponent = jnp.float32(2 - math.log2(self.limit)) - self._mean(state)
-        # One octave less per 1 / (1 - decay) overflows in a row.
+        # Lower the bound by an octave per 1 / (1 - decay) consecutive overflows.
         exponent = jnp.ceil(exponent) - jnp.floor(self._memories(state.overflows))
         least = jnp.minimum(_power_of_two(exponent), scale)
         is_bounded = (state.weight > 0) & ~is_infinite
@@ -129,7 +129,7 @@ class LogNormal(Scaling):
         return jnp.maximum(scale * jnp.float32(0.5), least)
 
     def _memories(self, steps: jax.Array) -> jax.Array:
-        """Return a number of steps in units of the steps that the means remember."""
+        """Return ``steps`` divided by the number of steps that the means remember."""
         return steps * jnp.float32(1 - self.decay)
 
     def _mean(self, state: LogNormalState) -> jax.Array:
@@ -182,9 +182,9 @@ def log_normal_scale(
     3 sigma below it, their distribution has changed. The third x then restarts the
     statistics. Before that, x below the mean do not lower the scale.
 
-    OpenSeq2Seq's description has only the formula, and overflows only skip the update.
-    If gradients grew, they would continue to overflow. If they shrank, they would
-    continue to vanish, because sigma counts the change as spread.
+    OpenSeq2Seq describes only the formula, and skips the update after an overflow. With
+    the formula alone, growing gradients would continue to overflow, and shrinking
+    gradients would continue to vanish, because the change increases sigma.
 
     Args:
       initial: the scale of the first step.

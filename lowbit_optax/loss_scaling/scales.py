@@ -149,7 +149,7 @@ def backoff_scale(
 
 
 def check_bounds(initial, smallest, largest) -> None:
-    """Raise a ValueError unless all are scales, with ``initial`` between the bounds."""
+    """Raise a ValueError unless all are scales and ``initial`` is within the bounds."""
     for name, value in (("smallest", smallest), ("largest", largest)):
         positive(name, value)
     if not smallest <= positive("initial", initial) <= largest:

@@ -1,7 +1,7 @@
 """Measure gradients, to decide whether a step is skipped.
 
-``with_loss_scale`` measures all gradients at once, and :mod:`lowbit_optax.release` a
-few at a time. Both create a :class:`.Guard` from the result.
+``with_loss_scale`` measures all gradients at once. :mod:`lowbit_optax.release` measures
+a few at a time. Both create a :class:`.Guard` from the result.
 """
 
 import typing

@@ -58,7 +58,7 @@ def with_loss_scale(
 
     Returns:
       An optax transformation. Pass gradients from :func:`scaled_value_and_grad` to it.
-      It cannot detect gradients of the unscaled loss, which become too small.
+      It cannot detect gradients of an unscaled loss, and divides them by the scale too.
       :func:`lowbit_optax.step` computes the new parameters directly, without updates.
 
     Raises:
@@ -91,7 +91,7 @@ def with_loss_scale(
 
 
 def scaled_value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
-    """``jax.value_and_grad`` for the loss times the current loss scale.
+    """Differentiate the scaled loss, like ``jax.value_and_grad``.
 
     Args:
       loss_fn: a function that is called as ``loss_fn(params, *args, **kwargs)``.
@@ -182,7 +182,7 @@ class LossScaled(Stepper):
         return LossScaleState(scale, scaling_state, skipped, inner_state)
 
     def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
-        """Run a step. The updates of a skipped step are -0, which change nothing."""
+        """Run a step. If it is skipped, updates are -0, which changes no parameter."""
         check_state("with_loss_scale", state, LossScaleState)
         factor = jnp.float32(1) / state.scale
         scaled = guard.within(factor, jnp.bool_(True))

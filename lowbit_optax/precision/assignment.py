@@ -32,8 +32,8 @@ class Tensor:
       repeats: the number of instances: one for each iteration of a scan, and one for a
         while loop, because the number of its iterations is unknown.
       group: the number of matrix products before it in the program.
-      made_by: the number of the matrix product that computes it, or None.
-      read_by: the numbers of the matrix products that read it.
+      made_by: the index of the matrix product that computes it, or None.
+      read_by: the indices of the matrix products that read it.
     """
 
     name: str
@@ -72,7 +72,7 @@ class PrecisionPlan:
 
     @property
     def groups(self) -> list[list[int]]:
-        """The numbers of the tensors in each group that is not empty, in order."""
+        """The indices of the tensors in each group that is not empty, in order."""
         found: dict[int, list[int]] = {}
         for number, tensor in enumerate(self.tensors):
             found.setdefault(tensor.group, []).append(number)
@@ -124,11 +124,11 @@ class Formats:
                 )
 
     def forward(self, is_low) -> FloatFormat:
-        """Return the format for low or for high forward tensors."""
+        """Return the low or high format for forward tensors."""
         return self.low if is_low else self.high
 
     def backward(self, is_low) -> FloatFormat:
-        """Return the format for low or for high cotangents."""
+        """Return the low or high format for cotangents."""
         backward = self.low_backward if is_low else self.high_backward
         return typing.cast(FloatFormat, backward)
 
@@ -145,7 +145,7 @@ HFP8 = Formats(
     high=FloatFormat(6, 9),
     high_backward=FloatFormat(6, 9, overflow="infinity"),
 )
-"""The formats of Sun et al. 2019: 8 bits, different forward and backward, and 16 bits.
+"""The 8-bit and 16-bit formats of Sun et al. 2019, which differ for cotangents.
 
 Cotangents that overflow become infinite, so loss scaling detects them.
 """
@@ -164,7 +164,7 @@ Forward values above 448 become 448. Cotangents that overflow become infinite.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assignment:
-    """A format for each tensor and each cotangent of a loss.
+    """Assigns a format to each tensor and each cotangent of a loss.
 
     An assignment is a pytree of the arrays ``low`` and ``low_backward``. If you pass it
     to a jitted step as an argument, :func:`promote` can change it without a

@@ -1,4 +1,4 @@
-"""Functions that trace a loss, and that make and change assignments.
+"""Trace a loss, and create and change precision assignments.
 
 All assignments keep weight gradients in the high format, as Lee et al. 2023 (section
 5.2) and Sun et al. 2019 do.
@@ -26,9 +26,9 @@ def trace(loss_fn: Callable, params, *batch, has_aux: bool = False) -> Precision
 
     The loss is traced, but not computed. Its tensors are the parameters, the results of
     matrix products and convolutions, carries of scans, results of branches and maximum
-    pooling, other arrays that are needed after a later matrix product, and arrays that
-    you name with ``jax.ad_checkpoint.checkpoint_name``. Scalars, and arrays that the
-    loss does not depend on, are not tensors.
+    pooling, other arrays that are read by or after a later matrix product, and arrays
+    that you name with ``jax.ad_checkpoint.checkpoint_name``. Scalars, and arrays that
+    the loss does not depend on, are not tensors.
 
     Tensors inside ``jit``, ``jax.checkpoint``, ``lax.scan``, all branches of
     ``lax.cond`` and ``lax.switch``, and ``lax.while_loop`` are included. Tensors of a
@@ -150,14 +150,14 @@ def promote(
 ) -> Assignment:
     """Assign the high format to forward tensors that overflow too often.
 
-    Use loss scaling against overflows of cotangents, which this function does not
-    change. It changes only the arrays of the assignment, so you can call it in a jitted
-    step, which is not recompiled.
+    The formats of cotangents do not change; use loss scaling if cotangents overflow.
+    Only the arrays of the assignment change, so you can call this function in a jitted
+    step without a recompilation.
 
     Args:
       assignment: the assignment that the step used.
-      overflow: float32[tensors], from the function that :func:`apply` returns: for each
-        tensor, the share of elements above the largest number of its format.
+      overflow: float32[tensors], the share of each tensor's elements that are above the
+        largest number of its format. The function from :func:`apply` returns it.
       threshold: tensors with a larger share change to the high format.
 
     Returns:

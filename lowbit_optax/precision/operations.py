@@ -1,4 +1,4 @@
-"""Classes of operations for precision assignments."""
+"""Classify operations for precision assignments."""
 
 import itertools
 import typing
@@ -28,7 +28,7 @@ _MOVES = (
     "expand_dims", "name", "pad", "reshape", "rev", "sharding_constraint", "slice",
     "split", "squeeze", "transpose",
 )
-# Each of these counts as one operator of a network. Its inner values are not tensors.
+# Each of these counts as one operator of a network, without tensors inside.
 _OPERATORS = (
     "custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "pallas_call",
 )
@@ -36,17 +36,17 @@ _OPERATORS = (
 
 
 def is_product(call: Call) -> bool:
-    """Whether a call is a matrix product, or an operator that contains one."""
+    """Return whether a call is a matrix product, or an operator that contains one."""
     return _is_product(call) or holds(call.params, _is_product)
 
 
 def is_stored(call: Call) -> bool:
-    """Whether compilers store the results, because they do not fuse the operation."""
+    """Return whether compilers store the results instead of fusing the operation."""
     return call.primitive.name in _STORED
 
 
 def is_move(call: Call) -> bool:
-    """Whether the results consist of elements of the first operand and zeros."""
+    """Return whether results consist of elements of the first operand and zeros."""
     return call.primitive.name in _MOVES and is_float(call.outputs[0].aval)
 
 
@@ -54,11 +54,11 @@ class Bodies(typing.NamedTuple):
     """The functions that a call runs on its operands.
 
     Args:
-      programs: the program of a scan, loop or checkpoint, or the programs of branches.
-      first: the number of operands before the operands of the programs.
+      programs: the program of a scan, loop or checkpoint, or of each branch.
+      first: the number of leading operands that are not passed to the programs.
       constants: the number of inputs that all runs of a program share.
-      carry: the number of inputs after them that come from the previous run.
-      runs: the number of runs; 1 for a while loop, where it is unknown.
+      carry: the number of inputs after the constants that come from the previous run.
+      runs: the number of runs, or 1 for a while loop, whose number of runs is unknown.
     """
 
     programs: tuple[LossProgram, ...]
@@ -75,10 +75,11 @@ class Bodies(typing.NamedTuple):
 
 
 def bodies_of(call: Call) -> Bodies | None:
-    """The bodies of a checkpoint, scan, conditional or loop over arrays.
+    """Return the bodies of a checkpoint, scan, conditional or loop over arrays.
 
-    Returns None for all other calls, for conditionals that choose by platform, and for
-    loops with a matrix product in the condition, because conditions are not rounded.
+    The result is None for all other calls, for conditionals that depend on the
+    platform, and for loops with a matrix product in the condition, because conditions
+    are not rounded.
     """
     params, inputs = call.params, len(call.inputs)
     first, constants, carry, runs = 0, inputs, 0, 1
@@ -104,7 +105,7 @@ def bodies_of(call: Call) -> Bodies | None:
 
 
 def hides_tensors(call: Call) -> bool:
-    """Whether a call computes arrays inside, and is not an operator."""
+    """Return whether a call computes arrays in a body, and is not an operator."""
 
     def makes_arrays(eqn) -> bool:
         avals = [var.aval for var in eqn.outvars if hasattr(var.aval, "dtype")]
@@ -114,7 +115,7 @@ def hides_tensors(call: Call) -> bool:
 
 
 def function_name(call: Call) -> str:
-    """The name of the operation, or of the function with a derivative rule."""
+    """Return the name of the operation, or of its function with a derivative rule."""
     name = call.primitive.name
     if name not in ("custom_jvp_call", "custom_vjp_call"):
         return name
@@ -124,7 +125,7 @@ def function_name(call: Call) -> str:
 
 
 def is_float(aval) -> bool:
-    """Whether a value has a floating-point dtype."""
+    """Return whether a value has a floating-point dtype."""
     return jnp.issubdtype(aval.dtype, jnp.floating)
 
 

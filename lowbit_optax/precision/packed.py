@@ -1,4 +1,4 @@
-"""Arrays that are stored as packed bit patterns of a float format.
+"""Store arrays as packed bit patterns of a float format.
 
 :class:`FloatFormat` converts numbers to bit patterns, and
 :mod:`pallas_kernels.bitfields` packs the patterns.
@@ -22,7 +22,7 @@ from pallas_kernels.layout import Layout, layout_of
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedFloats:
-    """An array, stored by :func:`pack` as packed bit patterns of a float format.
+    """An array that :func:`pack` stored as packed bit patterns of a float format.
 
     It is a pytree with one array. ``lax.scan`` can loop over a stack of layers.
 

@@ -25,7 +25,7 @@ from lowbit_optax.precision.tensor_search import TensorSearch
 
 _E4M3, _E5M2, _BFLOAT16 = map(jnp.dtype, ("float8_e4m3fn", "float8_e5m2", "bfloat16"))
 _FLOAT8: dict[tuple, np.dtype] = {(4, 3, "nan"): _E4M3, (5, 2, "ieee"): _E5M2}
-# Scaled with 2^63, numbers of a float8 and scales of products do not exceed float32.
+# With biases of up to 63, float8 numbers and scales of products fit in float32.
 _MAX_BIAS = 63
 Gives = typing.Literal["result", "lhs", "rhs"]
 
@@ -37,13 +37,13 @@ class Product:
     Args:
       name: the name of the forward product's result.
       gives: ``"result"`` for a forward product, ``"lhs"`` or ``"rhs"`` for a backward
-        product that gives the cotangent of this operand.
+        product that computes the cotangent of this operand.
       dtypes: the names of the operands' dtypes. In a backward product, the cotangent of
         the result comes first.
       is_native: whether these dtypes are the ones that ``apply`` uses with
         ``products="native"``.
-      flop: the number of multiplications and additions in all runs.
-      sizes: the numbers of elements of the operands in all runs.
+      flop: the number of multiplications and additions, summed over all runs.
+      sizes: the number of elements of each operand, summed over all runs.
     """
 
     name: str
@@ -71,8 +71,8 @@ def products(
 
     Returns:
       A :class:`Product` for each forward ``dot_general``, and one for each of its
-      operands that has a cotangent. Convolutions, which are never native, are not
-      listed, nor are products in while loops and functions with a derivative rule.
+      operands that has a cotangent. The list does not contain convolutions, which are
+      never native, or products in while loops or functions with a derivative rule.
 
     >>> import jax.numpy as jnp
     >>> from lowbit_optax import precision
@@ -121,7 +121,7 @@ def _pairs(lhs, rhs, result) -> dict[Gives, tuple]:
 def _product_formats(
     found: TensorSearch, assignment: Assignment
 ) -> dict[Call, tuple[FloatFormat | None, ...]]:
-    """The formats of each ``dot_general``'s operands and of its result's cotangent.
+    """Return the formats of each ``dot_general``'s operands and result cotangent.
 
     A format is None if the array is not rounded, or not always to the same format.
     """
@@ -152,10 +152,10 @@ def product_dtypes(
 
     Returns:
       The dtypes of the operands, or None if bfloat16 does not represent all numbers of
-      both formats. If both formats have the layout of float8_e4m3fn or float8_e5m2, and
-      a bias b with a magnitude of up to 63, the dtypes are these, and operands are
-      numbers times 2^b. Otherwise, both dtypes are bfloat16, and so they are for two
-      float8_e5m2 operands, which GPUs cannot multiply.
+      both formats. If each format has the layout of float8_e4m3fn or float8_e5m2 and a
+      bias b from -63 to 63, the dtypes are these float8 dtypes, and operands are
+      multiplied by 2^b. Otherwise, and for two float8_e5m2 operands, which GPUs cannot
+      multiply, both dtypes are bfloat16.
 
     >>> from lowbit_optax.precision import HFP8
     >>> e4m3, e5m2 = map(FloatFormat.of, ("float8_e4m3fn", "float8_e5m2"))
@@ -175,7 +175,7 @@ def product_dtypes(
 def native_products(
     found: TensorSearch, assignment: Assignment
 ) -> dict[Call, Callable[[Sequence], list]]:
-    """Functions that compute each ``dot_general`` that is native in some direction."""
+    """Return a function for each ``dot_general`` with at least one native product."""
     return {
         call: _native_product(call, *formats)
         for call, formats in _product_formats(found, assignment).items()
@@ -215,7 +215,7 @@ def _native_product(
 
 
 def _flop(call: Call) -> int:
-    """Two operations for each element of the result and each term of its sum."""
+    """Return the number of operations: two for each term of each sum."""
     (contracted, _), _ = call.params["dimension_numbers"]
     shape = call.inputs[0].aval.shape
     terms = math.prod(shape[axis] for axis in contracted)
@@ -239,7 +239,7 @@ class _Operand:
 
     @classmethod
     def of(cls, x: jax.Array, fmt: FloatFormat | None) -> "_Operand":
-        """Narrow an array of numbers of a format."""
+        """Cast an array of the format's numbers to the narrow dtype."""
         narrow, values = _narrow(fmt), x
         if narrow.dtype is not None and x.dtype != narrow.dtype:
             wide = _shifted(rounding.to_float32(x), narrow.shift)
@@ -276,7 +276,7 @@ def _multiply(call: Call, x: _Operand, y: _Operand) -> jax.Array:
 def _transposed(
     call: Call, position: int, cotangent: _Operand, other: _Operand
 ) -> jax.Array:
-    """Return the cotangent of one operand, from the result's and the other operand."""
+    """Return the cotangent of the operand at ``position``."""
     node = call.inputs[position]
 
     def transpose(ct, other):
@@ -303,7 +303,7 @@ class _Narrow(typing.NamedTuple):
 
 
 def _narrow(fmt: FloatFormat | None) -> _Narrow:
-    """Return the narrowest dtype for a format. Float8 allows any small bias."""
+    """Return the narrowest dtype for a format, with the shift for a float8 bias."""
     if fmt is None:
         return _Narrow()
     dtype = _FLOAT8.get((fmt.exponent_bits, fmt.mantissa_bits, fmt.specials))
@@ -319,5 +319,5 @@ def _narrow(fmt: FloatFormat | None) -> _Narrow:
 
 
 def _shifted(x: jax.Array, digits: int) -> jax.Array:
-    """Multiply by 2^digits in float32."""
+    """Return ``x`` times 2^digits in float32."""
     return x * np.ldexp(np.float32(1), digits) if digits else x

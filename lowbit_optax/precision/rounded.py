@@ -60,16 +60,16 @@ def apply(
       seed: an integer or a uint32 scalar for stochastic rounding, which must differ
         from step to step. If None, rounding is to nearest.
       stored: if True, the backward pass keeps tensors as bit patterns of their formats,
-        in arrays of 8, 16 or 32 bits, and recomputes everything between them. The
-        assignment must not be traced. If the format has no pattern for a NaN or
-        infinity, the whole tensor becomes NaN.
+        in arrays of 8, 16 or 32 bits, and recomputes all other values. The assignment
+        must not be traced. If a tensor contains a NaN or infinity for which its format
+        has no pattern, the whole tensor becomes NaN.
       products: if ``"native"``, a ``dot_general`` of two tensors and its backward
         products run in the dtypes of their formats: float8_e4m3fn and float8_e5m2 with
         any bias, with sums in float32, or otherwise bfloat16 if it represents all
-        numbers of both formats. They ignore the ``precision`` that the loss sets.
-        Convolutions, and products of wider formats, of constants, in while loops and in
-        functions with their own derivative rule, do not change; :func:`products` lists
-        native products. The assignment must not be traced.
+        numbers of both formats. They ignore the ``precision`` that the loss sets. All
+        other products do not change: convolutions, products of wider formats or of
+        constants, and products in while loops or in functions with their own derivative
+        rule. :func:`products` lists native products. The assignment must not be traced.
 
     Returns:
       A function ``(params, *batch) -> (loss, overflow)``, or
@@ -82,7 +82,8 @@ def apply(
     Raises:
       TypeError: if ``assignment`` is not an :class:`Assignment`.
       ValueError: if the assignment is traced and ``stored`` or native products are set.
-        The returned function raises it if the assignment was made for another loss.
+        The returned function raises a ValueError if the assignment was made for another
+        loss.
 
     References:
       Lee et al. 2023, equation (1); section 4.2.
@@ -142,12 +143,12 @@ def apply(
 
 
 _MAX_RUNS = 2**16
-"""The random bits of different runs of a loop differ for this number of iterations."""
+"""Runs of a loop use different random bits up to this number of iterations."""
 
 
 _Shares = dict[int, jax.Array]
-"""For each tensor's number, a float32[2]: the sum of the shares of elements that
-overflowed whenever the tensor was computed, and how often it was computed."""
+"""A dict from the index of a tensor to a float32[2]: the sum of the shares of elements
+that overflowed, and the number of times that the tensor was computed."""
 
 
 class _Evaluation(typing.NamedTuple):
@@ -155,7 +156,7 @@ class _Evaluation(typing.NamedTuple):
 
     Args:
       found: the tensors of the loss.
-      rounding: rounds them.
+      rounding: rounds the tensors.
       native: functions that compute native products.
     """
 
@@ -166,12 +167,12 @@ class _Evaluation(typing.NamedTuple):
     def all_at_once(
         self, program: LossProgram, arguments: Sequence, iteration: jax.Array
     ) -> tuple[list, _Shares]:
-        """Return a program's outputs, and shares of elements that overflowed.
+        """Return a program's outputs, and the shares of elements that overflowed.
 
         Args:
           program: the program of the loss or of a body.
           arguments: its arguments.
-          iteration: the number of a scan's iteration, a uint32 scalar for random bits.
+          iteration: the index of the scan's iteration, a uint32 scalar for random bits.
         """
         segment = Segment(program.calls, program.inputs, program.outputs)
         return self._run(segment, iteration, True, arguments)
@@ -179,7 +180,7 @@ class _Evaluation(typing.NamedTuple):
     def in_segments(
         self, program: LossProgram, arguments: Sequence, iteration: jax.Array
     ) -> tuple[list, _Shares]:
-        """Like ``all_at_once``, but keep only patterns for the backward pass.
+        """Do the same as ``all_at_once``, but keep only patterns for the backward pass.
 
         The backward pass recomputes one segment between scans at a time. A scan is a
         segment of its own, and its iterations are recomputed one at a time, because
@@ -313,7 +314,7 @@ class _Evaluation(typing.NamedTuple):
     def _carried_formats(
         self, call: ScanCall, body: LossProgram
     ) -> dict[int, FloatFormat]:
-        """The formats of carries whose format does not change between iterations."""
+        """Return the formats, by index, of carries whose format never changes."""
         numbers, found = self.found.numbers, {}
         carried = call.inputs[call.scan.constants :][: call.scan.carry]
         for i, (before, after) in enumerate(zip(carried, body.outputs, strict=False)):
@@ -325,10 +326,10 @@ class _Evaluation(typing.NamedTuple):
 
 
 _NONE = np.zeros(2, np.float32)
-"""The entry of a tensor that was not computed."""
+"""The entry of ``_Shares`` for a tensor that was not computed."""
 
 
 def _typed(outputs: Sequence, call: Call) -> list[jax.Array]:
-    """Cast a body's outputs to the call's dtypes, from which constants may differ."""
+    """Cast a body's outputs to the call's dtypes, because constants may differ."""
     pairs = zip(outputs, call.outputs, strict=True)
     return [jnp.asarray(x, node.aval.dtype) for x, node in pairs]

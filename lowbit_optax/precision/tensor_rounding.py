@@ -1,4 +1,4 @@
-"""Rounding of a tensor and of its cotangent to the formats of an assignment."""
+"""Round tensors and their cotangents to the formats of an assignment."""
 
 import dataclasses
 from collections.abc import Callable
@@ -31,8 +31,8 @@ class TensorRounding:
       assignment: the format of each tensor, in numpy arrays unless they are traced.
       seed: seed for stochastic rounding, a uint32 scalar; None rounds to nearest.
       is_stored: whether the backward pass keeps tensors as bit patterns.
-      has_cotangents: whether tensors have cotangents, which are rounded too. In a while
-        loop, they have none.
+      has_cotangents: whether to round cotangents too. Tensors in a while loop have no
+        cotangents.
     """
 
     assignment: Assignment
@@ -41,7 +41,7 @@ class TensorRounding:
     has_cotangents: bool = True
 
     def format(self, number: int) -> FloatFormat:
-        """The format of a forward tensor, if the assignment is not traced."""
+        """Return the format of a forward tensor. The assignment must not be traced."""
         return self.assignment.formats.forward(self.assignment.low[number])
 
     def round(
@@ -50,9 +50,9 @@ class TensorRounding:
         """Round a tensor, and return the share of its elements that overflow.
 
         Args:
-          number: the number of the tensor.
+          number: the index of the tensor.
           x: the value of the tensor.
-          iteration: the number of a scan's iteration, a uint32 scalar.
+          iteration: the index of the scan's iteration, a uint32 scalar.
         """
         assignment, formats = self.assignment, self.assignment.formats
         forward = assignment.low[number], formats.forward
@@ -81,29 +81,29 @@ class TensorRounding:
 
 
 def to_patterns(fmt: FloatFormat, y: jax.Array) -> tuple[jax.Array, ...]:
-    """A rounded tensor's patterns, and if they lack NaN, whether it is finite."""
+    """Return a tensor's bit patterns, and whether it is finite if they lack NaN."""
     if fmt.specials == "ieee":
         return (fmt.encode(y),)
     return fmt.encode(y), jnp.all(jnp.isfinite(y))
 
 
 def from_patterns(fmt: FloatFormat, stored: tuple[jax.Array, ...]) -> jax.Array:
-    """The tensor, or only NaN if it was not finite and its patterns lack NaN."""
+    """Return the tensor. It is all NaN if it was not finite and patterns lack NaN."""
     y = fmt.decode(stored[0])
     return y if len(stored) == 1 else jnp.where(stored[1], y, jnp.float32(jnp.nan))
 
 
 def keeping_patterns(function: Callable, **options) -> Callable:
-    """Make the backward pass of a function keep patterns and recompute the rest."""
+    """Return a function whose backward pass keeps patterns and recomputes the rest."""
     policy = jax.checkpoint_policies.save_only_these_names(_STORED)
     return jax.checkpoint(function, policy=policy, **options)
 
 
 @jax.custom_vjp
 def _with_rounded_cotangent(x, y, grid, bits):
-    """Return y. Its cotangent, rounded, becomes the cotangent of x.
+    """Return ``y``, and use its rounded cotangent as the cotangent of ``x``.
 
-    JAX does not support custom gradients in while loops.
+    Do not call it in while loops, in which JAX does not support custom gradients.
     """
     del x, grid, bits
     return y
@@ -125,12 +125,12 @@ _with_rounded_cotangent.defvjp(_forward, _backward)
 
 
 def _share(overflows: jax.Array) -> jax.Array:
-    """The share of elements that are True; 0 for an empty array."""
+    """Return the share of elements that are True; 0 for an empty array."""
     return jnp.sum(overflows.astype(jnp.float32)) / jnp.float32(max(overflows.size, 1))
 
 
 def _known(is_low, of_level: Callable[..., FloatFormat]) -> FloatFormat | None:
-    """The format, or None if the assignment is traced."""
+    """Return the format, or None if the assignment is traced."""
     return None if isinstance(is_low, Tracer) else of_level(is_low)
 
 

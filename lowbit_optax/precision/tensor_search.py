@@ -10,8 +10,8 @@ are the values that have to be stored:
   reads, such as a network's inputs, but not its targets;
 * results of matrix products (including convolutions), and of other operations that
   compilers do not fuse with their readers, such as carries of scans and maximum pools;
-* other values that are needed after a later matrix product: by the product, like the
-  activation before the next layer, or after it, like a residual connection.
+* other values that are needed later: by another matrix product, like the activation
+  before the next layer, or after another product, like a residual connection.
 
 To find the last kind, each value gets a *stage*: the largest number of matrix products
 on a path to it. A value is needed later if an operation of a later stage reads it.
@@ -48,7 +48,7 @@ from lowbit_optax.precision.operations import (
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """A value of the program.
+    """A value that the program computes or receives.
 
     Args:
       aval: shape and dtype.
@@ -57,9 +57,9 @@ class Value:
       is_stored: whether it has to be stored, and is rounded if it is a float array.
       name, kind, repeats, group, made_by, read_by: see
         :class:`lowbit_optax.precision.Tensor`. ``group`` is None for unread values.
-      origins: the values that it may equal, if it is not computed where it is read. For
-        the input of a body, this is the operand outside; for a result of a call with
-        bodies, these are the outputs of the bodies.
+      origins: the values that it may equal, if no operation computes it. An input of a
+        body equals the operand outside, and a result of a call with bodies equals an
+        output of a body.
       carried: the value that replaces it in the next run of a body.
     """
 
@@ -110,10 +110,10 @@ class TensorSearch:
       tensors: the tensors, in the order in which they are computed.
       products: the number of matrix products.
       opaque: the names of calls with arrays inside that cannot be rounded.
-      numbers: for each node that computes a tensor, the number of the tensor.
-      operands: for each ``dot_general`` outside of while loops, and for each of its
-        operands, the numbers of the tensors that it may equal. They are empty if it may
-        equal another value, such as a constant.
+      numbers: for each node that is a tensor, the index of the tensor.
+      operands: for each ``dot_general`` outside of while loops, one entry for each of
+        its operands: the indices of the tensors that the operand may equal, or () if it
+        may equal another value, such as a constant.
 
     Raises:
       TypeError: if the loss is not a float scalar.
@@ -134,7 +134,7 @@ class TensorSearch:
         self.opaque: list[str] = []
         self._values: dict[Node, Value] = {}
         self._operands: dict[Call, list[Value]] = {}
-        self._kind: Kind = "value"  # of the values that are read
+        self._kind: Kind = "value"  # the kind of the values that are read
         leaves = jax.tree_util.tree_leaves_with_path((params, batch))
         for (path, _), node in zip(leaves, self.program.inputs, strict=True):
             is_parameter = path[0].idx == 0
@@ -158,7 +158,7 @@ class TensorSearch:
         }
 
     def made_in(self, program: LossProgram) -> list[int]:
-        """The numbers of the tensors that a program and its bodies compute."""
+        """Return the indices of the tensors that a program and its bodies compute."""
         found = []
         for call in program.calls:
             found += [self.numbers[x] for x in call.outputs if x in self.numbers]
@@ -215,7 +215,7 @@ class TensorSearch:
     def _read_operator(
         self, call: Call, operands: list[Value], where: str, repeats: int
     ) -> list[Value]:
-        """Read an operator, whose results are new values, without its inner values."""
+        """Read an operator as a whole, and return its results as new values."""
         depends = any(x.depends for x in operands)
         if depends and hides_tensors(call):
             self.opaque.append(where)
@@ -243,7 +243,7 @@ class TensorSearch:
         return [self._values[node] for node in call.outputs]
 
     def _note_use(self, value: Value, stage: int, product: int | None) -> None:
-        """Record that an operation of a stage, perhaps a product, reads a value."""
+        """Record that an operation, possibly a matrix product, reads a value."""
         if value.group is None:
             value.group = self.products
         if value.stage < stage:
@@ -310,7 +310,7 @@ class TensorSearch:
 def _wanted(
     call: Call, program: LossProgram, bodies: Bodies, needed: set[Node]
 ) -> set[Node]:
-    """The outputs of a body on which the needed results of its call depend."""
+    """Return the outputs of a body on which the needed results of its call depend."""
     if call.primitive is primitives.while_p:
         # Any carry may decide how often the loop runs.
         return set(program.outputs)
@@ -329,7 +329,7 @@ def _wanted(
 def _inside(
     program: LossProgram, bodies: Bodies, arguments: Sequence[Value], stage: int
 ) -> list[Value]:
-    """The inputs of a body. A later run's carry may depend on all of them."""
+    """Return the inputs of a body. The carry of later runs may depend on all inputs."""
     depends = any(x.depends for x in arguments)
     carried = range(bodies.constants, bodies.constants + bodies.carry)
     return [
@@ -339,7 +339,10 @@ def _inside(
 
 
 def _numbers_of(value: Value, numbers: Mapping[Value, int]) -> tuple[int, ...]:
-    """The numbers of tensors that a value may equal; () if it may be another value."""
+    """Return the indices of the tensors that a value may equal.
+
+    Return () if the value may equal another value, such as a constant.
+    """
     found, seen, left = set(), set(), [value]
     while left:
         value = left.pop()
@@ -356,7 +359,7 @@ def _numbers_of(value: Value, numbers: Mapping[Value, int]) -> tuple[int, ...]:
 
 
 def _records(values: Iterable[Value]) -> list[Tensor]:
-    """Turn values into tensors, and number equal names."""
+    """Turn values into tensors with unique names."""
     counts: collections.Counter[str] = collections.Counter()
     tensors = []
     for value in values:

@@ -1,14 +1,14 @@
 """Gradient release: optimizer updates inside the backward pass.
 
-wrappers        two custom_vjp wrappers that update in the backward pass
-float_state     stores integers as floats, which JAX can differentiate
-api             value_and_update: trace, plan, step
-traced_loss     the loss as a list of calls, and the place of each parameter in it
+wrappers        two custom_vjp wrappers that run updates in the backward pass
+float_state     stores integers as floats, because JAX differentiates only floats
+api             value_and_update, which traces a loss, plans updates, and runs steps
+traced_loss     the traced loss, and the values in it that belong to each parameter
 plan            when each parameter is updated, and why
 parts           leaves and layers that the optimizer can update separately
-step_values     the values of a step, to find out whether two steps are equal
+step_values     the values that a step computes, to compare two steps
 evaluation      runs the loss with the wrappers in it
-released_step   the forward pass, an optional pass that measures gradients, updates
+released_step   runs the forward pass, a pass that measures gradients, and updates
 host_memory     copies the state of a layer to the device and back
 """
 

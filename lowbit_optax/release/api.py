@@ -58,16 +58,17 @@ def value_and_update(
 
     The step runs the same operations on the same numbers in the same order as the two
     lines above. If each operation is compiled separately, all bits are the same. If XLA
-    compiles the whole step, last bits may differ: XLA may contract sums of products,
-    keep sums of bfloat16 gradients of a parameter that is used several times in float32
-    (``xla_allow_excess_precision``), or add a scattered gradient to the momentum of
-    ``optax.sgd`` in another order. A function under ``jit`` that reads several
-    parameters is inlined, which may change the order in which cotangents are added.
+    compiles the whole step, the last bits may differ. XLA may fuse multiplications with
+    additions, add the bfloat16 gradients of a parameter that is used several times in
+    float32 (``xla_allow_excess_precision``), or add a scattered gradient to the
+    momentum of ``optax.sgd`` in another order. A function under ``jit`` that reads
+    several parameters is inlined, which may change the order in which cotangents are
+    added.
 
     Args:
       loss_fn: a function ``(params, *args, **kwargs) -> loss`` that returns a real
-        scalar or ``(loss, aux)``. It must call :func:`lowbit_optax.lpmm.dequantize` to
-        use a :class:`QuantizedTensor`, for stacked layers in the body of the scan.
+        scalar or ``(loss, aux)``. To use a :class:`QuantizedTensor`, it must call
+        :func:`lowbit_optax.lpmm.dequantize`; for stacked layers, in the scan's body.
       tx: an optax transformation, or :func:`lowbit_optax.with_loss_scale` around one,
         which scales the loss; do not scale it in ``loss_fn``. In a loop, the update of
         a layer must not need the gradients of other parameters. A stack that is updated
@@ -75,10 +76,10 @@ def value_and_update(
         gradient. Outside of loops, parameters whose updates need each other's gradients
         are updated at the end.
       has_aux: if True, ``loss_fn`` returns ``(loss, aux)``.
-      max_grad_norm: clips the gradients of all parameters to this global norm, as
-        ``optax.clip_by_global_norm`` before ``tx`` would. The backward pass then runs
-        twice after one forward pass, first to compute the norm without keeping
-        gradients.
+      max_grad_norm: if not None, the gradients of all parameters are clipped to this
+        global norm, as with ``optax.clip_by_global_norm`` before ``tx``. The backward
+        pass then runs twice after one forward pass. The first run computes the norm
+        without keeping gradients.
       overflow: how to skip updates with a loss scale if gradients overflow, one of:
 
         - ``"exact"``: an extra backward pass, which ``max_grad_norm`` shares, first
@@ -97,10 +98,10 @@ def value_and_update(
     Returns:
       A function ``(params, opt_state, *args, **kwargs) -> (value, params, opt_state)``.
       The value is ``loss`` or ``(loss, aux)`` before the step. ``opt_state`` is the
-      state of ``tx`` as without release, so you can switch between both steps during
-      training. With ``overflow="layer"``, a fourth result shows which updates were
-      skipped: a tree with the structure of the parameters, with a bool for each leaf,
-      or bool[layers] for leaves that are updated in a loop.
+      same state as without release, so you can turn release on or off during training.
+      With ``overflow="layer"``, a fourth result shows which updates were skipped: a
+      tree with the structure of the parameters, with a bool for each leaf, or
+      bool[layers] for leaves that are updated in a loop.
 
     Raises:
       ValueError: if ``max_grad_norm``, ``overflow`` or ``state_memory`` has a wrong
@@ -282,7 +283,7 @@ def host_shardings(
     has_aux: bool = False,
     grad_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
-    """Return shardings with which a state starts in host memory, without a step.
+    """Return shardings that place optimizer state in host memory before the first step.
 
     With ``state_memory="pinned_host"``, the state of stacks that are updated layer by
     layer is in host memory, and all other state is on the device. :func:`explain` lists
@@ -294,9 +295,9 @@ def host_shardings(
     Returns:
       A function of ``(params, opt_state, *args, **kwargs)``, which may be
       ShapeDtypeStructs. It returns a tree of shardings with the structure of
-      ``opt_state``: the shardings of its arrays, with the right kind of memory. A
-      ShapeDtypeStruct without a sharding is on the first device. Pass the tree to
-      ``jax.device_put`` or to ``jax.jit(tx.init, out_shardings=...)``.
+      ``opt_state``: the shardings of its arrays, with the right memory kind. A
+      ShapeDtypeStruct without a sharding is placed on the first device. Pass the tree
+      to ``jax.device_put`` or to ``jax.jit(tx.init, out_shardings=...)``.
 
     Raises:
       ValueError: if a device has no memory of the kind ``pinned_host``.

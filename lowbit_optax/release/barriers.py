@@ -13,7 +13,7 @@ def alone(index: jax.Array, update: Callable, *old):
     write a layer's packed words in place while others still read them, and the weights
     become wrong. On GPUs and TPUs, a barrier prevents this fusion. The compiler for
     CPUs drops barriers and would copy whole stacks in every iteration, so a conditional
-    prevents the fusion there. ``index`` is the number of a layer and is not negative.
+    prevents the fusion there. ``index`` is the index of the layer, and not negative.
     """
 
     def branched(index, old):
@@ -26,8 +26,8 @@ def alone(index: jax.Array, update: Callable, *old):
 def tied(tree):
     """Return the same arrays, none of which can be used before all are computed.
 
-    Within ``shard_map``, only arrays that vary over the same devices are tied to each
-    other, because a barrier in JAX before 0.12 returns arrays that all vary alike.
+    Within ``shard_map``, only arrays that vary over the same mesh axes are tied to each
+    other. Before JAX 0.12, the results of a barrier all vary over the same axes.
 
     >>> tied({"a": jax.numpy.float32(1), "b": ()})
     {'a': Array(1., dtype=float32), 'b': ()}

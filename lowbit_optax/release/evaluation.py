@@ -1,4 +1,4 @@
-"""Evaluation of a loss with the wrappers at the places that a plan chose.
+"""Evaluate a loss with wrappers at the places that the plan chose.
 
 JAX differentiates the result. Each parameter passes through ``released`` before its
 first use. A scan over parameters that can be updated layer by layer runs as a
@@ -31,8 +31,8 @@ from lowbit_optax.release.wrappers import released
 
 Rule = Callable[..., tuple]
 """``(part, params, state, gradients, token, index) -> (params, state, token)``.
-Parameters and gradients are dictionaries by path, ``token`` is the token's cotangent,
-and ``index`` is the number of a layer, or None."""
+Parameters and gradients are dictionaries by path, and ``token`` is the token's
+cotangent. ``index`` is the index of a layer in a loop, and None outside of loops."""
 
 _RECOMPUTED = frozenset(
     {
@@ -41,7 +41,7 @@ _RECOMPUTED = frozenset(
         "slice", "squeeze", "threefry2x32", "transpose",
     }
 )  # fmt: skip
-"""Cheap primitives that are recomputed, in addition to elementwise ones."""
+"""Cheap primitives that the backward pass recomputes, like elementwise ones."""
 
 
 def evaluate(
@@ -55,12 +55,12 @@ def evaluate(
     """Return the outputs of the loss's program, and the token.
 
     Args:
-      loss, plan: the traced loss, and when its parameters are updated.
+      loss, plan: the traced loss, and the plan of its updates.
       rule: the function that updates parameters in the backward pass.
       arrays: the differentiated arrays by path: parameters, or zeros that stand in for
         quantised parameters that no loop updates.
-      states: for each stretch that updates parameters, the values of :func:`carried`
-        parameters by path, and the state.
+      states: for each stretch that updates parameters, a pair: the parameters that
+        :func:`carried` returns, and the optimizer state.
       token: any tree of floats.
     """
     program, remaining = loss.program, iter(states)
@@ -86,9 +86,10 @@ def evaluate(
 
 
 def carried(part: Part) -> dict[str, typing.Any]:
-    """Quantised and integer parameters by path, which are carried with the state.
+    """Return the quantised and integer parameters by path.
 
-    Their cotangents cannot represent their new values.
+    They are passed along with the state, because their cotangents cannot represent
+    their new values.
     """
     return {
         leaf.name: leaf.value
@@ -116,7 +117,7 @@ def _release(part: Part, rule: Rule, known, state, token, live: Sequence[Node]):
 
 
 def _run_again(segment: Segment, known: dict) -> None:
-    """Run calls, and recompute the cheap ones in the backward pass."""
+    """Run the calls of a segment; the backward pass recomputes the cheap ones."""
     if not segment.calls:
         return
 
@@ -131,7 +132,7 @@ def _run_again(segment: Segment, known: dict) -> None:
 
 
 def _is_kept(primitive, *_, **params) -> bool:
-    """Whether to store the result of a primitive if the backward pass needs it."""
+    """Return whether to store the result of a primitive for the backward pass."""
     if primitive in (p.custom_jvp_call_p, p.jit_p):
         inner = called_jaxpr(params).jaxpr.eqns
         return any(_is_kept(eqn.primitive, **eqn.params) for eqn in inner)
@@ -140,7 +141,7 @@ def _is_kept(primitive, *_, **params) -> bool:
 
 
 def _run_loop(stretch: Stretch, rule: Rule, known, state, token):
-    """Run a scan over layers, which are updated in its backward loop."""
+    """Run a scan over layers, and update each layer in its backward loop."""
     (call,), part = stretch.calls, stretch.part
     assert isinstance(call, ScanCall)
     assert part is not None

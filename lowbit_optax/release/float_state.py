@@ -1,4 +1,4 @@
-"""Optimizer state as floats, which JAX can return as cotangents."""
+"""Store optimizer state as floats, which JAX can return as cotangents."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ class FloatState:
 
     Args:
       floats: a tree with the structure of the state.
-      dtypes: the dtypes of the state's leaves, or implementations of random keys.
+      dtypes: the dtype of each leaf of the state, or a random key's implementation.
     """
 
     floats: typing.Any
@@ -32,7 +32,7 @@ class FloatState:
 
 
 def as_floats(state) -> FloatState:
-    """Convert optimizer state to floats, with which ``jax.grad`` can differentiate.
+    """Convert optimizer state to floats, so that ``jax.grad`` accepts it.
 
     JAX has no cotangents for integers, so each integer becomes a float with the same
     bits. Booleans and integers with fewer than 8 bits become int8 first, and random

@@ -1,4 +1,4 @@
-"""Optimizer state in host memory, from which one layer at a time is on the device.
+"""Keep optimizer state in host memory, and copy one layer at a time to the device.
 
 ::
 
@@ -21,7 +21,7 @@ _Space = jax.memory.Space
 
 
 def is_on_host(array) -> bool:
-    """Whether an array, which may be traced, is in host memory."""
+    """Return whether an array, which may be traced, is in host memory."""
     return jax.typeof(array).memory_space == _Space.Host
 
 
@@ -36,12 +36,12 @@ def on_host(array):
 
 
 def placed_like(array, other):
-    """Return the array, or a copy of it in the other array's memory."""
+    """Return ``array``, copied to the memory of ``other`` if necessary."""
     return on_host(array) if is_on_host(other) else on_device(array)
 
 
 def placed(arrays: Iterable, on_the_host: Collection[int]) -> list:
-    """Move the arrays with the given numbers to host memory, and others to the device.
+    """Move the arrays with the given indices to host memory, and others to the device.
 
     Raises:
       ValueError: if arrays must be moved and JAX's first device has no host memory.
@@ -56,15 +56,15 @@ def placed(arrays: Iterable, on_the_host: Collection[int]) -> list:
 
 
 def with_memory_kind(name: str, leaf, kind: str) -> Sharding:
-    """Return the sharding of an array, with a kind of memory.
+    """Return the sharding of an array with the given memory kind.
 
     Args:
-      name: the leaf's path, for the error.
+      name: the leaf's path, for the error message.
       leaf: an array or a ShapeDtypeStruct, on the first device if it has no sharding.
-      kind: the kind of memory.
+      kind: the memory kind, such as ``"pinned_host"``.
 
     Raises:
-      ValueError: if a device has no such memory.
+      ValueError: if a device has no memory of this kind.
     """
     sharding: typing.Any = getattr(leaf, "sharding", None)
     if sharding is None:

@@ -49,8 +49,8 @@ class ReleasedLoop:
       update: a function ``(layer, (codes, state), gradients, token, index) -> (layer,
         (codes, state), token)``. Arrays that it returns unchanged are not written.
       how: length, reverse and unroll, as in ``jax.lax.scan``.
-      stand_ins: shapes of zeros that are appended to a layer, for the gradients of
-        quantised layers. ``update`` receives only the gradients of these zeros.
+      stand_ins: shapes of zeros that the loop appends to each layer. The gradient of a
+        quantised array is the gradient with respect to these zeros.
     """
 
     body: Callable
@@ -87,9 +87,9 @@ class ReleasedLoop:
         return (carry, ys, operands.token), residuals
 
     def _backward(self, read_back: "_ReadBack", init, residuals, cotangents):
-        """Return cotangents of the operands, and new values for layers and state.
+        """Return the operands' cotangents; for layers and state, the new values.
 
-        ``init`` has the types of the first carry.
+        ``init`` contains the types of the first carry.
         """
         shared, layers, state, xs, saved = residuals
         stacks = layers, as_state(state)
@@ -129,7 +129,7 @@ class ReleasedLoop:
 
 
 class _ReadBack:
-    """Finds arrays that a layer's backward pass needs and can read again.
+    """Finds the arrays that the backward loop can read again, such as weights.
 
     The forward loop saves only the remaining arrays, in stacks.
     """
@@ -144,20 +144,20 @@ class _ReadBack:
         return [x for x, number in pairs if number is None]
 
     def pull(self, saved: list, known: list, cotangents):
-        """Call the function with saved arrays and arrays of the backward loop."""
+        """Call the function that ``save`` received, with saved and known arrays."""
         rest = iter(saved)
         leaves = [next(rest) if n is None else known[n] for n in self._origins]
         return self._structure.unflatten(leaves)(_like(self._out, cotangents))
 
 
 def _without_integers(tree):
-    """Replace integers, which have no derivative, and their cotangents with None."""
+    """Replace integer arrays, which have no derivative, with None."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     return jax.tree.map(lambda x: x if is_float(x) else None, tree)
 
 
 def _like(primals, cotangents):
-    """Replace None in cotangents with the zeros that JAX expects."""
+    """Replace each None in ``cotangents`` with the float0 zeros that JAX expects."""
     zero = lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0)
     either = lambda x, ct: zero(x) if ct is None else ct
     return jax.tree.map(either, primals, cotangents)
@@ -175,7 +175,7 @@ def _layer_at(index, stacks, early):
 
 
 def _put(index, stack, old, new):
-    """Write a new layer to the stack, unless it is the old one."""
+    """Write a new layer to the stack, unless the update returned the old one."""
     if new is old:
         return stack
     return lax.dynamic_update_index_in_dim(stack, new, index, 0)

@@ -5,7 +5,7 @@ The transformation usually sees ``optax.MaskedNode`` instead of every other leaf
 inside ``optax.masked``.
 
 A stack can be updated layer by layer if every layer of its new values depends only on
-that layer of its gradient, parameter and state, and on numbers that do not depend on
+that layer of its gradient, parameter and state, and on scalars that do not depend on
 gradients, such as a count or a schedule.
 
 To check that such a step computes the same as the step on all leaves, both are traced
@@ -32,10 +32,10 @@ class Part:
     Args:
       leaves: leaves of the parameters.
       structure: the structure of the state that the transformation receives.
-      numbers: the numbers of this state's leaves in the whole state.
-      exclusive: the numbers of state that is updated with the leaves, such as moments.
-        Other state, such as a count, is only read.
-      others: leaves that the transformation also receives. Their results are ignored.
+      numbers: for each leaf of this state, its index in the whole state.
+      exclusive: the indices of the state that is updated with the leaves, such as
+        moments. Other state, such as a count, is only read.
+      others: other leaves that the transformation receives. Their results are ignored.
     """
 
     leaves: Sequence[ParamLeaf]
@@ -66,9 +66,9 @@ class Parts:
 
     Attributes:
       whole: the part with all leaves.
-      stacks: for each leaf that can be updated layer by layer, the numbers of the
+      stacks: for each leaf that can be updated layer by layer, the indices of the
         state's leaves that are stacks with the same layers.
-      reasons: for each other stack, the reason why it cannot.
+      reasons: for each other stack, why it cannot be updated layer by layer.
     """
 
     def __init__(self, tx, opt_state, loss: TracedLoss, stacks: Iterable[ParamLeaf]):
@@ -92,11 +92,11 @@ class Parts:
 
     @functools.cached_property
     def counts(self) -> list[int]:
-        """The numbers of state that does not depend on gradients, such as a count."""
+        """The indices of state that does not depend on gradients, such as a count."""
         return [n for n in self.whole.numbers if not self._whole_step[n].needs]
 
     def part(self, leaves: Sequence[ParamLeaf], is_last: bool = False) -> Part | str:
-        """Return the part of these leaves, or why they cannot be updated separately.
+        """Return the part for these leaves, or why they cannot be updated separately.
 
         Args:
           leaves: leaves of the parameters.
@@ -126,7 +126,7 @@ class Parts:
         return self.with_others(leaves, [n for x in leaves for n in self.stacks[x]])
 
     def with_others(self, leaves: Sequence[ParamLeaf], numbers: list[int]) -> Part:
-        """Return a part whose step runs on all leaves, and updates only these."""
+        """Return a part whose step runs on all leaves, but updates only ``leaves``."""
         others = [leaf for leaf in self._loss.leaves if leaf not in leaves]
         return dataclasses.replace(
             self.whole, leaves=leaves, exclusive=numbers, others=others
@@ -145,7 +145,7 @@ class Parts:
         return step_values(self._tx, arguments, part.numbers, self._numbered, stacks)
 
     def _params_of(self, leaves: Iterable[ParamLeaf], layers: Iterable = ()):
-        """The shapes of the parameters, with one layer instead of some stacks."""
+        """Return shapes of parameters, with one layer for each stack in ``layers``."""
         shapes = {leaf.name: trees.abstract(leaf.value) for leaf in leaves}
         one = {leaf.name: jax.tree.map(_layer, shapes[leaf.name]) for leaf in layers}
         return self._loss.tree_of(shapes | one)
@@ -156,7 +156,10 @@ class Parts:
         return self._state_of([])
 
     def _state_of(self, leaves: Sequence[ParamLeaf]) -> tuple | str:
-        """The structure and numbers of the state for these leaves, or why not."""
+        """Return the structure of the state for these leaves, and its indices.
+
+        If the leaves cannot be updated separately, return the reason instead.
+        """
         try:
             state = jax.eval_shape(self._tx.init, self._params_of(leaves))
         except (TypeError, ValueError, AttributeError, LookupError) as error:
@@ -177,9 +180,10 @@ class Parts:
         return structure, numbers
 
     def _stacks_of(self, leaf: ParamLeaf) -> list[int] | str:
-        """The numbers of the state's leaves that have the layers of a stack.
+        """Return the indices of the state's leaves that are stacked like ``leaf``.
 
-        These leaves change their shape when a single layer replaces the parameter.
+        These leaves change their shape when a single layer replaces the parameter. If
+        the state is not a stack of layers, return the reason instead.
         """
         params = self._params_of(self._loss.leaves, [leaf])
         layers, structure = jax.tree.flatten(jax.eval_shape(self._tx.init, params))
@@ -196,10 +200,10 @@ class Parts:
         return found
 
     def _not_by_layer(self) -> dict[ParamLeaf, str]:
-        """Return why stacks cannot be updated layer by layer.
+        """Return the stacks that cannot be updated layer by layer, with reasons.
 
-        The step is traced twice, on the stacks and on one layer of each. The traces
-        differ, for example, if a mask selects matrices.
+        The step is traced twice, on the stacks and on one layer of each stack. The
+        traces differ, for example, if a mask selects matrices.
 
         Raises:
           ValueError: if the update of a leaf needs the gradient of another leaf.
@@ -225,7 +229,7 @@ class Parts:
 
 
 def _owner(key: Key) -> str | None:
-    """The path of the parameter to which a result of a step belongs, or None."""
+    """Return the path of the parameter to which a result belongs, or None."""
     return key[0] if isinstance(key, tuple) else None
 
 
@@ -248,7 +252,7 @@ def _refuse_several_gradients(
     leaves = {leaf.name: leaf for leaf in stacks}
     owners = {n: leaf.name for leaf, numbers in stacks.items() for n in numbers}
     waiting = {}
-    # Check results of stacks first, so that messages name these.
+    # Check the results of stacks first, so that error messages name stacks.
     own = lambda key: _owner(key) not in leaves and key not in owners
     for key in sorted(step, key=own):
         owner = owners.get(key) if _owner(key) is None else _owner(key)

@@ -1,8 +1,8 @@
 """The plan of when the backward pass updates each parameter.
 
-The loss is divided into stretches of calls. At the beginning of a stretch, the backward
-pass has the whole gradients of all parameters that this stretch is the first to read,
-and updates them:
+The loss is divided into stretches of calls. When the backward pass reaches the
+beginning of a stretch, the gradients of all parameters that this stretch is the first
+to read are complete, and the parameters are updated:
 
     stretch 1        stretch 2         stretch 3
     x @ w1, tanh  |  x @ w2, tanh  |   x @ w3, tanh, mean
@@ -33,7 +33,7 @@ MAX_WAITING = 2**22
 
 MIN_LAYER_SIZE = 4096
 """A leaf with fewer elements is updated after the backward pass. A stack whose layers
-have fewer elements is updated as a whole, not in the loop of its scan."""
+have fewer elements is updated as a whole instead of in the loop of its scan."""
 
 _PRODUCTS = {
     p.conv_general_dilated_p.name: "convolution",
@@ -47,12 +47,12 @@ _OPAQUE = {
     p.while_p.name: "while",
 }
 _WORDS = _PRODUCTS | _OPAQUE | {p.convert_element_type_p.name: "cast"}
-"""Names of primitives that users know."""
+"""Names of primitives in texts for users."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stretch:
-    """Consecutive calls.
+    """Consecutive calls of the loss, and the leaves that are updated with them.
 
     Args:
       calls: the calls, in order.
@@ -66,7 +66,7 @@ class Stretch:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether calls contain operations that are not analysed."""
+        """Whether any call contains operations that are not analysed."""
         return any(map(_is_opaque, self.calls))
 
 
@@ -75,7 +75,8 @@ class ReleasePlan:
     """How the parameters of a traced loss are updated.
 
     Args:
-      stretches: the stretches of the loss. The first, without calls, is updated last.
+      stretches: the stretches of the loss. The first one has no calls; its leaves are
+        updated last.
       parts: the parts that the optimizer can update separately.
       active: the values of the loss that have cotangents.
       reports: for each path, when the leaf is updated, and why.
@@ -88,12 +89,12 @@ class ReleasePlan:
 
     @property
     def stack_numbers(self) -> set[int]:
-        """The numbers of the state's leaves that are updated in loops."""
+        """The indices of the state's leaves that are updated in loops."""
         return {n for numbers in self.parts.stacks.values() for n in numbers}
 
 
 def loss_scaled(tx) -> LossScaled | None:
-    """The configuration of ``with_loss_scale``, or None for other transformations."""
+    """Return the configuration of ``with_loss_scale``; None for any other ``tx``."""
     stepper = stepper_of(tx)
     return stepper if isinstance(stepper, LossScaled) else None
 
@@ -121,11 +122,11 @@ def without_scale(tx, opt_state):
 
 
 def plan_release(loss: TracedLoss, tx, opt_state) -> ReleasePlan:
-    """Find when each parameter can be updated.
+    """Decide when each parameter is updated.
 
     Raises:
-      ValueError: if ``tx`` needs the gradients of several leaves at once, and one of
-        them is scanned over.
+      ValueError: if ``tx`` needs the gradients of several leaves at once, and a scan
+        runs over one of these leaves.
     """
     program, active = loss.program, _active_values(loss)
     scans = {leaf: _scan_over(program, leaf) for leaf in loss.leaves}
@@ -160,7 +161,7 @@ def plan_release(loss: TracedLoss, tx, opt_state) -> ReleasePlan:
 
 
 def _why_late(leaf: ParamLeaf, active: set[Node]) -> str:
-    """Why a leaf cannot be updated within the backward pass; empty if it can."""
+    """Return why a leaf cannot be updated in the backward pass, or "" if it can."""
     if not jnp.issubdtype(leaf.gradient.dtype, jnp.floating):
         return f"its dtype is {leaf.gradient.dtype}"
     if leaf.size < MIN_LAYER_SIZE:
@@ -171,7 +172,7 @@ def _why_late(leaf: ParamLeaf, active: set[Node]) -> str:
 
 
 def _last(loss: TracedLoss, found: Sequence[Part], parts: Parts) -> Part:
-    """The part that is updated after the backward pass, with all remaining state."""
+    """Return the part that is updated last, with all remaining leaves and state."""
     updated = {leaf for part in found for leaf in part.leaves}
     rest = [leaf for leaf in loss.leaves if leaf not in updated]
     taken = {n for part in found for n in part.exclusive}
@@ -188,7 +189,7 @@ def _reports(
     late: Mapping[ParamLeaf, str],
     no_loop: Mapping[ParamLeaf, str],
 ) -> dict[ParamLeaf, str]:
-    """Describe when leaves are updated, and why not in a loop or the backward pass."""
+    """Return a dict from each leaf to a text: when the leaf is updated, and why."""
     found = {x: f"after the backward pass: {no_loop.get(x, late[x])}" for x in late}
     updates = [x.part for x in reversed(stretches) if x.part and not x.in_loop]
     for number, part in enumerate(updates, 1):
@@ -210,7 +211,7 @@ def _reports(
 
 
 def _active_values(loss: TracedLoss) -> set[Node]:
-    """The values with a cotangent: they depend on parameters, and the loss on them."""
+    """Return the values that depend on parameters, and on which the loss depends."""
     program = loss.program
     made = {x.gradient_value for x in loss.leaves if x.gradient_value is not None}
     calls = [x for x in program.calls if x.primitive.name != "stop_gradient"]
@@ -228,7 +229,7 @@ def _active_values(loss: TracedLoss) -> set[Node]:
 def _first_readers(
     calls: Sequence[Call], leaves: Sequence[ParamLeaf], active: set[Node]
 ) -> dict[ParamLeaf, Call]:
-    """The first call through which each leaf receives a cotangent."""
+    """Return a dict from each leaf to the first call that adds to its gradient."""
     found: dict[Node, Call] = {}
     for call in calls:
         if not active.isdisjoint(call.outputs):
@@ -242,7 +243,7 @@ def _divided(
     loops: Mapping[Call, Sequence[ParamLeaf]],
     readers: Mapping[ParamLeaf, Call],
 ) -> list[tuple[list[Call], list[ParamLeaf]]]:
-    """The calls of each stretch, and the leaves that are updated at its beginning.
+    """Return pairs: a stretch's calls, and the leaves to update at its beginning.
 
     Leaves are collected until they have half as many elements as the largest leaf, or
     ``MAX_WAITING``. The next stretch then begins at a matrix product, a convolution, or
@@ -273,7 +274,7 @@ def _is_opaque(call: Call) -> bool:
 
 
 def _demand_order(program: LossProgram, active: set[Node]) -> list[Call]:
-    """The calls, reordered such that parameters are cast when they are first needed.
+    """Return the calls, reordered so that each parameter is cast when first needed.
 
     If a loss casts all parameters at its beginning, their gradients are complete only
     at the end of the backward pass. A call moves only if no other call reads its
@@ -299,7 +300,10 @@ def _demand_order(program: LossProgram, active: set[Node]) -> list[Call]:
 
 
 def _scan_over(program: LossProgram, leaf: ParamLeaf) -> ScanCall | str:
-    """The scan over a leaf, or why its loop cannot update the leaf; "" without scan."""
+    """Return the scan over a leaf, or the reason why its loop cannot update the leaf.
+
+    If no scan runs over the leaf, return "".
+    """
     values = {*leaf.array_values, leaf.gradient_value}
     over = [call for call in program.scans if not values.isdisjoint(call.scanned)]
     size = math.prod(leaf.value.shape[1:])
@@ -325,7 +329,7 @@ def _scan_over(program: LossProgram, leaf: ParamLeaf) -> ScanCall | str:
 
 
 def _is_scanned(program: LossProgram, values: set[Node]) -> bool:
-    """Whether a scan loops over values that depend only on these, such as a cast."""
+    """Return whether a scan runs over arrays computed from ``values``, like a cast."""
     made = set(values)
     for call in program.calls:
         inputs = [node for node in call.inputs if node.constant is None]

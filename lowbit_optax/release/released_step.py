@@ -1,4 +1,4 @@
-"""A step: the loss, an optional pass that measures gradients, and the updating pass."""
+"""Run a step: the loss, an optional pass that measures gradients, and the updates."""
 
 import typing
 from collections.abc import Callable, Mapping
@@ -29,9 +29,9 @@ class Measured(typing.NamedTuple):
 
     Args:
       squares: the sum of the squares of the unscaled gradients.
-      finite: 1 if all of them are finite, 0 otherwise.
-      largest: the largest magnitude, if all are finite.
-      updated: 1 if at least one update was not skipped, with ``overflow="layer"``.
+      finite: 1 if all gradients are finite, 0 otherwise.
+      largest: the largest magnitude, if all gradients are finite.
+      updated: with ``overflow="layer"``, 1 if at least one update was not skipped.
     """
 
     squares: typing.Any = 0.0
@@ -40,7 +40,7 @@ class Measured(typing.NamedTuple):
     updated: typing.Any = 0.0
 
     def and_of(self, sizes: Sizes) -> "Measured":
-        """Return measurements that include more gradients."""
+        """Return measurements that include the gradients with these sizes."""
         finite = sizes.finite.astype(jnp.float32)
         return self._replace(
             finite=self.finite * finite,
@@ -66,12 +66,13 @@ def released_step(
     """Run a step.
 
     Args:
-      loss, plan: the traced loss, and when its parameters are updated.
+      loss, plan: the traced loss, and the plan of its updates.
       tx, opt_state, max_grad_norm, overflow, state_memory: see
         :func:`lowbit_optax.release.value_and_update`.
 
     Returns:
-      ``(value, params, opt_state)``, and the skipped leaves if ``overflow`` is "layer".
+      ``(value, params, opt_state)``. If ``overflow`` is "layer", a fourth entry is True
+      for leaves and layers whose updates were skipped.
     """
     scaled, (inner, inner_state) = loss_scaled(tx), without_scale(tx, opt_state)
     state, treedef = jax.tree.flatten(inner_state)
@@ -114,13 +115,13 @@ def released_step(
 
 
 def _measuring(tx, factor: jax.Array | None, squares: bool, sizes: bool) -> Rule:
-    """Return the rule of a backward pass that measures gradients without updates.
+    """Return a rule that measures gradients without updating parameters.
 
     Args:
       tx: the optimizer.
       factor: the factor that unscales gradients; None if they are not scaled.
       squares: whether to compute the sum of squares, for clipping.
-      sizes: whether to compute sizes, to detect overflows.
+      sizes: whether to compute :class:`Sizes`, to detect overflows.
     """
 
     def square(gradient: jax.Array) -> jax.Array:
@@ -150,18 +151,19 @@ def _updating(
     factor,
     transform: Callable[[jax.Array], jax.Array],
 ) -> Rule:
-    """Return the rule of a backward pass that updates parameters.
+    """Return a rule that updates parameters.
 
     Args:
-      loss, plan: the traced loss, and when its parameters are updated.
+      loss, plan: the traced loss, and the plan of its updates.
       tx, state: the transformation without a loss scale, and the leaves of its state.
-      guard: decides whether updates happen; None if their own gradients decide.
+      guard: decides whether all updates happen. If None, each update happens if its
+        own gradients are finite.
       factor: the factor that unscales gradients, if ``guard`` is None.
       transform: a function that is applied to every gradient before the step.
     """
 
     def step(part: Part, params, numbered, gradients: ByPath, guard):
-        """Return new parameters by path, and new values of the given state."""
+        """Return new parameters by path, and new state by index, as in ``numbered``."""
         leaves = *part.leaves, *part.others
         values = {leaf.name: params.get(leaf.name, leaf.value) for leaf in leaves}
         found = {leaf.name: leaf.zero_gradient() for leaf in leaves} | {
@@ -207,7 +209,7 @@ class _Passes:
     """Runs the forward pass of a loss once, and its backward pass several times.
 
     Args:
-      loss, plan: the traced loss, and when its parameters are updated.
+      loss, plan: the traced loss, and the plan of its updates.
       state: the leaves of the optimizer's state.
 
     Attributes:
@@ -246,8 +248,8 @@ class _Passes:
           rule: the rule of this pass; see :mod:`lowbit_optax.release.evaluation`.
 
         Returns:
-          The parameters by path, the leaves of the state, whether gradients are finite
-          by path, and the measurements of all gradients.
+          ``(params, state, finite, measured)``: the parameters by path, the leaves of
+          the state, whether gradients are finite by path, and the measurements.
         """
         self._rule = rule
         nothing = Measured(*map(jnp.float32, Measured()))
@@ -262,6 +264,6 @@ class _Passes:
 
 
 def _clipped(norm: jax.Array, max_norm: float, grad: jax.Array) -> jax.Array:
-    """Clip one gradient as ``optax.clip_by_global_norm`` does with this global norm."""
+    """Clip a gradient like ``optax.clip_by_global_norm``, given the global norm."""
     clipped = grad.astype(jnp.float32) / norm * jnp.float32(max_norm)
     return jnp.where(norm < jnp.float32(max_norm), grad, clipped.astype(grad.dtype))

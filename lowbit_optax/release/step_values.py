@@ -1,8 +1,8 @@
-"""The values of an optimizer's step, with equal numbers for equal computations.
+"""The values of an optimizer's step, with equal ids for equal computations.
 
-The number of a value represents its shape, the primitive that computes it, and the
-numbers of its operands, back to gradients, parameters, state and constants. A second
-number ignores shapes, to compare a step on one layer with a step on a stack of layers.
+The id of a value represents its shape, the primitive that computes it, and the ids of
+its operands, back to gradients, parameters, state and constants. A second id ignores
+shapes, so that a step on one layer can be compared with a step on a stack of layers.
 """
 
 import typing
@@ -21,20 +21,20 @@ from lowbit_optax._step.context import LAYERWISE
 from lowbit_optax.transformations.lowbit import step
 
 Key = typing.Any
-"""The key of a result: the number of a leaf of the state, or the path of a parameter
-and the number of one of its arrays."""
+"""The key of a result: the index of a leaf of the state, or the path of a parameter
+and the index of one of its arrays."""
 
 
 class Value(typing.NamedTuple):
     """A value of a step, and how it was computed.
 
     Args:
-      numbers: two numbers. Computations with equal first numbers are equal and have the
-        same shape; those with equal second numbers are equal except for shapes.
-      needs: the paths of parameters. The value depends on their gradients.
-      in_stacks: whether it depends on stacks of layers.
-      several: the reason why a layer of the value needs several layers of stacks. It is
-        empty if it needs only the same layer, and scalars that do not depend on layers.
+      numbers: two ids. Computations with equal first ids are equal and have the same
+        shape. Computations with equal second ids are equal except for their shapes.
+      needs: the paths of the parameters whose gradients the value depends on.
+      in_stacks: whether the value depends on stacks of layers.
+      several: the reason why one layer of the value needs several layers of a stack.
+        Empty if it needs only the same layer, and scalars that do not depend on layers.
     """
 
     numbers: tuple[int, int]
@@ -55,9 +55,9 @@ def step_values(
     Args:
       tx: the transformation.
       arguments: shapes and dtypes of gradients, state and parameters.
-      state_keys: the numbers of the state's leaves.
-      numbers: the numbers of earlier computations, to which new ones are added.
-      stacks: the paths of parameters and numbers of state that are stacks of layers.
+      state_keys: the indices of the state's leaves.
+      numbers: a dict from computations to ids, to which new computations are added.
+      stacks: paths of parameters, and indices of state, that are stacks of layers.
     """
     closed, (_, new_state) = _traced(tx, *arguments)
     if len(jax.tree.leaves(new_state)) != len(state_keys):
@@ -106,7 +106,7 @@ class _Values(dict[Node, Value]):
         self._numbers = numbers
 
     def both(self, key, other) -> tuple[int, int]:
-        """Return the numbers of two computations, and add new ones if necessary."""
+        """Return the ids of two computations, and add new ids if necessary."""
         number = self._numbers.setdefault(key, len(self._numbers))
         return number, self._numbers.setdefault(other, len(self._numbers))
 
@@ -154,7 +154,7 @@ def _are_scalars(nodes: Iterable[Node]) -> bool:
 
 
 def _keeps_layers(call: Call) -> bool:
-    """Whether each layer of a call's results depends only on that layer of inputs."""
+    """Return whether each layer of the results depends only on that input layer."""
     primitive, params = call.primitive, call.params
     if _are_scalars((*call.inputs, *call.outputs)):
         return True

@@ -27,7 +27,7 @@ class ParamLeaf:
       gradient_value: the value with respect to which the loss is differentiated: the
         array itself, or the array that stands in for a QuantizedTensor. None for
         integers, which have no gradient.
-      gradient: the shape and dtype of the gradient, or for integers, of the leaf.
+      gradient: the shape and dtype of the gradient. For integers, the leaf's dtype.
     """
 
     name: str
@@ -38,7 +38,7 @@ class ParamLeaf:
 
     @property
     def arguments(self) -> list[jax.Array]:
-        """The arrays of the leaf, and zeros that stand in for a QuantizedTensor."""
+        """The arrays of the leaf, then zeros that stand in for a QuantizedTensor."""
         arrays = jax.tree.leaves(self.value)
         return [*arrays, self.zero_gradient()] if self.is_quantized else arrays
 
@@ -53,7 +53,7 @@ class ParamLeaf:
         return tensors.is_quantized(self.value)
 
     def zero_gradient(self) -> jax.Array:
-        """Zeros like the gradient. For an array, they have the array's sharding."""
+        """Return zeros like the gradient; for an array, with the array's sharding."""
         if self.is_quantized:
             return jnp.zeros(self.gradient.shape, self.gradient.dtype)
         return jnp.zeros_like(self.value)
@@ -61,7 +61,7 @@ class ParamLeaf:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedLoss:
-    """A traced loss, and the arguments with which it was traced.
+    """A traced loss and its arguments.
 
     Args:
       program: the program, whose inputs are the arrays of ``(params, args, kwargs)``.
@@ -80,7 +80,7 @@ class TracedLoss:
     has_effects: bool
 
     def tree_of(self, found: Mapping[str, typing.Any]):
-        """Return values by path as a tree, with MaskedNode for missing values."""
+        """Return a tree of the values in ``found``, with MaskedNode for other paths."""
         masked = optax.MaskedNode()
         return self.treedef.unflatten([found.get(x.name, masked) for x in self.leaves])
 
@@ -91,7 +91,7 @@ class TracedLoss:
         return arrays + self.other_arguments
 
     def result(self, arrays: Sequence):
-        """Return the loss, or ``(loss, aux)``, from its arrays."""
+        """Return the loss, or ``(loss, aux)``, from the program's outputs."""
         return jax.tree.unflatten(jax.tree.structure(self.result_shapes), arrays)
 
 
@@ -145,7 +145,7 @@ def trace_loss(
 
 
 def _located(program: LossProgram, names, values, gradients) -> list[ParamLeaf]:
-    """Return the leaves with their values, the first inputs of the program."""
+    """Return the leaves, whose values are the first inputs of the program."""
     inputs = iter(program.inputs)
     leaves = []
     for name, value, gradient in zip(names, values, gradients, strict=True):

@@ -24,7 +24,7 @@ Update = Callable[[typing.Any, typing.Any, typing.Any], tuple]
 
 
 def released(update: Update, params, state: FloatState, activations):
-    """Return parameters and activations unchanged, and update in the backward pass.
+    """Return the inputs unchanged, and update parameters in the backward pass.
 
     Use the returned parameters wherever the loss needs them, and pass the returned
     activations to the layer. When the backward rule of this function runs, the gradient
@@ -40,7 +40,7 @@ def released(update: Update, params, state: FloatState, activations):
       update: a function ``(params, state, gradients) -> (params, state)``, such as
         ``functools.partial(lowbit_optax.step, tx)``.
       params: a tree of floating-point arrays.
-      state: :func:`as_floats` of the optimizer's state for these parameters.
+      state: the optimizer state of these parameters, converted with :func:`as_floats`.
       activations: a tree of the arrays that the layer reads. If no gradient flows
         through the results, ``update`` is not called, and the cotangents are zeros.
 
@@ -100,7 +100,7 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
 ):
-    """``jax.lax.scan`` over layers, whose backward loop updates each layer.
+    """Run ``jax.lax.scan`` over layers, and update each layer in the backward loop.
 
     The backward loop carries the stacked parameters and their state. For each layer it
     computes the gradients, calls ``update``, and overwrites the old layer with the
@@ -115,13 +115,13 @@ def scan(
       init: the first carry.
       layers: a tree of floating-point arrays, stacked along their first axis. No other
         part of the loss may read them.
-      state: :func:`as_floats` of the layers' states, stacked along their first axis,
-        such as ``jax.vmap(tx.init)(layers)``.
+      state: the states of the layers, stacked along their first axis, and converted
+        with :func:`as_floats`, such as ``as_floats(jax.vmap(tx.init)(layers))``.
       xs: other stacked arrays, or None.
       length, reverse, unroll: as in ``jax.lax.scan``.
 
     Returns:
-      ``(carry, ys)``, as ``jax.lax.scan`` does.
+      ``(carry, ys)``, like ``jax.lax.scan``.
 
     >>> import functools, jax, jax.numpy as jnp, lowbit_optax
     >>> from lowbit_optax import release
@@ -162,7 +162,7 @@ def scan(
 
 
 def check_kept(name: str, old, new) -> None:
-    """Check that an update kept the structure of a tree, and its shapes and dtypes.
+    """Check that an update kept a tree's structure, shapes and dtypes.
 
     Raises:
       TypeError: if it did not. The message names the leaf.

@@ -15,7 +15,7 @@ _COLOURS = {
 
 
 def bars(report: typing.Any) -> dict[str, dict[str, float]]:
-    """Return the bytes per parameter of each part of each bar, in order.
+    """Return a dict from each bar to the bytes per parameter of its parts, in order.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}

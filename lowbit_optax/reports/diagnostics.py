@@ -1,4 +1,4 @@
-"""The effect of rounding on the next step, as scalars for each leaf.
+"""Measure the effect of rounding on the next step, with scalars for each leaf.
 
     update --+--> new master - master --> moved, noise
              +--> round(param + update) == param --> lost
@@ -67,7 +67,7 @@ class LeafReport(typing.NamedTuple):
 )
 @dataclasses.dataclass(frozen=True, repr=False)
 class StepReport(Tabular):
-    """The report of :func:`step_report`, a pytree of float32 scalars; ``print`` it.
+    """The result of :func:`step_report`, a pytree of float32 scalars; ``print`` it.
 
     Args:
       leaves: a tree of :class:`LeafReport` with the structure of the parameters; a
@@ -165,7 +165,7 @@ def _reported(tx, params, state, grads, extra_args):
 
 
 def _shown(x) -> str:
-    """Format a scalar. For other arrays, and for tracers, return the type."""
+    """Return a scalar as text, or the type if ``x`` is a tracer or not a scalar."""
     is_traced = not isinstance(x, jax.Array) or isinstance(x, Tracer)
     return str(jax.typeof(x)) if is_traced or x.ndim else f"{float(x):.3g}"
 
@@ -180,7 +180,7 @@ def _is_report(x) -> bool:
 
 
 def _step_reports(step: Step, update) -> dict[str, LeafReport]:
-    """Return the reports of a step's leaves by path."""
+    """Return a dict from the path of each leaf to its report."""
     step = dataclasses.replace(step, landing=REPLACE)
     updates, inner_state = step.inner_update(update)
     errors = _moment_errors(step, inner_state)
@@ -192,7 +192,7 @@ def _step_reports(step: Step, update) -> dict[str, LeafReport]:
 
 
 def _ahead(step: Step, update, inner_state) -> list:
-    """For each leaf, how far its momentum will still move it; None without feedback."""
+    """Return how far momentum will still move each leaf; None without feedback."""
     if not step.plan.takes_errors:
         return [None] * len(step.leaves)
     feedback = trace_update(update, step).feedback_values(step)
@@ -206,7 +206,7 @@ def _plain_report(param, update) -> LeafReport:
 
 
 def _cancelled_share(param, update) -> jax.Array:
-    """The share of non-zero updates that rounding to nearest would cancel."""
+    """Return the share of non-zero updates that rounding to nearest would cancel."""
     if not trees.is_float(param):
         return jnp.float32(0)
     moved = update != 0
@@ -222,23 +222,23 @@ def _cancelled_share(param, update) -> jax.Array:
 
 
 def _nearest(x: jax.Array, old) -> QuantizedWeight:
-    """Round float32 values like a quantised weight, with its step sizes if they fit."""
+    """Quantise float32 values like ``old``, with its step sizes if the values fit."""
     if isinstance(old, quantized_tensor.QuantizedTensor):
         return quantized_tensor.requantize(x, old, None)
     return old.quantized(x)
 
 
 def _nonfinite(x) -> jax.Array:
-    """The number of non-finite elements, a float32 scalar."""
+    """Return the number of non-finite elements as a float32 scalar."""
     if not trees.is_float(x):
         return jnp.float32(0)
     return jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
 
 
 def _in_units(x: jax.Array, error: jax.Array, counted: jax.Array):
-    """Divide both arrays by the largest ``|x|``, and add the squares of ``x``.
+    """Divide both arrays by the largest ``|x|``, and sum the squares of the new ``x``.
 
-    After the division, squares do not underflow. Elements not counted become 0.
+    The division keeps squares from underflowing. Elements not in ``counted`` become 0.
     """
     x, error = (jnp.where(counted, part, jnp.float32(0)) for part in (x, error))
     unit = jnp.max(jnp.abs(x), initial=jnp.float32(0))
@@ -300,7 +300,7 @@ def _advance(format_: WeightFormat, param, residual, update, random, ahead):
 
 
 def _moment_errors(step: Step, inner_state):
-    """For each leaf, the relative errors of its stored moments by field."""
+    """Return the relative errors of stored moments, by leaf and by field."""
     plan, new = step.plan, jax.tree.leaves(inner_state)
     stored = plan.decode(plan.encode(new, step.draws))
     errors: dict[str, dict[str, jax.Array]] = {name: {} for name in step.names}

@@ -18,7 +18,8 @@ from lowbit_optax._types import PyTree, Transformation
 def explain(tx: Transformation, params: PyTree, **extra_args) -> Explanation:
     """Report whether a kernel or XLA updates each parameter, without running a step.
 
-    The report is for the mesh of ``jax.set_mesh``, or else JAX's default backend.
+    The report is for the mesh from ``jax.set_mesh``, or for JAX's default backend if no
+    mesh is set.
 
     Args:
       tx: an optax transformation. A :func:`lowbit_optax.lowbit` may be anywhere inside
@@ -33,10 +34,10 @@ def explain(tx: Transformation, params: PyTree, **extra_args) -> Explanation:
       - ``"XLA"``: on a CPU, with ``implementation="xla"``, or if no kernel is needed.
       - ``"XLA: "``, with the reason why no kernel updates the leaf.
       - ``"a kernel in a program for one device, else XLA: "``, with the reason.
-      - ``"wrong: "``, if a wrapper changes updates of ``lowbit``, for which
-        :func:`lowbit_optax.step` raises an error.
+      - ``"wrong: "``, with the reason, if a wrapper changes updates of ``lowbit``.
+        :func:`lowbit_optax.step` raises an error in this case.
 
-      It does not contain leaves that only transformations of other packages update.
+      Leaves that only transformations of other packages update are not included.
 
     Raises:
       TypeError: if ``tx`` is not a transformation, or ``params`` is an optimizer state.

@@ -31,7 +31,7 @@ from lowbit_optax.states.state_leaves import (
 
 _PARTS = ("params", "residual", "moments", "accumulators", "other")
 
-# The fields with sums in the states of accumulate_gradients and MultiSteps.
+# The fields in which accumulate_gradients and MultiSteps store sums of gradients.
 _ACCUMULATORS = ("accumulators", "acc_grads")
 
 # If float32 leaves have at least this share of the parameters, the report warns.
@@ -82,7 +82,7 @@ class LeafMemory:
 
     @property
     def total(self) -> int:
-        """The bytes of all parts."""
+        """The sum of all parts, in bytes."""
         return sum(getattr(self, part) for part in _PARTS)
 
     @property
@@ -93,7 +93,7 @@ class LeafMemory:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MemoryReport(Tabular):
-    """The report of :func:`memory_report`; ``print`` it.
+    """The result of :func:`memory_report`; ``print`` it.
 
     Args:
       leaves: an entry for each leaf of the parameters.
@@ -292,7 +292,7 @@ def memory_report(
 def gradient_bytes(
     params: PyTree, dtype: np.dtype, stacked: Callable[[str], bool] | None
 ) -> list[tuple[int, int]]:
-    """For each leaf, the bytes of its gradient without release and with release."""
+    """Return the bytes of each leaf's gradient, without release and with release."""
     names, leaves, _ = trees.named_leaves(params)
     sizes = []
     for name, leaf in zip(names, leaves, strict=True):
@@ -305,12 +305,12 @@ def gradient_bytes(
 
 
 def released(sizes: Iterable[int]) -> int:
-    """The bytes of the gradients that exist at once with release."""
+    """Return the peak number of bytes of gradients with release."""
     return sum(sorted(sizes, reverse=True)[:_LIVE_GRADIENTS])
 
 
 def _row(name: str, param, parts: list[StateLeaf]) -> LeafMemory:
-    """The entry of a parameter, from the parts of the state that belong to it."""
+    """Return the entry of a parameter, given the parts of its state."""
     size, dtype = math.prod(param.shape), jnp.dtype(param.dtype)
     stored = size * dtype.itemsize
     # Training with optax needs a float32 master for narrow parameters.
@@ -331,7 +331,7 @@ def _row(name: str, param, parts: list[StateLeaf]) -> LeafMemory:
             continue
         is_packed = part.kind == "codes" and part.leaf.dtype == jnp.uint32
         is_whole = is_packed or part.leaf.shape == param.shape
-        # Moments with another shape, such as factored ones, count unchanged.
+        # Moments with another shape, such as factored ones, count with their own size.
         float32_master += 4 * size if is_whole else _nbytes(part.leaf)
         if is_whole and not is_sum:
             moment_dtypes.append((part.moment_field, part.leaf.dtype.name))

@@ -43,7 +43,7 @@ step and includes them."""
 
 @dataclasses.dataclass(frozen=True)
 class _Formats:
-    """A choice of formats, with the first of ``moments`` that the optimizer has."""
+    """The formats of a row. ``plan`` uses the first ``moments`` the optimizer has."""
 
     name: str
     weights: WeightFormat | None
@@ -60,7 +60,7 @@ _LPMM = (
 
 _four_bit_mu = lambda nu: ({"mu": block_quantized(4), "nu": block_quantized(nu)},)
 
-# In the order of possible losses: first bits of weights, then bits of moments.
+# From the least to the most lossy: first by bits of weights, then by bits of moments.
 _CHOICES = (
     _Formats("float32", None),
     _Formats("extra_bits", extra_bits()),
@@ -99,7 +99,7 @@ class PlannedFormats:
     init: Callable[[optax.GradientTransformation, PyTree], tuple[PyTree, typing.Any]]
 
     def bytes_per_device(self, release: bool) -> int:
-        """Return the bytes of all arrays on a device, including ``other_bytes``."""
+        """Return the peak number of bytes on a device, including ``other_bytes``."""
         total = self.report.step_peak(release)
         return -(-total // self.devices) + self.other_bytes
 
@@ -119,7 +119,7 @@ class PlannedFormats:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Tabular):
-    """The report of :func:`plan`; ``print`` it.
+    """The result of :func:`plan`; ``print`` it.
 
     Args:
       rows: all formats for this optimizer, from the least to the most lossy.
@@ -178,14 +178,15 @@ def plan(
     The bytes of parameters and state are the same as in :func:`memory_report`.
     Gradients have the dtypes of parameters. Quantised weights have gradients and
     dequantised copies in ``dtype``. With :mod:`lowbit_optax.release`, only the
-    gradients of the two largest leaves count; training gives the same numbers.
+    gradients of the two largest leaves count; training results are the same.
 
-    Rows are ordered by possible losses: first by bits of weights, then by bits of
-    moments. In the complete schedules of docs/accuracy.md, ``lowbit``, 4-bit
-    ``mu`` and ``nu``, and 12-bit weights end 0.002 to 0.005 nats above float32, whose
-    seeds spread by 0.002, and low moments end below it. docs/choosing.md describes when
-    each format fails. A format is left out if the optimizer does not have its moments,
-    or does not support its weights, as with Prodigy.
+    Rows are ordered from the least to the most lossy format: first by bits of weights,
+    then by bits of moments. In runs with complete schedules, ``lowbit``, 4-bit ``mu``
+    and ``nu``, and 12-bit weights end with losses 0.002 to 0.005 nats above float32's,
+    which varies by 0.002 between seeds, and low moments end below it; see
+    docs/accuracy.md. docs/choosing.md describes when each format fails. The plan leaves
+    out formats whose moments the optimizer does not have, or whose weights it does not
+    support, as with Prodigy.
 
     Args:
       params: tree of arrays or ShapeDtypeStructs, such as from ``jax.eval_shape``.
@@ -273,7 +274,7 @@ def _started(
     tx: Transformation,
     weights: PyTree,
 ):
-    """Return parameters and state from float32 weights."""
+    """Return parameters and state that start from float32 weights."""
     if choice.bits is not None:
         weights = quantize_params(weights, bits=choice.bits)
     elif choice.weights is not None:

@@ -21,7 +21,7 @@ from lowbit_optax.transformations.lowbit import step as lowbit_step
 
 @dataclasses.dataclass(frozen=True)
 class StepBytes:
-    """Bytes on one device during a step.
+    """The memory of one device during a step, in bytes.
 
     Args:
       arguments: parameters, state and batch.
@@ -38,16 +38,16 @@ class StepBytes:
 
     @property
     def peak(self) -> int:
-        """The bytes of all arrays that exist at once."""
+        """The peak number of bytes in use."""
         return self.arguments + self.temporary + self.outputs - self.in_place
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class StepMemory(Tabular):
-    """The report of :func:`step_memory`; ``print`` it.
+    """The result of :func:`step_memory`; ``print`` it.
 
     Args:
-      predicted: the bytes according to shapes.
+      predicted: the bytes computed from shapes and dtypes.
       compiled: the bytes that XLA reports for the compiled program.
       platform: the platform of the program, such as ``"cpu"`` or ``"cuda"``.
     """
@@ -94,9 +94,9 @@ def step_memory(
         replicated on all devices.
       release: if True, parameters are updated inside the backward pass.
       shardings: NamedShardings of the parameters, as for :func:`state_shardings`. The
-        state follows them. You do not need the devices of their mesh, which may come
-        from ``jax.experimental.topologies``. If None, all arrays are on one device of
-        the default backend.
+        state is sharded like the parameters. You do not need the devices of the mesh,
+        which may come from ``jax.experimental.topologies``. If None, all arrays are on
+        one device of the default backend.
       grad_dtype, stacked: see :func:`memory_report`.
 
     Returns:
@@ -177,7 +177,7 @@ def _local_bytes(x) -> int:
 
 
 def _predicted(params, placed, release: bool, grad_dtype, stacked) -> StepBytes:
-    """Predict memory from shards. Gradients are sharded like their parameters."""
+    """Predict memory from shard sizes. Gradients are sharded like their parameters."""
     local = lambda tree: sum(map(_local_bytes, jax.tree.leaves(tree)))
     updated = local(placed[:2])
     leaves = trees.named_leaves(placed[0])[1]

@@ -1,4 +1,4 @@
-"""``ema_of_params``: an exponential moving average of the weights in few bits."""
+"""``ema_of_params``: a low-bit exponential moving average of the weights."""
 
 import math
 import typing
@@ -84,14 +84,14 @@ def ema_of_params(
     if weights is None:
         weights = extra_bits(8, sum_rounding="stochastic")
     if options.get("seed") is None:
-        # Optimizer and average may start from the same parameters and the seed 0.
+        # The optimizer may start from the same parameters, with 0 as its seed.
         options["seed"] = 0x656D61
     inner = _towards_gradients(decay, debias)
     return lowbit(inner, weights=weights, moments="float32", **options)
 
 
 def _towards_gradients(decay: float, debias: bool) -> optax.GradientTransformation:
-    """Returns updates that move parameters towards the gradients."""
+    """Returns a transformation that moves parameters towards the gradients."""
     # Python computes in float64. In float32, 1 - 0.9999 has a relative error of 2e-4.
     rate, log_decay = 1 - decay, math.log(decay) if decay else -math.inf
 

@@ -33,10 +33,10 @@ class _Direct(Stepper):
         return self.inner.init(params)
 
     def update(self, updates, state, params=None, **extra):
-        """Return updates as in optax.
+        """Return the updates of the step.
 
-        While a step traces its wrappers, it ignores updates, so the inner ones are
-        enough.
+        While a step traces its wrappers, it ignores their values, so the updates of the
+        inner transformation are enough.
         """
         if not context.current().wants_params:
             return super().update(updates, state, params, **extra)
@@ -57,7 +57,7 @@ class _Direct(Stepper):
 def direct_updates(
     tx: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Make updates with which ``optax.apply_updates`` returns the new parameters.
+    """Make ``optax.apply_updates`` return exactly the parameters of the step.
 
     Results and cost are the same as with :func:`lowbit_optax.step`, bit for bit, in
     trainers that call ``optax.apply_updates``, such as flax's ``TrainState`` and

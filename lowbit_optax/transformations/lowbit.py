@@ -39,7 +39,7 @@ def lowbit(
     warn: bool | None = None,
     match_grad_dtype: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Run an optax transformation in float32 on parameters in fewer bits.
+    """Run an optax transformation in float32 on low-precision parameters.
 
     The inner transformation receives float32 master weights and float32 gradients, so
     weight decay and schedules work as in float32 training. ``weights`` stores leaves in
@@ -218,7 +218,7 @@ def step(
 
 
 def apply_updates(params: Params, updates: PyTree) -> Params:
-    """Like ``optax.apply_updates``, with support for float8 and strict dtype promotion.
+    """Add updates to parameters; also supports float8 and strict dtype promotion.
 
     Args:
       params: tree of parameters; None leaves stay None.
