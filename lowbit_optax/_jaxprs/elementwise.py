@@ -79,7 +79,7 @@ class Scalars:
         return list(self._numbers)
 
     def ref(self, node: Node) -> Ref:
-        """Return a reference to a scalar, and add it to the table unless it is constant."""
+        """Add a scalar to the table unless it is constant; return its reference."""
         dtype = np.dtype(node.aval.dtype)
         if is_constant_number(node):
             return Ref("constant", 0, dtype, np.asarray(node.constant, dtype).tobytes())
@@ -171,7 +171,7 @@ class _ProgramBuilder:
         )
 
     def _cheaper(self, call: Call) -> Ref | None:
-        """Append a cheaper form of a call and return its row, or None if it has none."""
+        """Append a cheaper form of a call and return its row, or None without one."""
         primitive, operands = call.primitive, call.inputs
         dtype = call.outputs[0].aval.dtype
         is_float = jnp.issubdtype(dtype, jnp.floating)
