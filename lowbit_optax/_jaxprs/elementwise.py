@@ -10,8 +10,9 @@ outside of the kernel, from any values.
 share one traced kernel. If the update has no such program, :func:`program_of` raises
 :class:`NotElementwise` with the reason.
 
-Unless a program must be exact, it multiplies by the inverse of a scalar, computed once
-per leaf, instead of dividing, and fuses a product and a sum so that they round once.
+A program that need not be exact multiplies by the inverse of a scalar, which is
+computed once per leaf, instead of dividing by the scalar. It computes a product and a
+sum in one operation, which rounds once.
 """
 
 import collections
@@ -90,7 +91,7 @@ class Scalars:
 
 
 def inputs_of(outputs: Sequence[Node], shape: tuple[int, ...]) -> set[Node]:
-    """Return the graph's inputs with the leaf's shape on which the results depend.
+    """Return the graph's inputs that have the leaf's shape and affect the results.
 
     The computation need not be elementwise. The search stops at scalars, because they
     are computed outside of the kernel.
@@ -171,7 +172,7 @@ class _ProgramBuilder:
         )
 
     def _cheaper(self, call: Call) -> Ref | None:
-        """Append a cheaper form of a call and return its row, or None without one."""
+        """Append a cheaper form of a call and return its row, or return None."""
         primitive, operands = call.primitive, call.inputs
         dtype = call.outputs[0].aval.dtype
         is_float = jnp.issubdtype(dtype, jnp.floating)

@@ -199,7 +199,7 @@ def bind(call: Call, operands: Sequence) -> Sequence:
 
 
 def varying_alike(operands: Sequence) -> Sequence:
-    """Return the operands, made to vary over the same axes of a ``jax.shard_map``.
+    """Make all operands vary over the same axes of a ``jax.shard_map``.
 
     JAX's primitives require this. :class:`Graph` drops the operations that make scalars
     vary, so this function replaces them.
@@ -242,7 +242,7 @@ def called_jaxpr(params: Mapping[str, typing.Any]) -> ClosedJaxpr:
 
 
 def holds(params: Mapping[str, typing.Any], wanted: Callable[..., bool]) -> bool:
-    """Return whether any function in the parameters has a wanted equation."""
+    """Return whether ``wanted`` is true for any equation of the nested functions."""
     return any(
         wanted(inner) or holds(inner.params, wanted)
         for jaxpr in core.jaxprs_in_params(dict(params))
@@ -377,7 +377,7 @@ def evaluate(nodes: Sequence[Node], known: dict[Node, typing.Any]) -> list:
 
 
 def _computation_key(primitive, params, inputs: Sequence[Node]):
-    """Return a key that is equal for equal computations, or None without such a key."""
+    """Return a key that is equal for equal computations, or None if it has no hash."""
 
     def operand_key(node: Node):
         if not is_constant_number(node):

@@ -38,7 +38,7 @@ def linear_factor(
         counts as 0.
 
     Returns:
-      A node that is a scalar or has the shape of the result, or None for 0.
+      A node that is a scalar or has the shape of the result; None if it is 0.
     """
     return _Derivative(of, graph, strict).of_node(result)
 

@@ -73,8 +73,7 @@ def run(
     try:
         traced = trace_update(update, step)
     except NEEDS_VALUES:
-        # Outside of jit, XLA can run an update that needs concrete values. Kernels
-        # cannot.
+        # Outside of jit, XLA can run an update that needs concrete values.
         if not only_xla or step.plan.takes_errors or step.plan.stored_first:
             raise
         return reference(step, update, None)
@@ -139,7 +138,7 @@ def _by_platform(
 def explained(
     step: Step, update: Callable, implementation: Implementation
 ) -> dict[str, str]:
-    """Return a dict from leaf path to backend, with the reason; see ``explain``."""
+    """Return a dict from leaf path to the backend and its reason; see ``explain``."""
     on_tpus = is_for_tpus(_mesh(step))
     texts = dict.fromkeys(step.names, "XLA")
     refusal = refused_gpu()

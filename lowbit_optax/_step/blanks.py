@@ -9,9 +9,9 @@ Therefore, the state contains 16-bit zeros:
     w   bfloat16      uint32 words             bfloat16
     b   float32       int16 zeros              int16 zeros
 
-For a leaf of at most 256 elements, the blank has the shape of the leaf. For a larger
-leaf, the blank has at most one element per 512 elements of the leaf, but 256 elements
-are always allowed, and at most 65,536 elements. Meshes can divide it like the leaf.
+For a leaf of at most 256 elements, the blank has the shape of the leaf. The blank of a
+larger leaf has at most ``max(256, size / 512)`` elements, and never more than 65,536.
+Meshes can divide its shape like the shape of the leaf.
 
 The dtype shows whether a weight format stores the leaf. A step can therefore detect
 that a parameter was cast, even if its format stores no residuals.

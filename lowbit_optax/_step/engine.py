@@ -66,8 +66,8 @@ class Lowbit(Stepper):
       param_shardings: the shardings of the parameters on a mesh.
       warn: if True, ``init`` warns about float32 parameters, and a step warns about
         large leaves that XLA updates on an accelerator.
-      match_grad_dtype: if True, the update of a parameter whose gradient has the same
-        dtype also has this dtype.
+      match_grad_dtype: if True, and if a parameter and its gradient have the same
+        dtype, the update also has this dtype.
     """
 
     inner: optax.GradientTransformation

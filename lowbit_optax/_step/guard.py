@@ -82,7 +82,7 @@ class Guard(typing.NamedTuple):
         return treedef.unflatten(floats.get(i, x) for i, x in enumerate(leaves))
 
     def unscaled_alone(self, grad: jax.Array) -> jax.Array:
-        """Unscale one gradient with a function that is marked as :func:`.layerwise`."""
+        """Unscale one gradient inside a function that :func:`.layerwise` marks."""
         return layerwise(self.unscaled)(grad)
 
     def times(self, grads):

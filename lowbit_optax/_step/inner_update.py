@@ -121,7 +121,7 @@ class InnerUpdate:
         return [self._feedback(number, part) for number, part in parts]
 
     def _feedback(self, number: int, part: int | None) -> Feedback | None:
-        """Return the error feedback of a leaf, with values that are new nodes."""
+        """Return the error feedback of a leaf, and add its nodes to the graph."""
         leaf, nodes = self.step.leaves[number], self.nodes
         update = nodes.updates[number]
         if leaf.format is None or leaf.format.error_feedback is None:
@@ -249,7 +249,7 @@ def _check_hyperparameters(held: Iterable) -> None:
 def _without_dead_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Remove the equations at the top level of a jaxpr whose results are not used.
 
-    optax computes the values that all leaves of a tree share even for an empty tree.
+    Even for an empty tree, optax computes the values that all leaves share.
     """
     needed, equations = set(map(id, closed.jaxpr.outvars)), []
     for eqn in reversed(closed.jaxpr.eqns):

@@ -76,7 +76,7 @@ def param_dtypes(
 
 
 def narrowed_dtypes(what: str, params, dtype, keep_float32: KeepFloat32):
-    """Return a tree with ``dtype`` for each narrowed leaf, and old dtypes elsewhere.
+    """Return a tree with the dtype of each parameter after the cast to ``dtype``.
 
     Args:
       what: the name of ``dtype``, for errors.

@@ -1,4 +1,4 @@
-"""Find and report the leaves that XLA updates on an accelerator instead of kernels.
+"""Find and report the leaves that XLA, not a kernel, updates on an accelerator.
 
 :mod:`.backends` calls these functions with the :class:`.plan.KernelPlan` of a step, and
 :func:`lowbit_optax.explain` lists the same leaves. For a large leaf, XLA creates
@@ -38,7 +38,7 @@ class Left(typing.NamedTuple):
 
 
 def left_to_xla(plan: KernelPlan, reasons: Mapping[int, str]) -> dict[str, Left]:
-    """Return a dict from the path of each leaf that XLA updates to its description.
+    """Return a dict from the path of each leaf that XLA updates to a :class:`Left`.
 
     ``reasons`` maps leaf indices to reasons. Leaves without packed or quantised arrays
     are omitted, because XLA updates them in one pass.

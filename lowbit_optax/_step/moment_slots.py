@@ -98,7 +98,7 @@ class Slot:
     format: MomentFormat | None = None
 
     def formatted(self, choice: MomentChoice) -> "Slot":
-        """Return the slot with a format, for which its moments must be float32."""
+        """Return the slot with its chosen format, which needs float32 moments."""
         field, known = self.field, fields_of(self.state_class)
         default = choice.averages if field in known.averages else None
         format_ = choice.by_field.get(field, default)

@@ -73,12 +73,12 @@ class MomentStorage:
         return like if container is None else container(like, None)
 
     def encode(self, moment: jax.Array, draws: Draws, *second: jax.Array):
-        """Return the stored form of a moment, divided by the root of any ``second``."""
+        """Encode a moment, or its quotient by the root of ``second`` if it is given."""
         encode = functools.partial(_encode, self.format, self.number, draws)
         return layerwise(encode)(moment, *second)
 
     def decode(self, stored) -> jax.Array:
-        """Return the moment in float32. A relative moment is still a quotient."""
+        """Decode a moment to float32. A relative moment is still a quotient."""
         return layerwise(functools.partial(_decode, self.format, self.shape))(stored)
 
 
@@ -196,7 +196,7 @@ class MomentPlan:
 
         Args:
           parts: the parts, with moments in float32.
-          draws: random numbers for moments, by the path of the leaf.
+          draws: random numbers for moments, keyed by the path of the leaf.
           stored: indices of the parts that are already in their stored form.
         """
         result = list(parts)
@@ -221,7 +221,7 @@ class MomentPlan:
         return result
 
     def _second(self, storage: MomentStorage, parts, *, is_stored: bool) -> list:
-        """Return the moment whose root divides this moment, in a list, or []."""
+        """Return a list of the moments (at most one) whose root divides this moment."""
         if storage.reference is None:
             return []
         part, second = parts[storage.reference], self.storage[storage.reference]

@@ -48,7 +48,7 @@ def check_multi_steps_around(params, skips: str | None = None) -> None:
     if skips is not None:
         raise ValueError(_refusal(skips))
     multi_steps, params = around.f_locals["self"], around.f_locals["params"]
-    # A new function, because JAX may already be tracing the bound method.
+    # Use a new function, because JAX may already be tracing the bound method.
     init = lambda params: multi_steps.init(params)
     check_multi_steps_in(jax.eval_shape(init, params))
 

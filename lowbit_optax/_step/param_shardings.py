@@ -37,7 +37,7 @@ def leaf_shardings(
       given: see :data:`ParamShardings`.
       params: tree of parameters.
       layer: the layer of stacked parameters that ``params`` contains. ``given`` still
-        describes the stacks.
+        describes whole stacks.
     """
     names, leaves, treedef = trees.named_leaves(params)
     if given is None:
@@ -75,7 +75,8 @@ def named_shardings(
       shardings: tree of NamedShardings and PartitionSpecs, which may be a prefix tree.
       params: tree of parameters.
       mesh: the mesh for PartitionSpecs; if None, the mesh of ``jax.set_mesh``.
-      allows_none: if True, the result is None for None and for shardings on one device.
+      allows_none: if True, the result contains None for None and for a sharding on
+        one device.
     """
     names, leaves, _ = trees.named_leaves(params)
     found: list[NamedSharding | None] = []

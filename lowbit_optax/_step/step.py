@@ -104,12 +104,12 @@ class Step(LeafStep):
 
     @functools.cached_property
     def masters(self) -> list:
-        """Master weights for the inner transformation."""
+        """The master weights for the inner transformation."""
         return [leaf.master() for leaf in self.leaves]
 
     @functools.cached_property
     def grads(self) -> list:
-        """Gradients for the inner transformation: float32 and unscaled."""
+        """The gradients for the inner transformation, in float32 and unscaled."""
         wide = [leaf.wide_grad() for leaf in self.leaves]
         if context.current().is_analysed:
             # In an analysed step, gradients must not depend on each other.
@@ -160,7 +160,7 @@ class Step(LeafStep):
 
     @functools.cached_property
     def draws(self) -> dict[str, Draws]:
-        """Random numbers for the moments, keyed by the path of the leaf."""
+        """The random numbers for moments, keyed by the path of the leaf."""
         phase = self.phase if self.plan.rounds_evenly else None
         return draws_of_moments(self.leaves, self.random, phase)
 

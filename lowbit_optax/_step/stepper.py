@@ -67,7 +67,7 @@ class Stepper(abc.ABC):
     def update_within(
         self, updates: optax.Updates, state, params: optax.Params | None = None, **extra
     ) -> tuple[optax.Updates, typing.Any]:
-        """Run ``update`` if the transformation was created while a wrapper is traced.
+        """Run ``update`` of a transformation that was created inside a traced wrapper.
 
         ``optax.inject_hyperparams`` creates such transformations. They may contain
         traced values, so they cannot run after the trace has ended. Therefore, they run

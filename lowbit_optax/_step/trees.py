@@ -75,7 +75,7 @@ def leaves_of_prefix(what: str, prefix, params, name: str = "params") -> list:
 
 
 def all_of(kind, tree: PyTree) -> list:
-    """Return the nodes of a tree that are instances of a type, or of one of several.
+    """Return the nodes of a tree that are instances of ``kind``, one or several types.
 
     >>> all_of(dict, [{"w": 1}, 2])
     [{'w': 1}]

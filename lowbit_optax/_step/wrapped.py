@@ -188,8 +188,8 @@ def step_wrapped(
       summed: accumulated gradients to use instead of ``grads``; needs a guard.
 
     Returns:
-      ``(new params, new state)``. None if the transformation cannot step directly,
-        because a wrapper prevents it or because it is not from this package.
+      ``(new params, new state)``, or None if a wrapper prevents a direct step or ``tx``
+      contains no transformation of this package.
 
     Raises:
       ChangedUpdateError: if a wrapper changes an update of ``lowbit``.
@@ -201,7 +201,7 @@ def step_wrapped(
 def _chosen_trace(
     tx, params, state, grads, extra_args: dict, guard, summed: Summed | None
 ) -> tuple[WrapperTrace, Given] | None:
-    """Return the trace that a step follows, and its arguments, or None.
+    """Return the trace and the arguments of a step, or None if it cannot be direct.
 
     By default, wrappers receive the user's gradients unchanged, as in optax. They
     receive float32 gradients in two cases: if the step is guarded, and if this lets

@@ -1,4 +1,4 @@
-"""``WrapperTrace``: what optax's wrappers compute around this package's updates.
+"""``WrapperTrace``: the operations of optax's wrappers around an update.
 
 :mod:`lowbit_optax._step.wrapped` calls :func:`trace_wrapper` with a transformation that
 contains one of this package. In the trace, each update of this package is a call of

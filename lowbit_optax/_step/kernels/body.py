@@ -54,9 +54,10 @@ class LeafBody:
         whose output 0 is not used.
       phase: the scalar with the phase of evenly rounded moments; None if no moment is
         rounded evenly.
-      takes_error: the output to which the weight's rounding error is added, or None. If
-        set, the result is the update, and the last outputs are ``rate``, ``growth`` and
-        ``reach`` of :class:`lowbit_optax._step.error_feedback.Feedback`.
+      takes_error: index of the output to which the weight's rounding error is added, or
+        None. If set, the result is the update, and the last outputs are ``rate``,
+        ``growth`` and ``reach`` of
+        :class:`lowbit_optax._step.error_feedback.Feedback`.
       is_differentiable: whether rounding has derivatives. Kernels do not support them.
     """
 

@@ -80,8 +80,8 @@ class KernelPlan:
     def arrays(self, step: Step, values: Mapping | None = None) -> dict[int, Leaf]:
         """Return a dict from leaf index to the arrays that its kernel uses.
 
-        ``values`` maps nodes to arrays that XLA computed. If it is None, the result does
-        not contain these arrays.
+        ``values`` maps nodes to arrays that XLA computed. If it is None, these arrays
+        are omitted.
         """
         return {
             i: x.body.arrays(
@@ -301,7 +301,7 @@ class _Planner:
 
     @functools.cached_property
     def _relative(self) -> dict[str, dict[int, int]]:
-        """For each leaf, a dict from relative moment to the moment that divides it."""
+        """Dict from leaf path to a dict from relative part to its reference part."""
         found: dict[str, dict[int, int]] = {}
         for number, storage in enumerate(self.traced.step.plan.storage):
             if storage is not None and storage.reference is not None:

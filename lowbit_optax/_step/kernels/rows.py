@@ -1,4 +1,4 @@
-"""Weights and moments of one leaf in a kernel: conversion between float32 and storage.
+"""Convert rows of a leaf's weights and moments between float32 and storage.
 
 :class:`.body.LeafBody` calls these methods with rows of a leaf's arrays.
 """
@@ -165,7 +165,7 @@ class MomentRows:
     def decoded(
         self, stored: jax.Array, prepared, multiply_add: MultiplyAdd
     ) -> jax.Array:
-        """Return the float32 value of a moment, which may be a quotient by a root.
+        """Return the float32 value of a moment, which may be divided by a root.
 
         ``prepared`` contains its scales, from :meth:`prepare`; None without scales.
         """
@@ -186,7 +186,7 @@ class MomentRows:
     def encoded(
         self, moment: jax.Array, prepared, draws: Draws, multiply_add: MultiplyAdd
     ) -> jax.Array:
-        """Return the stored form of a moment, which may be a quotient by a root."""
+        """Return the stored form of a moment, which may be divided by a root."""
         if self.format is None:
             return moment
         if self.has_scales:
