@@ -1,4 +1,4 @@
-"""Jaxprs as graphs of nodes.
+"""Functions that read jaxprs as graphs of nodes.
 
     graph ---> the values of a function as nodes, with all called functions inlined
     elementwise ---> programs for kernels, made from such a graph

@@ -4,7 +4,7 @@ from jax.extend import core
 from jax.extend.core import primitives as p
 
 AS_BOUND = "as_bound"
-"""Parameter that stores the original primitive and its parameters."""
+"""Name of the parameter that stores the original primitive and its parameters."""
 
 _COMING = {
     "CheckpointName": p.name_p,
@@ -17,9 +17,9 @@ _COMING = {
 def in_todays_terms(eqn: core.JaxprEqn) -> core.JaxprEqn:
     """Convert an equation of JAX's new autodiff to the primitive that it replaces.
 
-    With ``jax_remat3``, ``jax_custom_vjp3`` and ``jax_custom_jvp3``, checkpoints, names
-    and functions with derivative rules are objects that one primitive applies.
-    :func:`.graph.bind` applies the object itself.
+    With ``jax_remat3``, ``jax_custom_vjp3`` and ``jax_custom_jvp3``, JAX represents
+    checkpoints, names and functions with derivative rules as objects, and one primitive
+    applies all of them. :func:`.graph.bind` still runs this original primitive.
     """
     applied = eqn.params.get("_prim")
     primitive = _COMING.get(type(applied).__name__)

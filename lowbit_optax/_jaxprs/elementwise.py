@@ -1,17 +1,18 @@
-"""Extract the elementwise parts of an inner transformation in one leaf as programs.
+"""Extract the elementwise update of one leaf from an inner transformation.
 
-A fused kernel processes a few rows of one leaf. It can run every computation that uses
-only the elements of this leaf (gradient, master, moments), one at a time, and scalars.
+A fused kernel processes a few rows of one leaf. Each result may depend on scalars, and
+on the elements of the leaf's arrays (gradient, master and moments) at the same index.
 Scalars, such as a schedule, a count or the global norm of all gradients, are computed
-outside, from any values.
+outside of the kernel, from any values.
 
 :func:`program_of` follows the results of a leaf back to their inputs and returns a
 :class:`Program`. Programs are static and hashable, so leaves with the same program
-share one traced kernel. If there is no such program, it raises :class:`NotElementwise`
-with the reason.
+share one traced kernel. If the update has no such program, :func:`program_of` raises
+:class:`NotElementwise` with the reason.
 
-In a kernel, a division by a scalar is a multiplication by its inverse, which is
-computed once per leaf, and a product and a sum are one operation that rounds once.
+A program that need not be exact multiplies by the inverse of a scalar, which is
+computed once per leaf, instead of dividing by the scalar. It computes a product and a
+sum in one operation, which rounds once.
 """
 
 import collections
@@ -48,9 +49,9 @@ ELEMENTWISE = frozenset(
         p.tan_p, p.tanh_p, p.xor_p,
     }
 )  # fmt: skip
-"""Primitives that GPU kernels compute, with both launchers.
+"""Primitives that GPU kernels support with both launchers.
 
-TPU kernels compute the primitives that are also in
+TPU kernels support only the primitives that are also in
 :mod:`pallas_kernels.fused_update.tpu.rules`. Float remainders are missing, because
 Mosaic GPU's compiler does not support them.
 """
@@ -59,7 +60,7 @@ _ONE_TO_ONE = frozenset({p.copy_p, p.stop_gradient_p})
 
 
 def is_elementwise(primitive) -> bool:
-    """Return whether elements of a result depend only on elements in the same place."""
+    """Return whether a result element depends only on operand elements at its index."""
     return primitive in ELEMENTWISE or primitive in _ONE_TO_ONE
 
 
@@ -79,7 +80,7 @@ class Scalars:
         return list(self._numbers)
 
     def ref(self, node: Node) -> Ref:
-        """Return the place of a scalar in the table, or a constant scalar."""
+        """Add a scalar to the table unless it is constant; return its reference."""
         dtype = np.dtype(node.aval.dtype)
         if is_constant_number(node):
             return Ref("constant", 0, dtype, np.asarray(node.constant, dtype).tobytes())
@@ -90,10 +91,10 @@ class Scalars:
 
 
 def inputs_of(outputs: Sequence[Node], shape: tuple[int, ...]) -> set[Node]:
-    """Return the inputs with the shape of the leaf from which results are computed.
+    """Return the graph's inputs that have the leaf's shape and affect the results.
 
-    The computation need not be elementwise. Scalars are not followed, because they are
-    computed outside.
+    The computation need not be elementwise. The search stops at scalars, because they
+    are computed outside of the kernel.
     """
     return {
         node
@@ -109,19 +110,19 @@ def program_of(
     *,
     is_exact: bool = False,
 ) -> Program:
-    """Return the program that computes the results of a leaf from its own rows.
+    """Return the program that computes the results of a leaf from rows of its arrays.
 
     Args:
-      outputs: results with the shape of the leaf.
+      outputs: the results, which have the shape of the leaf.
       inputs: the leaf's gradient, master and moments, and arrays that are computed
-        outside. The first has the shape of the leaf. Others may have one element along
-        some axes, which their rows repeat.
-      scalars: table to which scalars are added.
-      is_exact: whether to keep every operation, so that the results are the same as the
-        results of the graph, bit for bit.
+        outside of the kernel. The first input has the shape of the leaf. Other inputs
+        may have length 1 along some axes, and their rows repeat these elements.
+      scalars: table to which the scalars of the program are added.
+      is_exact: if True, keep every operation, so that the results match the results of
+        the graph bit for bit.
 
     Raises:
-      NotElementwise: if the results need more than these rows and scalars.
+      NotElementwise: if the results cannot be computed from these rows and scalars.
     """
     between = _between(outputs, inputs)
     uses = collections.Counter([*outputs, *(x for c in between for x in c.inputs)])
@@ -132,18 +133,18 @@ def program_of(
     results = tuple(map(builder.ref, outputs))
     program = Program(len(inputs), tuple(builder.operations), results)
     program = program.without_dead_operations()
-    # Leave scalars that only dead operations read out of the table, because a TPU uses
-    # 16 KiB for each scalar.
+    # Add only the scalars that the remaining operations read, because a TPU uses 16 KiB
+    # for each scalar in the table.
     nodes = candidates.nodes
     return program.reading({x: scalars.ref(nodes[x.number]) for x in program.scalars})
 
 
 @dataclasses.dataclass(eq=False)
 class _ProgramBuilder:
-    """The operations of a program, appended node by node.
+    """Builds the operations of a program node by node.
 
-    ``uses`` is the number of times that the program reads each node. The other
-    arguments are as in :func:`program_of`.
+    ``uses`` maps each node to the number of times that the program reads it. For the
+    other arguments, see :func:`program_of`.
     """
 
     inputs: Sequence[Node]
@@ -156,11 +157,11 @@ class _ProgramBuilder:
         self._rows = {node: Ref("row", i) for i, node in enumerate(self.inputs)}
 
     def ref(self, node: Node) -> Ref:
-        """Return the row of a value, or its place in the table of scalars."""
+        """Return a reference to a node's row, or to a scalar of the table."""
         return self.scalars.ref(node) if node.is_scalar else self._rows[node]
 
     def add(self, call: Call) -> None:
-        """Append a call, in the cheapest form unless it must be exact."""
+        """Append a call, in a cheaper form if the program need not be exact."""
         (node,) = call.outputs
         if call.primitive in _ONE_TO_ONE or call.primitive is p.broadcast_in_dim_p:
             self._rows[node] = self.ref(call.inputs[0])
@@ -171,7 +172,7 @@ class _ProgramBuilder:
         )
 
     def _cheaper(self, call: Call) -> Ref | None:
-        """Append cheaper operations for a call and return their row; usually None."""
+        """Append a cheaper form of a call and return its row, or return None."""
         primitive, operands = call.primitive, call.inputs
         dtype = call.outputs[0].aval.dtype
         is_float = jnp.issubdtype(dtype, jnp.floating)
@@ -203,7 +204,7 @@ class _ProgramBuilder:
         return Ref("row", len(self.inputs) + len(self.operations) - 1)
 
     def _factors(self, node: Node) -> tuple[Ref, ...] | None:
-        """Return the factors of a float32 product, if only one sum uses it."""
+        """Return the factors of a float32 product that is used once, or None."""
         if node.is_scalar or self.uses[node] > 1 or node.call is None:
             return None
         number = self.ref(node).number - len(self.inputs)
@@ -214,7 +215,7 @@ class _ProgramBuilder:
 
 
 def without_zero(call: Call) -> Node | None:
-    """Return the term to which a call adds 0; None for other calls."""
+    """Return the term to which a call adds 0, or None for other calls."""
     if call.primitive in SUMS:
         for term, other in (call.inputs, call.inputs[::-1]):
             if is_zero(other):
@@ -223,7 +224,7 @@ def without_zero(call: Call) -> Node | None:
 
 
 def _between(outputs: Sequence[Node], inputs: Sequence[Node]) -> list[Call]:
-    """Return the calls between the inputs of a leaf and its results, in order."""
+    """Return the calls that compute a leaf's results from its inputs, in order."""
     calls = []
     for node in made_of(outputs, inputs, with_scalars=False):
         if node.call is None:

@@ -1,10 +1,10 @@
 """Graphs of traced functions: values are nodes, and calls compute them.
 
-The variables of a jaxpr are only known inside of it. A :class:`Node` is a value of the
-whole program. If a called function is inlined, its values are nodes like all others. A
-function that is passed to :func:`inline` decides how to read each equation.
-:class:`Graph` is the graph of a whole function. :func:`evaluate` computes some of its
-values, and only the values that they need.
+A variable of a jaxpr is known only inside this jaxpr. A :class:`Node` is a value of the
+whole program, including the values of inlined functions. The caller of :func:`inline`
+passes a function that decides how to read each equation. :class:`Graph` is the graph of
+a whole function. :func:`evaluate` computes the requested nodes of a graph, and only the
+nodes on which they depend.
 """
 
 import contextlib
@@ -53,9 +53,9 @@ class Call:
     Args:
       primitive, params: as in the equation of a jaxpr.
       inputs, outputs: operands and results.
-      number: numbers the calls in a valid order.
-      context: context of the equation, if any, such as the mesh that was active
-        (``jax.sharding.auto_axes`` changes it within a program).
+      number: index of the call in a valid order of all calls.
+      context: the equation's context, if it has one, such as the active mesh, which
+        ``jax.sharding.auto_axes`` can change within a program.
     """
 
     primitive: core.Primitive
@@ -87,12 +87,12 @@ class Node:
 
 
 def constant(value) -> Node:
-    """Return a number or an array as a node without a call."""
+    """Return the node of a constant, which is a number or an array."""
     return Node(jax.typeof(value), constant=value)
 
 
 def with_outputs(call: Call, avals: Iterable) -> list[Node]:
-    """Create results of a call with these shapes and dtypes, and return them."""
+    """Create and return the outputs of a call, given their shapes and dtypes."""
     call.outputs = tuple(Node(aval, call) for aval in avals)
     return list(call.outputs)
 
@@ -107,8 +107,8 @@ def inline(
     Args:
       closed: the jaxpr.
       inputs: nodes for its inputs.
-      read_equation: makes the results of an equation from its operands. To inline a
-        function that the equation calls, it calls ``inline`` again.
+      read_equation: function that receives an equation and its operands, and returns
+        its results. It can call ``inline`` for a function that the equation calls.
     """
     jaxpr = closed.jaxpr
     known = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -129,10 +129,10 @@ def inline(
 def made_of(
     wanted: Iterable[Node], known: Container[Node] = (), *, with_scalars: bool = True
 ) -> list[Node]:
-    """Return nodes and all nodes from which they are computed, each once.
+    """Return the wanted nodes and all nodes on which they depend, each once.
 
-    ``known`` nodes are left out, and so are scalars if ``with_scalars`` is False, each
-    with the nodes from which they are computed.
+    The search stops at ``known`` nodes, and at scalars if ``with_scalars`` is False.
+    The result does not contain the nodes at which it stops.
     """
     found: dict[Node, None] = {}
     waiting = list(wanted)
@@ -147,7 +147,7 @@ def made_of(
 
 
 def calls_between(wanted: Iterable[Node], known: Iterable[Node]) -> list[Call]:
-    """Return the calls that compute wanted values from known ones, in order."""
+    """Return the calls that compute the wanted nodes from known nodes, in order."""
     nodes = made_of(wanted, frozenset(known))
     calls = {x.call for x in nodes if x.call is not None}
     return sorted(calls, key=lambda call: call.number)
@@ -171,8 +171,10 @@ def run(
     """Run calls in order, and add their outputs to the known values.
 
     Args:
-      calls, known: calls in a valid order, and values by node.
-      instead: for some calls, functions that compute the outputs from the operands.
+      calls: calls in a valid order.
+      known: dict from nodes to their values. The outputs are added to it.
+      instead: dict from calls to functions that replace them. A function receives the
+        operands, and returns the outputs.
       changed: maps a node and its value to the value that later calls read.
     """
     instead = instead or {}
@@ -197,10 +199,10 @@ def bind(call: Call, operands: Sequence) -> Sequence:
 
 
 def varying_alike(operands: Sequence) -> Sequence:
-    """Return operands that vary over the same axes of a ``jax.shard_map``.
+    """Make all operands vary over the same axes of a ``jax.shard_map``.
 
-    Primitives require this. :class:`Graph` leaves out the operations with which JAX
-    makes scalars vary.
+    JAX's primitives require this. :class:`Graph` drops the operations that make scalars
+    vary, so this function replaces them.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return operands
@@ -216,9 +218,10 @@ def varying_alike(operands: Sequence) -> Sequence:
 def primitive_of(
     function: Callable, *dtypes: np.dtype
 ) -> tuple[core.Primitive, dict[str, typing.Any], np.dtype]:
-    """Return the only primitive of a function of scalars, with parameters and dtype.
+    """Return the primitive, parameters and result dtype of a function of scalars.
 
-    The parameters differ between versions of JAX.
+    The function must apply a single primitive, whose parameters differ between versions
+    of JAX.
     """
     scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
     closed, result = jax.make_jaxpr(function, return_shape=True)(*scalars)
@@ -233,13 +236,13 @@ def as_closed_jaxpr(jaxpr) -> ClosedJaxpr:
 
 
 def called_jaxpr(params: Mapping[str, typing.Any]) -> ClosedJaxpr:
-    """Return the function that an equation with these parameters calls once."""
+    """Return the jaxpr of the function that an equation with these parameters calls."""
     key = "jaxpr" if "jaxpr" in params else "call_jaxpr"
     return as_closed_jaxpr(params[key])
 
 
 def holds(params: Mapping[str, typing.Any], wanted: Callable[..., bool]) -> bool:
-    """Return whether a function in the parameters has an equation that is wanted."""
+    """Return whether ``wanted`` is true for any equation of the nested functions."""
     return any(
         wanted(inner) or holds(inner.params, wanted)
         for jaxpr in core.jaxprs_in_params(dict(params))
@@ -250,14 +253,14 @@ def holds(params: Mapping[str, typing.Any], wanted: Callable[..., bool]) -> bool
 def is_by_platform(primitive: core.Primitive, params: Mapping) -> bool:
     """Return whether a call is a conditional of ``lax.platform_dependent``.
 
-    Some of its branches may compile on only one platform. Therefore, they can neither
-    all be computed nor be moved into another conditional.
+    A branch may compile on only one platform. Therefore, a selection must not compute
+    all branches, and the call must not be moved into another conditional.
     """
     return primitive is p.cond_p and bool(params.get("branches_platforms"))
 
 
 def scalar_of(node: Node) -> Node | None:
-    """Return the scalar that a node is or repeats, or None."""
+    """Return the node if it is a scalar, the scalar that it broadcasts, or None."""
     while not node.is_scalar:
         if node.call is None or node.call.primitive is not p.broadcast_in_dim_p:
             return None
@@ -280,13 +283,13 @@ def is_zero(node: Node) -> bool:
 
 
 class Graph:
-    """The values of a traced function.
+    """A traced function as a graph of its values.
 
     Args:
-      closed: jaxpr of a function of ``len(inputs)`` arrays.
-      opaque: names of functions under ``jit`` that are not inlined. Their calls are
-        like other operations.
-      selects: whether every conditional becomes a selection, and not only cheap ones.
+      closed: jaxpr of the function.
+      opaque: names of functions under ``jit`` that are not inlined. A call of such a
+        function is one operation of the graph.
+      selects: if True, conditionals with expensive branches also become selections.
 
     Attributes:
       inputs, outputs: flat lists of :class:`Node`.
@@ -303,7 +306,7 @@ class Graph:
         self.outputs = self._inlined(closed, self.inputs)
 
     def apply(self, function: Callable, *operands: Node) -> Node:
-        """Apply a function that is one elementwise primitive to arrays and scalars."""
+        """Apply a function with a single elementwise primitive; return the result."""
         dtypes = (x.aval.dtype for x in operands)
         primitive, params, dtype = primitive_of(function, *dtypes)
         like = next((x for x in operands if not x.is_scalar), operands[0])
@@ -311,7 +314,7 @@ class Graph:
         return self.call(primitive, params, operands, [aval])[0]
 
     def selected(self, which: Node, cases: Sequence[Node]) -> Node:
-        """Return the case that a bool or an integer selects, as in conditionals."""
+        """Return the case that ``which``, a bool or an integer, selects."""
         if len(cases) == 2 and which.aval.dtype != jnp.bool_:
             which = self.apply(lax.gt, which, constant(which.aval.dtype.type(0)))
         operands, aval = [which, *cases], cases[0].aval
@@ -320,10 +323,10 @@ class Graph:
     def call(
         self, primitive, params, inputs: Sequence[Node], avals, context=None
     ) -> list[Node]:
-        """Append an application of a primitive, and return its results.
+        """Add a call of a primitive to the graph, and return its results.
 
-        optax computes the learning rate of a step again for every leaf. Therefore,
-        scalars that are computed in the same way from the same scalars become one node.
+        optax computes the learning rate separately for each leaf. Therefore, scalars
+        that are computed in the same way from the same scalars share one node.
 
         Args:
           primitive, params, inputs, context: as in :class:`Call`.
@@ -350,7 +353,7 @@ class Graph:
         if primitive is p.copy_p:
             return operands
         if primitive.name == "pvary" and operands[0].is_scalar:
-            # Scalars are the same for all leaves, even if some leaves vary.
+            # All leaves share a scalar, even if some leaves vary over mesh axes.
             return operands
         if primitive is p.cond_p and self._is_selection(params):
             which, *arguments = operands
@@ -360,7 +363,7 @@ class Graph:
         return self.call(primitive, params, operands, avals, eqn.ctx)
 
     def _is_selection(self, params: Mapping) -> bool:
-        """Return whether a conditional becomes a selection, which runs all branches."""
+        """Return whether to compute all branches of a conditional, and select one."""
         if is_by_platform(p.cond_p, params):
             return False
         expensive = lambda x: x.primitive in EXPENSIVE
@@ -368,13 +371,13 @@ class Graph:
 
 
 def evaluate(nodes: Sequence[Node], known: dict[Node, typing.Any]) -> list:
-    """Return values of nodes. Adds them, and values that they need, to ``known``."""
+    """Return the values of nodes, and add all computed values to ``known``."""
     run(calls_between(nodes, known), known)
     return [value_of(node, known) for node in nodes]
 
 
 def _computation_key(primitive, params, inputs: Sequence[Node]):
-    """Return equal keys for equal computations of scalars; None if not comparable."""
+    """Return a key that is equal for equal computations, or None if it has no hash."""
 
     def operand_key(node: Node):
         if not is_constant_number(node):

@@ -21,7 +21,7 @@ class Ref:
 
     Args:
       kind: ``"row"``, ``"scalar"`` or ``"constant"``.
-      number: number of the row or scalar.
+      number: index of the row or scalar.
       dtype: dtype of the scalar or constant.
       value: bytes of the constant.
     """
@@ -45,17 +45,17 @@ class Operation:
 
 
 MULTIPLY_ADD = "multiply_add"
-"""``a * b + c``, which is one instruction on a GPU and rounds once."""
+"""The operation ``a * b + c``, which is one instruction on a GPU and rounds once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The computation of the update of a leaf. Each operation adds one row.
+    """The program that updates a leaf. Each operation appends one row.
 
     Args:
-      inputs: number of rows that are given.
-      operations: list of operations in order.
-      outputs: results.
+      inputs: number of input rows.
+      operations: the operations, in order.
+      outputs: references to the results.
     """
 
     inputs: int
@@ -68,10 +68,10 @@ class Program:
         scalars: Sequence[jax.Array],
         multiply_add: Callable,
     ) -> list[jax.Array]:
-        """Return the outputs, for inputs with any common shape.
+        """Return the outputs for input rows, which all have the same shape.
 
-        The table of scalars is a result of :func:`encode_scalars` or
-        :func:`plain_scalars`.
+        ``scalars`` is the table of scalars, as :func:`encode_scalars` or
+        :func:`plain_scalars` returns it.
         """
         rows = list(rows)
         shape = rows[0].shape
@@ -93,18 +93,18 @@ class Program:
         return [value(ref) for ref in self.outputs]
 
     def only(self, numbers: Iterable[int]) -> "Program":
-        """Return the program for some of the outputs."""
+        """Return the program that computes only the outputs with the given indices."""
         outputs = tuple(self.outputs[i] for i in numbers)
         return dataclasses.replace(self, outputs=outputs).without_dead_operations()
 
     @property
     def scalars(self) -> list[Ref]:
-        """Scalars of the table that the program reads."""
+        """The scalars that the program reads from the table."""
         refs = [*(ref for x in self.operations for ref in x.inputs), *self.outputs]
         return list(dict.fromkeys(ref for ref in refs if ref.kind == "scalar"))
 
     def reading(self, instead: Mapping[Ref, Ref]) -> "Program":
-        """Return the program that reads other values instead of some of its own."""
+        """Return the program with each reference replaced as in ``instead``."""
 
         def renamed(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
             return tuple(instead.get(ref, ref) for ref in refs)
@@ -115,7 +115,7 @@ class Program:
         return Program(self.inputs, operations, renamed(self.outputs))
 
     def without_dead_operations(self) -> "Program":
-        """Return the program without unused operations, with new row numbers."""
+        """Return the program with unused operations removed and rows renumbered."""
         rows = [Ref("row", self.inputs + i) for i in range(len(self.operations))]
         read = set(self.outputs)
         for row, operation in zip(rows[::-1], self.operations[::-1], strict=True):
@@ -133,14 +133,14 @@ def encode_scalars(values: Sequence[jax.Array]) -> jax.Array:
 
 
 def plain_scalars(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return scalars unchanged, so that they have derivatives, and bools as words."""
+    """Convert bools to words; other scalars are unchanged and stay differentiable."""
     return [_to_word(x) if x.dtype == bool else x for x in map(jnp.asarray, values)]
 
 
 def decode_scalar(word: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Return a scalar from its word; inverts :func:`encode_scalars`.
+    """Convert a word back to a scalar; inverts :func:`encode_scalars`.
 
-    Scalars that :func:`plain_scalars` did not change are returned unchanged.
+    A scalar that already has the given dtype is returned unchanged.
     """
     if word.dtype == dtype:
         return word
@@ -151,7 +151,7 @@ def decode_scalar(word: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def scalar_value(ref: Ref, scalars: Sequence[jax.Array]) -> jax.Array:
-    """Return a constant, or a scalar of the table that :meth:`Program.run` reads."""
+    """Return the value of a reference to a constant or to a scalar of the table."""
     dtype = np.dtype(ref.dtype)
     if ref.kind == "constant":
         return jnp.asarray(np.frombuffer(ref.value, dtype)[0])

@@ -1,10 +1,10 @@
-"""The derivative of a result of a leaf with respect to one of its inputs, as a node.
+"""Elementwise derivatives of a leaf's results with respect to its inputs.
 
     u = s * m + d * w   -->   du/dm = s,   du/dw = d
 
-Each element of the result must be a linear function of the same element of the input.
-The factors may be scalars or arrays, and are nodes of the graph. Scalars count as
-constants, even if they depend on the input, such as a norm.
+Each element of the result must be a linear function of the input element at its index.
+A derivative is a node of the graph, and may be a scalar or an array. A scalar, such as
+a norm, counts as a constant even if it depends on the input.
 """
 
 import functools
@@ -33,12 +33,12 @@ def linear_factor(
     Args:
       result: a node of rank 1 or more.
       of: the input, a node of the same shape.
-      graph: their graph, to which the factor is added.
-      strict: whether terms that are not linear raise :class:`NotLinear`. Otherwise,
-        they count as 0.
+      graph: the graph of both nodes, to which the derivative is added.
+      strict: if True, a term that is not linear raises :class:`NotLinear`. If False, it
+        counts as 0.
 
     Returns:
-      A node of rank 0 or with the shape of the result; None for 0.
+      A node that is a scalar or has the shape of the result; None if it is 0.
     """
     return _Derivative(of, graph, strict).of_node(result)
 
@@ -49,7 +49,7 @@ class _Derivative:
         self._known: dict[Node, Node | None] = {of: ONE}
 
     def of_node(self, node: Node) -> Node | None:
-        """Return the derivative of a node; None for 0."""
+        """Return the derivative of a node, or None if it is 0."""
         if node.is_scalar or node.call is None:
             return self._known.get(node)
         if node not in self._known:
@@ -68,7 +68,7 @@ class _Derivative:
     def _linear(
         self, node: Node, call: Call, factors: Sequence[Node | None]
     ) -> Node | None:
-        """Return the derivative of a call's result; None if it is not linear."""
+        """Return the derivative of a call's result, or None if it is not linear."""
         primitive, operands = call.primitive, call.inputs
         shapes = {x.aval.shape for x in operands if not x.is_scalar}
         if shapes != {node.aval.shape} or node.aval.dtype != np.float32:

@@ -2,8 +2,8 @@
 
 The update of a leaf may be elementwise except for a few arrays. Muon's update needs a
 matrix product with the shape of the leaf. A factored second moment needs sums along
-rows and columns, which have one element along some axes of the leaf. A kernel reads
-such arrays like the leaf's own arrays, and repeats single elements in registers.
+rows and columns, which have length 1 along some axes of the leaf. A kernel reads such
+arrays like the leaf's own arrays, and broadcasts axes of length 1 in registers.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,23 +15,23 @@ from lowbit_optax._jaxprs.elementwise import is_elementwise
 from lowbit_optax._jaxprs.graph import EXPENSIVE, Call, Node
 
 _WRITTEN = EXPENSIVE | {p.reshape_p, p.squeeze_p, p.transpose_p}
-"""Primitives whose results kernels read from outside, if they have the leaf's shape.
+"""Primitives whose results a kernel may read if they have the leaf's shape.
 
-XLA writes these results to memory anyway. XLA would fuse other results, such as random
+XLA writes these results to memory anyway. It would fuse other results, such as random
 numbers, with the update, and reading them takes longer than XLA's whole update.
 """
 
 
 def arrays_from_outside(outputs: Sequence[Node], own: Collection[Node]) -> list[Node]:
-    """Return the arrays from which elementwise operations compute a leaf's results.
+    """Return the arrays that a kernel must read in addition to the leaf's own arrays.
 
     Args:
       outputs: results with the shape of the leaf.
-      own: the leaf's own arrays, which are left out.
+      own: the leaf's own arrays, which the result does not contain.
 
     Returns:
-      Arrays that a kernel can read. If the results need other arrays too, no program of
-      elementwise operations can compute them.
+      Arrays that a kernel can read. If the results also depend on other arrays, no
+      program of elementwise operations can compute them.
     """
     shape = outputs[0].aval.shape
     found, seen, waiting = [], set(own), list(outputs)
@@ -61,5 +61,5 @@ def _is_readable(node: Node, shape: tuple[int, ...]) -> bool:
         return False
     if node.aval.shape == shape:
         return node.call is None or node.call.primitive in _WRITTEN
-    # If the ranks are equal, each axis has one element or the size of the leaf.
+    # An array of equal rank has length 1 or the length of the leaf along each axis.
     return len(node.aval.shape) == len(shape)

@@ -1,10 +1,10 @@
 """A traced loss as a list of calls, in which scans are visible.
 
 The loss is traced once, to a jaxpr. Functions under ``jit`` that contain a scan (or all
-functions) are inlined, so that every scan is a call in one list, and a parameter can be
-followed through them. To evaluate the loss, :mod:`lowbit_optax.release.evaluation`
-and :mod:`lowbit_optax.precision.rounded` replace some calls, and run all other calls
-unchanged.
+functions) are inlined, so that every scan is a call in one list, and parameters can be
+followed through the functions. To evaluate the loss,
+:mod:`lowbit_optax.release.evaluation` and :mod:`lowbit_optax.precision.rounded` replace
+some calls, and run all other calls unchanged.
 """
 
 import collections
@@ -29,7 +29,7 @@ from pallas_kernels.operations import ClosedJaxpr
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scan:
-    """The arguments of ``lax.scan``, in flat lists.
+    """The arguments of ``lax.scan``, as flat lists.
 
     Args:
       body: jaxpr of ``(constants, carry, x) -> (carry, y)``.
@@ -48,7 +48,7 @@ class Scan:
 
     @staticmethod
     def of(eqn) -> "Scan":
-        """Return the parts of the equation of a scan."""
+        """Return the scan that an equation runs."""
         body = as_closed_jaxpr(eqn.params["jaxpr"])
         xs = _count_stacked(eqn.invars, body.jaxpr.invars)
         ys = _count_stacked(eqn.outvars, body.jaxpr.outvars)
@@ -64,7 +64,7 @@ class Scan:
 
 
 def _count_stacked(outside: Sequence, inside: Sequence) -> int:
-    """Return how many values have one more axis outside the body of a scan."""
+    """Return the number of values that a scan slices or stacks along an axis."""
     rank = lambda atom: len(atom.aval.shape)
     return sum(rank(a) != rank(b) for a, b in zip(outside, inside, strict=True))
 
@@ -77,7 +77,7 @@ class ScanCall(Call):
 
     @property
     def scanned(self) -> tuple[Node, ...]:
-        """Values over which the scan runs."""
+        """The stacked inputs that the scan slices along their first axis."""
         return self.inputs[len(self.inputs) - self.scan.xs :]
 
 
@@ -103,20 +103,20 @@ class Segment(typing.NamedTuple):
 
 
 class LossProgram:
-    """The calls of a traced function.
+    """A traced function as a list of calls.
 
     Args:
       closed: jaxpr of the function.
-      inline_all: whether all functions under ``jit`` are inlined, including functions
+      inline_all: if True, all functions under ``jit`` are inlined, including functions
         without a scan.
-      parameters: number of inputs that are parameters. Functions under ``jit`` that
-        read several parameters are inlined.
+      parameters: number of parameters, which are the first inputs. Functions under
+        ``jit`` that read several parameters are inlined.
 
     Attributes:
       inputs, outputs: flat lists of :class:`Node`.
       calls: list of calls in order.
       uses: for each value, the number of calls and outputs that read it.
-      of_parameters: the parameters, and values that depend only on them.
+      of_parameters: the parameters, and all values that depend only on parameters.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class LossProgram:
         return [call for call in self.calls if isinstance(call, ScanCall)]
 
     def users(self, value: Node) -> list[str]:
-        """Return the names of the calls that read a value, for messages."""
+        """Return the names of the calls that read a value, for error messages."""
         names = [call.primitive.name for call in self.calls if value in call.inputs]
         return names + ["the result"] * (value in self.outputs)
 
@@ -146,7 +146,7 @@ class LossProgram:
         instead: Mapping[Call, Callable[[list], Sequence]],
         changed: Callable[[Node, typing.Any], typing.Any] = lambda _, value: value,
     ) -> list:
-        """Return the outputs.
+        """Evaluate the function, and return its outputs.
 
         Args:
           arguments: values of the inputs.
@@ -161,14 +161,14 @@ class LossProgram:
         return self.results(known)
 
     def results(self, known: Mapping[Node, typing.Any]) -> list:
-        """Return the outputs after their values have been computed."""
+        """Return the values of the outputs, given the values of all computed nodes."""
         return [value_of(node, known) for node in self.outputs]
 
     def segments(self, groups: Sequence[Sequence[Call]] = ()) -> list[Segment]:
-        """Return the calls in consecutive segments.
+        """Divide the calls into consecutive segments.
 
-        ``groups`` contains the calls of each segment. By default, every second one is a
-        scan.
+        ``groups`` contains the calls of each segment. By default, each scan is a
+        segment, and the calls between two scans form another segment.
         """
         found = []
         needed = set(self.outputs)
@@ -214,16 +214,16 @@ class LossProgram:
 
 
 def without_barriers_on(closed: ClosedJaxpr, inputs: Collection[int]) -> ClosedJaxpr:
-    """Return the same function with checkpoints that read some inputs directly.
+    """Return a function whose checkpoints read the given inputs without a barrier.
 
-    Functions under ``jax.checkpoint`` run again for their derivative. Their operands
+    A function under ``jax.checkpoint`` runs again for its derivative. Its operands
     first pass an optimization barrier, so that XLA does not merge the two runs. XLA
-    writes the operands of a barrier to memory. For a slice of a stack, this is a copy,
-    although the function could read the stack.
+    writes the operands of a barrier to memory. If an operand is a slice of a stack, XLA
+    therefore copies the slice, although the function could read it in the stack.
 
     Args:
-      closed: the function. Only checkpoints that it calls directly change.
-      inputs: numbers of its inputs that need no barrier.
+      closed: jaxpr of the function. Only checkpoints at its top level change.
+      inputs: indices of the function's inputs that need no barrier.
     """
     free = {id(closed.jaxpr.invars[n]) for n in inputs}
 

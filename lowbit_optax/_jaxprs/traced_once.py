@@ -15,7 +15,7 @@ def traced_once(function: Callable, *static) -> Callable:
 
     Args:
       function: a module-level function, or a method of a hashable object. Its arguments
-        are hashable objects and then trees of arrays.
-      *static: the hashable objects.
+        are hashable objects, followed by trees of arrays.
+      *static: values of the hashable arguments.
     """
     return jax.jit(functools.partial(function, *static))

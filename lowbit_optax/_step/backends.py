@@ -5,7 +5,7 @@ transformation. There are three backends, chosen before any leaf is joined or de
 
     kernels    leaves with a program of elementwise operations, on GPUs and TPUs; on
                GPUs, XLA may compute arrays that the program of a packed leaf reads
-    blocks     large leaves with such a program, on one CPU: the reference in blocks
+    blocks     leaves with such a program, on one CPU: the reference, block by block
     reference  all other leaves: array operations of XLA, which define the results
 
 If the platform is unknown while a step is traced, the backends become branches of one
@@ -63,7 +63,7 @@ def run(
 ) -> Stepped:
     """Run a step with the given implementation, or with the best one for the platform.
 
-    If ``warn`` is True, it warns about large leaves that XLA updates on an accelerator.
+    If ``warn`` is True, warn about large leaves that XLA updates on an accelerator.
     """
     update = optax.with_extra_args_support(inner).update
     update = functools.partial(update, **extra_args)
@@ -73,14 +73,13 @@ def run(
     try:
         traced = trace_update(update, step)
     except NEEDS_VALUES:
-        # Outside of jit, XLA can run a transformation that needs values. Kernels
-        # cannot.
+        # Outside of jit, XLA can run an update that needs concrete values.
         if not only_xla or step.plan.takes_errors or step.plan.stored_first:
             raise
         return reference(step, update, None)
     if not (step.plan.takes_errors or (only_xla and is_eager)):
-        # Otherwise, the next updates are not needed, and Python code inside can read
-        # values.
+        # In other cases, run the original update, because the trace also computes the
+        # next updates, or because Python code may read concrete values.
         update = traced.update
     by_xla = functools.partial(reference, update=update, traced=traced)
     if only_xla:
@@ -99,8 +98,8 @@ def _by_platform(
 ) -> Stepped:
     """Run a step with kernels on CUDA and TPUs, and with XLA on other platforms.
 
-    The program selects its branch when it is lowered for a platform. XLA also runs on
-    GPUs without kernels (:func:`.refused_gpu`).
+    The program selects its branch when it is lowered for a platform. XLA also runs the
+    step on GPUs that kernels do not support (:func:`.refused_gpu`).
     """
     refusal, on_tpus = refused_gpu(), is_for_tpus(_mesh(step))
     if refusal is not None:
@@ -116,16 +115,16 @@ def _by_platform(
     if not set(plan.kernels) - set(reasons):
         return by_xla(step)
     kernels = Kernels(plan)
-    # Any other choice would also trace kernels for other platforms.
+    # With a named launcher, JAX does not trace kernels for other platforms.
     name = "tpu" if on_tpus else launcher_name(None)
     run = lambda: kernels.run(step.for_another_branch(), name)
     if on_tpus and warn:
         partitioned = left_to_xla(plan, perhaps_partitioned(plan))
         run = lambda: kernels.run(_warning(step, partitioned), name)
     branches = {"tpu" if on_tpus else "cuda": run}
-    # In a program for several devices, XLA may partition blocks and communicate for
-    # each one. On explicit axes, each array in a block would need a sharding. A layer
-    # is written to its stack as a whole.
+    # Three cases cannot use blocks. In a program for several devices, XLA may partition
+    # each block and communicate for it. On explicit axes, each array in a block would
+    # need a sharding. A layer is written to its stack as a whole.
     if step.layer is None and is_for_one_cpu() and _explicit_mesh(step) is None:
         large = plan_kernels(traced, is_exact=True).only_blocks()
         if large.kernels:
@@ -139,7 +138,7 @@ def _by_platform(
 def explained(
     step: Step, update: Callable, implementation: Implementation
 ) -> dict[str, str]:
-    """Return which backend updates each leaf, and why, by path; see ``explain``."""
+    """Return a dict from leaf path to the backend and its reason; see ``explain``."""
     on_tpus = is_for_tpus(_mesh(step))
     texts = dict.fromkeys(step.names, "XLA")
     refusal = refused_gpu()
@@ -161,7 +160,7 @@ def explained(
 
 
 def _mesh(step: Step):
-    """Return a mesh that is known for a leaf of the step, or None."""
+    """Return the mesh of any leaf whose sharding is known, or None."""
     mesh = _explicit_mesh(step)
     if mesh is not None:
         return mesh
@@ -169,7 +168,7 @@ def _mesh(step: Step):
 
 
 def _warning(step: Step, left: Mapping[str, Left]) -> Step:
-    """Return a step that warns about leaves in programs for several devices."""
+    """Return a step that warns about ``left`` in programs for several devices."""
     message = warning_of(left.values())
     if message is None:
         return step.for_another_branch()

@@ -1,27 +1,26 @@
-"""Blanks: the arrays of zeros in a state at leaves for which nothing is stored.
+"""Blanks: arrays of zeros that a state contains for leaves without stored data.
 
 Trainers read the shape and dtype of each leaf of a state, place it with the partition
 spec of its parameter, save it, and map over it together with its parameter. None has no
 shape and cannot be mapped with a parameter, and Orbax refuses arrays of size zero.
-Therefore, the state contains zeros of two bytes each:
+Therefore, the state contains 16-bit zeros:
 
     params            residual.tree            mu.scales
     w   bfloat16      uint32 words             bfloat16
     b   float32       int16 zeros              int16 zeros
 
-For a leaf of at most 256 elements, the blank has the shape of the leaf. For a larger
-leaf, it has at most one element for 512 of the leaf's (but up to 256 in any case) and
-at most 65,536 elements, in a shape that meshes can divide like the parameter.
+For a leaf of at most 256 elements, the blank has the shape of the leaf. The blank of a
+larger leaf has at most ``max(256, size / 512)`` elements, and never more than 65,536.
+Meshes can divide its shape like the shape of the leaf.
 
 The dtype shows whether a weight format stores the leaf. A step can therefore detect
 that a parameter was cast, even if its format stores no residuals.
 
-Blanks have two bytes per element because XLA:TPU, in programs for a TPU7x that contain
-an array of bytes in full tiles, stores bfloat16 in taller tiles and copies all arrays
-that are laid out differently.
+Blanks do not use one byte per element because of XLA:TPU. If a program for a TPU7x
+contains an array of bytes in full tiles, XLA stores bfloat16 arrays in taller tiles,
+and copies all arrays with a different layout.
 
-Inside a step, these leaves are None. The blanks of the old state become the blanks of
-the new state.
+Inside a step, these leaves are None. The new state reuses the blanks of the old state.
 """
 
 import math
@@ -48,7 +47,7 @@ def blank(leaf, dtype: jnp.dtype = NOT_HELD) -> jax.Array:
 
 
 def _place(leaf, shape: tuple[int, ...]):
-    """Return the sharding of a leaf, if known and if it divides this shape."""
+    """Return the sharding of a leaf if it is known and divides ``shape``, or None."""
     if not isinstance(leaf, jax.Array):
         return None
     is_traced = isinstance(leaf, Tracer)
@@ -86,7 +85,7 @@ def shape_of_blank(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_blank(part, dtype: jnp.dtype = NOT_HELD) -> bool:
-    """Return whether a part of a state is a blank, or None."""
+    """Return whether a part of a state is None or a blank with the given dtype."""
     return part is None or getattr(part, "dtype", None) == dtype
 
 

@@ -42,7 +42,7 @@ class ChangedUpdateError(ValueError):
     """A wrapper changes updates that ``lowbit`` has already rounded.
 
     Args:
-      params: the parameters with changed updates, by path.
+      params: dict from paths to parameters, for parameters with changed updates.
     """
 
     def __init__(self, params: dict):
@@ -67,7 +67,7 @@ def check_updates(
 
     Args:
       graph: the graph of the wrapper's update, in which each update of this package is
-        a :data:`.stepper.update_p`.
+        a call of :data:`.stepper.update_p`.
       updates: the resulting updates, in the order of the parameters' leaves.
       nodes: the parameters in the graph, in the same order, each a tree of nodes.
       params: tree of the parameters.
@@ -79,15 +79,15 @@ def check_updates(
 def check_state(state, params) -> None:
     """Raise ChangedUpdateError for the state of a wrapper that changes updates.
 
-    ``optax.contrib.mechanize`` cannot be traced if gradients and parameters differ in
-    dtype.
+    This check finds ``optax.contrib.mechanize`` by its state, because JAX cannot trace
+    its update if gradients and parameters differ in dtype.
     """
     if any(map(holds_lowbit, trees.all_of(optax.contrib.MechanicState, state))):
         _raise_for(params, itertools.repeat(True))
 
 
 def _raise_for(params, is_changed: Iterable[bool]) -> None:
-    """Raise an error if updates of narrow or quantised parameters are changed."""
+    """Raise an error if the update of a narrow or quantised parameter is changed."""
     names, leaves, _ = trees.named_leaves(params)
     changed = {
         name: leaf
@@ -106,7 +106,7 @@ class _Changes:
         self._made_of_updates: set[Node] = set()
         """The updates of ``lowbit``, and all nodes that are computed from them."""
         self._stepped: set[Node] = set()
-        """The parameters for which ``lowbit`` returned a new state that is used."""
+        """The parameters of all updates of ``lowbit`` whose new state is used."""
         for call in calls_between(graph.outputs, ()):
             if call.primitive is update_p:
                 updates = call.outputs[: call.params["updates"]]
@@ -173,7 +173,7 @@ def _is_one(node: Node) -> bool:
 
 
 def _is_nothing(node: Node) -> bool:
-    """Return whether a node is 0, or a product with 0, as with a weight decay of 0."""
+    """Return whether a node is 0 or a product with 0, as for a weight decay of 0."""
     primitives = p.convert_element_type_p, p.mul_p
     is_made = node.call is not None and node.call.primitive in primitives
     inputs = node.call.inputs if node.call is not None and is_made else ()

@@ -32,17 +32,18 @@ class StepContext:
     """The context of an ``init`` or a step.
 
     Args:
-      start: a function of the :class:`.engine.Lowbit` and the parameters, whose result
-        ``init`` returns. If None, each master equals its parameter.
+      start: function that ``init`` calls with the :class:`.engine.Lowbit` and the
+        parameters, and whose result it returns. If None, each master equals its
+        parameter.
       layer: the layer of stacked parameters that is updated; None for whole parameters.
       is_analysed: if True, the step is traced only to read its jaxpr. It uses XLA, and
         the jaxpr shows calls of functions that :func:`layerwise` marks.
       wants_params: if True, ``update`` only adds a marker to the trace; see
         :mod:`lowbit_optax._step.wrapped`.
-      of_wrappers: arrays from which wrappers compute the gradients, possibly inside the
-        inner update.
-      report: a function that steps call with themselves and the inner update, instead
-        of running; None for ordinary steps.
+      of_wrappers: arrays from the trace of a wrapper, which the inner update may
+        contain as constants.
+      report: function that is called with the step, the inner update and the
+        implementation, instead of running the step; None for ordinary steps.
     """
 
     start: Callable[..., typing.Any] | None = None
@@ -64,7 +65,7 @@ def current() -> StepContext:
 
 @contextlib.contextmanager
 def changed(**fields) -> Iterator[None]:
-    """A context manager that sets fields of :class:`StepContext`."""
+    """Set fields of :class:`StepContext` inside a ``with`` block."""
     token = _CURRENT.set(dataclasses.replace(current(), **fields))
     try:
         yield
@@ -79,11 +80,10 @@ LAYERWISE = "lowbit_layerwise"
 def layerwise(function: Callable) -> Callable:
     """Mark a function that processes each layer of stacked arguments in the same way.
 
-    For every layer ``i``, ``function(x)[i]`` must equal ``function(x[i])``. The
-    arguments are arrays or None, and either all of them are stacked along their first
-    axis, or all belong to one layer. While a step is analysed, the call appears in the
-    jaxpr with the name ``LAYERWISE``, because the analysis cannot follow the packing of
-    bits.
+    For every layer ``i``, ``function(x)[i]`` must equal ``function(x[i])``. Arguments
+    are arrays or None. Either all arrays are stacked along their first axis, or all
+    belong to one layer. While a step is analysed, the call appears in the jaxpr with
+    the name ``LAYERWISE``, because the analysis cannot follow the packing of bits.
     """
     if not current().is_analysed:
         return function
@@ -94,11 +94,11 @@ def layerwise(function: Callable) -> Callable:
 
 @contextlib.contextmanager
 def reporting(what: str, measure: Callable) -> Iterator[dict[str, typing.Any]]:
-    """A context manager in which steps only add values to the yielded dict.
+    """Yield a dict. Steps in the ``with`` block add values to it instead of running.
 
     Args:
       what: the name of the calling function, for errors.
-      measure: ``(step, inner update, implementation) -> values by path``; see
+      measure: ``(step, inner update, implementation) -> dict by path``; see
         :mod:`lowbit_optax.reports.diagnostics`.
     """
     found, trace = {}, get_opaque_trace_state()

@@ -1,4 +1,4 @@
-"""``DirectUpdate``: an update that ``param + update`` replaces by the new parameter.
+"""``DirectUpdate``: an update for which ``param + update`` is the new parameter.
 
 :func:`lowbit_optax.direct_updates` returns these updates. ``optax.apply_updates`` maps
 ``p + u`` over the leaves of the parameters. If an update is a pytree node, the sum

@@ -58,7 +58,7 @@ class Lowbit(Stepper):
 
     Args:
       inner: the wrapped optax transformation.
-      weights: format for the parameters in a narrow float dtype.
+      weights: format of the parameters that have a narrow float dtype.
       moments: the formats of the moments.
       seed: seed for stochastic rounding.
       min_size: leaves with fewer elements may get a simpler format.
@@ -66,8 +66,8 @@ class Lowbit(Stepper):
       param_shardings: the shardings of the parameters on a mesh.
       warn: if True, ``init`` warns about float32 parameters, and a step warns about
         large leaves that XLA updates on an accelerator.
-      match_grad_dtype: if True, updates have the dtype of the gradients, for parameters
-        that have the same dtype.
+      match_grad_dtype: if True, and if a parameter and its gradient have the same
+        dtype, the update also has this dtype.
     """
 
     inner: optax.GradientTransformation
@@ -99,11 +99,11 @@ class Lowbit(Stepper):
         return state
 
     def start(self, params, masters: Mapping[str, jax.Array]) -> LowbitState:
-        """Return the initial state; a leaf not in ``masters`` is its own master."""
+        """Return the initial state; ``masters`` maps paths of leaves to masters."""
         names, given, treedef = trees.named_leaves(params)
         leaves = self._placed(self.leaves(names, given), treedef)
         split = [_split(leaf, masters.get(leaf.name)) for leaf in leaves]
-        # Created during the call, so that they are placed like the parameters.
+        # Create count and seed here, so that JAX places them like the parameters.
         wide = [masters.get(name, x) for name, x in zip(names, given, strict=True)]
         count, seed = jnp.zeros([], jnp.uint32), seed_of(self.seed, wide)
         with context.changed(start=_refuse_inner_lowbit):
@@ -111,7 +111,7 @@ class Lowbit(Stepper):
         _check_inner_state(inner_state, self.weights)
         self.check_start(leaves, inner_state)
         plan = self._plan(leaves, inner_state)
-        _ = plan.error_parts  # raises an error for leaves without such a part
+        _ = plan.error_parts  # raises an error for a leaf without this part
         own = [leaf.param for leaf in leaves]
         draws = draws_of_moments(leaves, random_of_leaves(names, own, seed, count))
         parts, structure = jax.tree.flatten(jax.tree.map(not_folded, inner_state))
@@ -120,7 +120,7 @@ class Lowbit(Stepper):
         return LowbitState(count, seed, residual, inner_state)
 
     def residuals(self, treedef, parts: Sequence, leaves: Sequence[StoredLeaf]):
-        """Return the residuals of a new state; parts are None at leaves without one."""
+        """Return the residuals of a new state; None stands for a missing residual."""
         name, blanks = self.weights.residual_name, [leaf.blank() for leaf in leaves]
         return residuals_of(name, treedef, parts, blanks)
 
@@ -152,8 +152,8 @@ class Lowbit(Stepper):
     def update_within(self, updates, state, params=None, **extra):
         """See :meth:`.Stepper.update_within`.
 
-        Unlike other steppers, it can mark its place, because the jaxpr of the inner
-        update lists the values that the inner transformation took from the trace.
+        Unlike other steppers, ``Lowbit`` can add a marker, because the jaxpr of the
+        inner update lists the traced values that the inner transformation contains.
         """
         if not context.current().wants_params:
             return self.update(updates, state, params, **extra)
@@ -197,8 +197,8 @@ class Lowbit(Stepper):
     def leaf_shardings(self, params) -> list[NamedSharding | None]:
         """Return the known shardings of parameters, or of one layer of them."""
         around = context.current()
-        # In a step that is analysed, parameters are one layer, but these shardings are
-        # for the whole stacks.
+        # In an analysed step, parameters are one layer, but the shardings that the user
+        # passed are for whole stacks.
         given = None if around.is_analysed else self.param_shardings
         return leaf_shardings(given, params, around.layer)
 
@@ -208,7 +208,7 @@ class Lowbit(Stepper):
         """Return the leaves of parameters, without residuals.
 
         Args:
-          names, params: paths and leaves.
+          names, params: paths and arrays of the parameters.
           shardings: result of :meth:`leaf_shardings`; None in ``init``.
         """
         choose = functools.partial(format_of, self.weights, self.min_size)
@@ -219,7 +219,7 @@ class Lowbit(Stepper):
     def stored_leaves(
         self, names: Sequence[str], params: Sequence, treedef, residual
     ) -> list[StoredLeaf]:
-        """Check the residuals of parameters, and return leaves with residuals."""
+        """Check the residuals of parameters, and return leaves that contain them."""
         shardings = self.leaf_shardings(treedef.unflatten(params))
         leaves = self._placed(self.leaves(names, params, shardings), treedef)
         name = self.weights.residual_name
@@ -237,14 +237,14 @@ class Lowbit(Stepper):
         return list(map(StoredLeaf.with_residual, leaves, residuals))
 
     def _placed(self, leaves: list[StoredLeaf], treedef) -> list[StoredLeaf]:
-        """Move leaves so that shards on explicit axes are whole words and blocks."""
+        """Move leaves whose shards on explicit axes would split words or blocks."""
         arrays = [x.param for x in leaves if isinstance(x.param, jax.Array)]
         if not any(any(jax.typeof(x).sharding.spec) for x in arrays):
             return leaves
         return self.plan_of(leaves, treedef).placed()
 
     def plan_of(self, leaves: Sequence[StoredLeaf], treedef) -> MomentPlan:
-        """Return how the inner state of these leaves is stored."""
+        """Return the plan for storing the inner state of these leaves."""
         masters = [
             trees.abstract(leaf.param)
             if leaf.format is None
@@ -282,7 +282,7 @@ class Lowbit(Stepper):
 
 
 def _split(leaf: StoredLeaf, master) -> tuple[typing.Any, typing.Any]:
-    """Return the first master, by default the parameter, and its residual."""
+    """Return the initial master (by default, the parameter) and its residual."""
     if leaf.format is None:
         return leaf.param, None
     if master is not None:

@@ -5,21 +5,21 @@ weight, and m its momentum. The inner update is linear in both:
 
     w' = a w + c m + ...        m' = b m + ...
 
-In the end, the momentum moves the weight to the target ``w + c m / (a - b)``. The
+Over time, the momentum moves the weight to the target ``w + c m / (a - b)``. The
 target does not change if the error ``e = w' - round(w')`` is removed from the weight
 and ``e (a - b) / c`` is added to the momentum. For Adam, c is ``-eta b1 / ((1 - b1^t)
 (sqrt(v / (1 - b2^t)) + eps))``, b is b1, and a is ``1 - eta lambda``.
 :meth:`.InnerUpdate.feedback` derives a, b and c from the graph.
 
 The target is known before the weight is rounded, and the weight is rounded to the
-neighbour that is nearer to it. With a random neighbour, the weight would keep changing
-between both, because one step of the momentum leads from one to the other. For a weight
-that should not move, the mean squared error would be a sixth of the squared spacing
-instead of a twelfth.
+neighbour that is nearer to the target. If the neighbour were chosen at random, the
+weight would keep changing between both neighbours, because one step of the momentum
+leads from one to the other. For a weight that should not move, the mean squared error
+would be a sixth of the squared spacing instead of a twelfth.
 
 The momentum stores errors in units of the learning rate. If the learning rate more than
 doubles, the momentum would move the weight by several times the error, so :func:`fed`
-shortens it. The next c comes from a second inner update with the same gradient.
+reduces the momentum. A second inner update with the same gradient returns the next c.
 """
 
 import typing
@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 MOST_GROWTH = 2.0
-"""The factor by which the learning rate may grow before momentum is shortened."""
+"""The factor by which the learning rate may grow before the momentum is reduced."""
 
 
 class Feedback(typing.NamedTuple):
@@ -40,8 +40,8 @@ class Feedback(typing.NamedTuple):
       rate: the change of the part per unit of error, ``(a - b) / c``.
       growth: ``MOST_GROWTH c / c_next``; infinite or NaN if the next update does not
         depend on the momentum.
-      reach: the distance that a unit of the part will still move the weight, ``c / (a -
-        b)``.
+      reach: the distance by which one unit of the part will still move the weight,
+        ``c / (a - b)``.
     """
 
     part: int
@@ -53,7 +53,7 @@ class Feedback(typing.NamedTuple):
 def ahead_of(moment: jax.Array, reach: jax.Array) -> jax.Array:
     """Return how far a new momentum will still move the weight, ``c m / (a - b)``.
 
-    It is NaN where :func:`fed` adds no error.
+    The result is NaN where :func:`fed` adds no error.
 
     >>> import jax.numpy as jnp
     >>> ahead_of(jnp.float32([1.0, 0.0]), jnp.float32(-0.25))
@@ -81,9 +81,9 @@ def fed(
     Array(0.2, dtype=float32)
     """
     change = error * rate
-    # With a learning rate of 0, the change is infinite or NaN. Where a weight had no
+    # With a learning rate of 0, the change is infinite or NaN. If a weight has had no
     # gradient yet, as in unused rows of an embedding, Adam multiplies the moment by 1 /
-    # eps, so a moment in few bits would move the weight much further than the error.
+    # eps, so a low-bit moment would move the weight much further than the error.
     is_known = (jnp.abs(change) < jnp.float32(jnp.inf)) & (moment != jnp.float32(0))
     moment = jnp.where(is_known, moment + change, moment)
     factor = jnp.abs(growth)

@@ -23,7 +23,7 @@ class Unguarded:
     """The guard of a step that always happens; its methods return the new values."""
 
     scalars: tuple[jax.Array, ...] = ()
-    """The scalars that a kernel needs: none."""
+    """The scalars that a kernel needs. An unguarded step needs none."""
 
     def unscaled(self, grads):
         """Return the gradients unchanged."""
@@ -82,7 +82,7 @@ class Guard(typing.NamedTuple):
         return treedef.unflatten(floats.get(i, x) for i, x in enumerate(leaves))
 
     def unscaled_alone(self, grad: jax.Array) -> jax.Array:
-        """Unscale one gradient; the step may be analysed layer by layer."""
+        """Unscale one gradient inside a function that :func:`.layerwise` marks."""
         return layerwise(self.unscaled)(grad)
 
     def times(self, grads):
@@ -97,7 +97,7 @@ class Guard(typing.NamedTuple):
         return jax.tree.map(times, grads)
 
     def chosen(self, new, old):
-        """Return the new tree in the old dtypes, or the old tree in a skipped step."""
+        """Return ``new`` in the old dtypes, or ``old`` if the step is skipped."""
 
         def choose(new, old):
             new = jnp.asarray(new).astype(old.dtype) if trees.is_float(new) else new
@@ -106,13 +106,13 @@ class Guard(typing.NamedTuple):
         return jax.tree.map(choose, new, old)
 
     def updates(self, new):
-        """Return the updates, or updates that change nothing in a skipped step."""
+        """Return the updates, or neutral updates if the step is skipped."""
         neutral = neutral_updates(new)
         return jax.tree.map(functools.partial(jnp.where, self.proceed), new, neutral)
 
 
 def _unscaled(factor: jax.Array, proceed: jax.Array, floats):
-    """Multiply float arrays by the factor, or return zeros in a skipped step."""
+    """Multiply float arrays by the factor, or return zeros if the step is skipped."""
     times = Guard(factor, proceed).times
 
     def zeros(floats):

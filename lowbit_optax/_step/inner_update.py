@@ -121,7 +121,7 @@ class InnerUpdate:
         return [self._feedback(number, part) for number, part in parts]
 
     def _feedback(self, number: int, part: int | None) -> Feedback | None:
-        """Return the feedback of a leaf, as new nodes of the graph."""
+        """Return the error feedback of a leaf, and add its nodes to the graph."""
         leaf, nodes = self.step.leaves[number], self.nodes
         update = nodes.updates[number]
         if leaf.format is None or leaf.format.error_feedback is None:
@@ -155,7 +155,7 @@ class InnerUpdate:
         return Feedback(part, graph.apply(lax.div, slow, c), growth, reach)
 
     def feedback_values(self, step: Step) -> list[Feedback | None]:
-        """Return ``feedback`` with the values of a step instead of nodes."""
+        """Return ``feedback`` with the values of nodes in the given step."""
         nodes = [x for into in self.feedback if into is not None for x in into[1:]]
         values = self.values(step, nodes, {})
         return [
@@ -165,7 +165,7 @@ class InnerUpdate:
 
     @functools.cached_property
     def stored_first(self) -> dict[int, Node]:
-        """The new moments that are stored before updates are computed, by part."""
+        """The new moments to store before updates are computed, by part index."""
         parts, nodes = self.step.plan.stored_first, self.nodes.new_state
         return {i: nodes[i] for i in sorted(parts) if nodes[i].call is not None}
 
@@ -180,9 +180,9 @@ class InnerUpdate:
 
         Args:
           step: see :meth:`values`.
-          leaves: numbers of the leaves.
+          leaves: indices of the leaves.
           stored: the parts of the new state.
-          first: numbers of the parts that are stored already.
+          first: indices of the parts that are already in their stored form.
         """
         decoded, nodes = step.plan.decode(stored, first), self.stored_first
         known = {nodes[i]: decoded[i] for i in first if i in nodes}
@@ -193,12 +193,12 @@ class InnerUpdate:
     def values(
         self, step: Step, wanted: Collection[Node], known: Mapping = {}
     ) -> dict[Node, typing.Any]:
-        """Compute the values of nodes of the graph, and return them by node.
+        """Compute the values of nodes of the graph, and return a dict keyed by node.
 
         Args:
           step: the step that was traced, or its copy for another branch.
           wanted: the nodes.
-          known: values of nodes that need not be computed.
+          known: dict from nodes to values that are already known.
         """
         known = dict(known)
         nodes, needed = self.nodes, frozenset(made_of(wanted, known))
@@ -247,9 +247,9 @@ def _check_hyperparameters(held: Iterable) -> None:
 
 
 def _without_dead_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Return a jaxpr without the equations at its top level whose results are not used.
+    """Remove the equations at the top level of a jaxpr whose results are not used.
 
-    optax computes values that the leaves of a tree share even if a tree has no leaves.
+    Even for an empty tree, optax computes the values that all leaves share.
     """
     needed, equations = set(map(id, closed.jaxpr.outvars)), []
     for eqn in reversed(closed.jaxpr.eqns):
@@ -260,7 +260,7 @@ def _without_dead_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _shapes(step: Step) -> tuple[list, list, list]:
-    """Return arrays or shapes to trace: gradients, parts of the state, and masters.
+    """Return the gradients, parts and masters for the trace, as arrays or shapes.
 
     Moments get the shardings of their parameters.
     """

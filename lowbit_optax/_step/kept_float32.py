@@ -1,4 +1,4 @@
-"""Which parameters stay float32 when a model is cast to a narrow dtype.
+"""Functions that choose the parameters that stay float32 when a model is cast.
 
 ``from_master`` and other functions with a ``keep_float32`` argument call these
 functions.
@@ -29,12 +29,12 @@ def is_bias_or_norm(path: str, leaf) -> bool:
     two axes, leaves whose name ends with ``bias`` or is ``scale``, and all leaves of a
     module whose name contains ``norm`` or is similar to ``ln_1``. These include biases
     of attention layers with an axis of heads and an axis of features, and scales that
-    are stacked over layers. Such leaves are a small part of a model's memory. It
-    returns False for matrices, convolutions and embeddings.
+    are stacked over layers. Such leaves use a small part of a model's memory. The
+    function returns False for matrices, convolutions and embeddings.
 
     Args:
       path: path of the leaf, as ``jax.tree_util.keystr`` returns it.
-      leaf: an array, or its shape and dtype.
+      leaf: an array or a ShapeDtypeStruct.
 
     >>> import jax.numpy as jnp
     >>> is_bias_or_norm("['query']['bias']", jnp.ones((8, 64)))
@@ -76,7 +76,7 @@ def param_dtypes(
 
 
 def narrowed_dtypes(what: str, params, dtype, keep_float32: KeepFloat32):
-    """Return the dtype of each parameter: ``dtype``, or its own dtype if it is kept.
+    """Return a tree with the dtype of each parameter after the cast to ``dtype``.
 
     Args:
       what: the name of ``dtype``, for errors.

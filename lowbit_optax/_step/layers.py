@@ -1,9 +1,9 @@
-"""``Layer``: which layer of stacked parameters a step updates.
+"""``Layer``: the layer of stacked parameters that a step updates.
 
 :mod:`lowbit_optax.release` updates one layer of a stack at a time: it passes
 ``params[i]`` instead of ``params``, and the matching ``state[i]``. If the update treats
-all layers alike, the result is layer ``i`` of the whole stack's update. Only random
-numbers depend on the position in the stack, so the engine gets the layer through
+all layers alike, the result equals layer ``i`` of the update of the whole stack. Only
+random numbers depend on the position in the stack, so the engine gets the layer through
 :mod:`lowbit_optax._step.context`, and draws the same numbers as for the whole stack.
 """
 
@@ -26,9 +26,9 @@ class Layer:
     """One layer of stacked parameters.
 
     Args:
-      index: int32 scalar, the number of the layer.
+      index: int32 scalar, the index of the layer in its stack.
       count: the number of layers.
-      names: paths of the stacked parameters; other parameters are whole.
+      names: paths of the stacked parameters; other parameters are not stacked.
     """
 
     index: jax.Array
@@ -42,7 +42,7 @@ class Layer:
         return random.at_layer(self.index, self.count, leaf.shape)
 
     def first_element(self, leaf) -> jax.Array:
-        """Return the index in the stack of the layer's first element, modulo 2^32."""
+        """Return the index of the layer's first element in the stack, modulo 2^32."""
         size = jnp.uint32(math.prod(leaf.shape) % 2**32)
         return self.index.astype(jnp.uint32) * size
 

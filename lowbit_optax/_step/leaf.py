@@ -47,7 +47,7 @@ class Landed(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredLeaf:
-    """A leaf between two steps, and its gradient.
+    """A parameter as it is stored between two steps, and its gradient.
 
     Args:
       name: the path.
@@ -55,7 +55,8 @@ class StoredLeaf:
       format: its weight format; None if the parameter is its own master.
       residual: the stored residual, or None.
       grad: the gradient that the user passed; None outside of a step.
-      spec_before: the user's spec, if :func:`on_whole_units` moved the parameter.
+      spec_before: the user's PartitionSpec if :func:`on_whole_units` moved the
+        parameter, otherwise None.
       sharding: the sharding that the user passed as ``param_shardings``, or None.
     """
 
@@ -112,7 +113,7 @@ class StoredLeaf:
 
     @property
     def spare_stream(self) -> int | None:
-        """The stream with spare random bits for moments, or None."""
+        """The index of the random stream with spare bits for moments, or None."""
         return self.format and self.format.spare_stream(self.param.dtype)
 
     def landed(
@@ -134,7 +135,7 @@ class StoredLeaf:
 
 @functools.partial(jax.jit, static_argnums=0)
 def widen(format_: WeightFormat, param):
-    """Return the parameter as a master; traced once per format and shape."""
+    """Return the parameter as a master. Traced once per format and shape."""
     return straight_through(format_.widen)(param)
 
 
@@ -147,7 +148,7 @@ def _inner_weight(format_: WeightFormat, param, residual):
 def advanced(
     format_: WeightFormat, landing: Landing, param, residual, update, ahead, random
 ) -> Landed:
-    """Return the leaf after ``advance``; traced once per format and shape."""
+    """Run ``advance`` of the format. Traced once per format and shape."""
 
     def advance(param, residual, update, ahead, random):
         new, after, result = format_.advance(
@@ -221,7 +222,7 @@ def check_grad(name: str, grad, param) -> None:
 
 
 def check_residual(name: str, param, format_: WeightFormat | None, part):
-    """Check the residual of a leaf, and return it, or None for a blank."""
+    """Check the residual of a leaf. Return the residual, or None for a blank."""
     if format_ is None:
         if is_blank(part, NOT_HELD):
             return None
@@ -269,11 +270,11 @@ def on_whole_units(
 
     Args:
       leaf: the leaf that the user passed.
-      bits: widths of all packed fields.
+      bits: widths of all packed fields, in bits.
       block_size: size of the largest blocks; None if there are none.
 
     Raises:
-      ValueError: if no other axis can be divided, with the path of the leaf.
+      ValueError: if no other axis can be sharded. The message contains the path.
     """
     param = leaf.param
     if not isinstance(param, jax.Array) or not (bits or block_size) or not param.shape:

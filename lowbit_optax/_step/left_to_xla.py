@@ -1,4 +1,4 @@
-"""Find and report the leaves that XLA updates on an accelerator instead of kernels.
+"""Find and report the leaves that XLA, not a kernel, updates on an accelerator.
 
 :mod:`.backends` calls these functions with the :class:`.plan.KernelPlan` of a step, and
 :func:`lowbit_optax.explain` lists the same leaves. For a large leaf, XLA creates
@@ -28,7 +28,7 @@ class Left(typing.NamedTuple):
       leaf: its path, dtype and shape.
       reason: why no kernel updates it.
       size: the number of its elements.
-      float32_bytes: bytes of its master and of its quantised moments in float32.
+      float32_bytes: size of its master and quantised moments in float32, in bytes.
     """
 
     leaf: str
@@ -38,9 +38,10 @@ class Left(typing.NamedTuple):
 
 
 def left_to_xla(plan: KernelPlan, reasons: Mapping[int, str]) -> dict[str, Left]:
-    """Return the leaves that XLA updates, by path, given reasons by leaf number.
+    """Return a dict from the path of each leaf that XLA updates to a :class:`Left`.
 
-    Leaves without packed or quantised arrays are omitted; XLA updates them in one pass.
+    ``reasons`` maps leaf indices to reasons. Leaves without packed or quantised arrays
+    are omitted, because XLA updates them in one pass.
     """
     step, found = plan.traced.step, {}
     for number, reason in sorted(reasons.items()):
@@ -62,9 +63,10 @@ def left_to_xla(plan: KernelPlan, reasons: Mapping[int, str]) -> dict[str, Left]
 
 
 def perhaps_partitioned(plan: KernelPlan) -> dict[int, str]:
-    """Return the leaves that XLA updates if the program is for several devices.
+    """Return the leaves that XLA updates in programs for several devices.
 
-    Under plain ``jax.jit``, the number of devices is known only during lowering.
+    The result maps leaf indices to reasons. Under plain ``jax.jit``, the number of
+    devices is known only during lowering.
     """
     return {
         i: PARTITIONED
@@ -74,7 +76,7 @@ def perhaps_partitioned(plan: KernelPlan) -> dict[int, str]:
 
 
 def warning_of(left: Collection[Left]) -> str | None:
-    """Return a warning about leaves that XLA updates; None if none of them is large."""
+    """Return a warning about leaves that XLA updates, or None if no leaf is large."""
     large = [x for x in left if x.size >= _LARGE]
     if not large:
         return None

@@ -1,4 +1,4 @@
-"""``find_slots``: where an inner state contains moments, and their formats.
+"""``find_slots``: finds the moments in an inner state, and chooses their formats.
 
 :class:`.moments.MomentPlan` calls :func:`find_slots` with the inner transformation and
 a :class:`MomentChoice`, which :func:`lowbit_optax.lowbit` creates from ``moments``. The
@@ -40,8 +40,8 @@ class MomentChoice:
         float32.
       by_field: formats by field name, for running averages and other fields; None for
         float32.
-      is_default: whether the user passed no ``moments``. If so, moments that cannot be
-        found stay float32 instead of raising an error.
+      is_default: True if the user passed no ``moments``. In this case, moments that
+        cannot be found stay float32 instead of raising an error.
     """
 
     averages: MomentFormat | None
@@ -98,7 +98,7 @@ class Slot:
     format: MomentFormat | None = None
 
     def formatted(self, choice: MomentChoice) -> "Slot":
-        """Return the slot with the format of its moments, which must be float32."""
+        """Return the slot with its chosen format, which needs float32 moments."""
         field, known = self.field, fields_of(self.state_class)
         default = choice.averages if field in known.averages else None
         format_ = choice.by_field.get(field, default)
@@ -123,7 +123,7 @@ class Slot:
 def find_slots(
     inner: optax.GradientTransformation, choice: MomentChoice, expected
 ) -> tuple[trees.PyTreeDef, list]:
-    """Return structure and leaves of an inner state, with a :class:`Slot` per tree."""
+    """Return structure and leaves of an inner state; each moment tree is a Slot."""
     try:
         state = optax.tree.map_params(inner, Slot, expected, is_leaf=lambda _: True)
     except Exception as error:
@@ -158,7 +158,7 @@ def find_slots(
 
 
 def _leaves(node, owner: Slot, path: str = "") -> Iterator:
-    """Yield the leaves of a state's node; slots contain the names from ``owner``."""
+    """Yield the leaves of a node; ``owner`` contains the state and field of slots."""
     if isinstance(node, Slot):
         yield dataclasses.replace(owner, tree=node.tree)
         return

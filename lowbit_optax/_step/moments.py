@@ -48,7 +48,7 @@ class MomentStorage:
       slot: the tree in the inner state that contains it.
       format: its moment format; None for float32.
       number: its index among the parameter's moments with a format.
-      reference: the part whose root divides it; None for no division. See
+      reference: index of the part whose root divides it, or None. See
         :attr:`MomentFormat.reference`.
     """
 
@@ -61,11 +61,11 @@ class MomentStorage:
 
     @property
     def field(self) -> str:
-        """Its field of the inner state."""
+        """The field of the inner state that contains the moment."""
         return self.slot.field
 
     def in_the_state(self):
-        """Return the shapes of its arrays in the state."""
+        """Return the shapes and dtypes of its arrays in the state."""
         if self.format is not None:
             return _encoded_shape(self.format, self.shape)
         like = jax.ShapeDtypeStruct(self.shape, jnp.float32)
@@ -73,18 +73,18 @@ class MomentStorage:
         return like if container is None else container(like, None)
 
     def encode(self, moment: jax.Array, draws: Draws, *second: jax.Array):
-        """Return the stored form of a moment, or of its quotient by a root."""
+        """Encode a moment, or its quotient by the root of ``second`` if it is given."""
         encode = functools.partial(_encode, self.format, self.number, draws)
         return layerwise(encode)(moment, *second)
 
     def decode(self, stored) -> jax.Array:
-        """Return the moment, or its quotient by a root, in float32."""
+        """Decode a moment to float32. A relative moment is still a quotient."""
         return layerwise(functools.partial(_decode, self.format, self.shape))(stored)
 
 
 @dataclasses.dataclass(frozen=True)
 class MomentPlan:
-    """Which parts of an inner state are stored in which format.
+    """The format in which each part of an inner state is stored.
 
     Args:
       inner: the wrapped transformation.
@@ -126,7 +126,7 @@ class MomentPlan:
 
     @functools.cached_property
     def stored_first(self) -> frozenset[int]:
-        """The moments that are rounded and stored before updates are computed."""
+        """Indices of the moments that are stored before updates are computed."""
         readers = {
             leaf.name
             for leaf in self.leaves
@@ -144,7 +144,7 @@ class MomentPlan:
 
     @functools.cached_property
     def error_parts(self) -> list[int | None]:
-        """Per parameter, the part to which its rounding errors are added, or None."""
+        """For each leaf, the index of the part that receives its errors, or None."""
         fields = [leaf.format and leaf.format.error_feedback for leaf in self.leaves]
         if all(field is None for field in fields):
             return [None] * len(fields)
@@ -171,7 +171,7 @@ class MomentPlan:
         return any(part is not None for part in self.error_parts)
 
     def placed(self) -> list[StoredLeaf]:
-        """Move leaves so that their shards are whole words and blocks."""
+        """Return the leaves, moved if their shards would split words or blocks."""
         packed = {
             leaf.name: [leaf.format and leaf.format.width] for leaf in self.leaves
         }
@@ -196,8 +196,8 @@ class MomentPlan:
 
         Args:
           parts: the parts, with moments in float32.
-          draws: random numbers for moments, by the path of the leaf.
-          stored: numbers of the parts that are already in their stored form.
+          draws: random numbers for moments, keyed by the path of the leaf.
+          stored: indices of the parts that are already in their stored form.
         """
         result = list(parts)
         for i, storage in enumerate(self.storage):
@@ -210,7 +210,7 @@ class MomentPlan:
         return result
 
     def decode(self, parts: Sequence, wanted: Collection[int] | None = None) -> list:
-        """Return the parts with the wanted moments in float32; all moments if None."""
+        """Return the parts, with the wanted moments (by default, all) in float32."""
         result = list(parts)
         for i, storage in enumerate(self.storage):
             if storage is None or (wanted is not None and i not in wanted):
@@ -221,7 +221,7 @@ class MomentPlan:
         return result
 
     def _second(self, storage: MomentStorage, parts, *, is_stored: bool) -> list:
-        """Return a list with the moment whose root divides another one, if any."""
+        """Return a list of the moments (at most one) whose root divides this moment."""
         if storage.reference is None:
             return []
         part, second = parts[storage.reference], self.storage[storage.reference]
@@ -235,7 +235,7 @@ class MomentPlan:
     def tree(
         self, structure: trees.PyTreeDef, parts: Sequence, before=None
     ) -> typing.Any:
-        """Return the inner state of stored parts, with the blanks of ``before``."""
+        """Return the inner state with these parts and the blanks of ``before``."""
         state = structure.unflatten(parts)
         if self.choice.is_float32:
             return state
@@ -282,8 +282,8 @@ class MomentPlan:
         return [x.codes if is_uncoded(x) else x for x in parts]
 
     def _check_float32(self, state) -> None:
-        # Without formats, the inner init need not accept optax's placeholders, so
-        # moments are recognised by their dtype alone.
+        # Without formats, the inner init need not support optax's placeholders, so this
+        # function recognises moments by their dtype.
         is_container = lambda x: isinstance(x, CONTAINERS)
 
         def paired(x):
@@ -312,7 +312,7 @@ class MomentPlan:
 
     @functools.cached_property
     def _moments(self) -> dict[int, MomentStorage]:
-        """The moments by the numbers of their parts, without references."""
+        """The moments, keyed by part index, without references."""
         params = {leaf.name: leaf.param for leaf in self.leaves}
         numbers: collections.Counter = collections.Counter()
         found, part = {}, itertools.count()

@@ -48,7 +48,7 @@ def check_multi_steps_around(params, skips: str | None = None) -> None:
     if skips is not None:
         raise ValueError(_refusal(skips))
     multi_steps, params = around.f_locals["self"], around.f_locals["params"]
-    # JAX would confuse the bound method with the one that it may be tracing.
+    # Use a new function, because JAX may already be tracing the bound method.
     init = lambda params: multi_steps.init(params)
     check_multi_steps_in(jax.eval_shape(init, params))
 
@@ -56,8 +56,8 @@ def check_multi_steps_around(params, skips: str | None = None) -> None:
 def check_multi_steps_in(state) -> None:
     """Raise an error if a MultiSteps contains a transformation that skips gradients.
 
-    A MultiSteps with ``should_skip_update_fn`` skips such gradients itself, so it
-    works.
+    A MultiSteps with ``should_skip_update_fn`` is allowed, because it skips such
+    gradients itself.
     """
     for multi_steps in trees.all_of(optax.MultiStepsState, state):
         skips = trees.all_of(_SKIPS, multi_steps.inner_opt_state)

@@ -1,4 +1,4 @@
-"""Conversion between a list of stored moments and parallel trees of their arrays.
+"""Functions that convert lists of stored moments to parallel trees of their arrays.
 
 :class:`.moments.MomentPlan` converts the moments of one field of the inner state.
 """
@@ -20,9 +20,10 @@ def in_parallel_trees(
 ):
     """Return the moments of one field as the state stores them.
 
-    Each part is a result of the format's ``encode``, or an array without codes. A
-    format with several arrays gives a container of trees. For arrays without codes,
-    ``scales`` contains blanks, from ``before`` if it is a container.
+    Each part is a result of the format's ``encode``, or an unencoded array. If the
+    format stores several arrays, the result is a container of trees, and its ``scales``
+    contain a blank for each unencoded array. These blanks come from ``before`` if it is
+    a container.
     """
     if format_ is None or format_.container is None:
         return treedef.unflatten(parts)
@@ -42,7 +43,7 @@ def in_parallel_trees(
 
 
 def leaf_by_leaf(names: Sequence[str], treedef, stored, what: str) -> list:
-    """Invert :func:`in_parallel_trees`; arrays without codes are in containers."""
+    """Invert :func:`in_parallel_trees`, but keep unencoded arrays in containers."""
     if not isinstance(stored, CONTAINERS):
         return trees.parts_of(names, treedef, stored, what)
     codes = trees.parts_of(names, treedef, stored.codes, "codes")

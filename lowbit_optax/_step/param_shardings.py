@@ -36,8 +36,8 @@ def leaf_shardings(
     Args:
       given: see :data:`ParamShardings`.
       params: tree of parameters.
-      layer: the layer of stacked parameters that ``params`` contains, while ``given``
-        describes the stacks.
+      layer: the layer of stacked parameters that ``params`` contains. ``given`` still
+        describes whole stacks.
     """
     names, leaves, treedef = trees.named_leaves(params)
     if given is None:
@@ -72,10 +72,11 @@ def named_shardings(
 
     Args:
       what: the name of the shardings, for errors.
-      shardings: tree of NamedShardings and PartitionSpecs, a prefix of ``params``.
+      shardings: tree of NamedShardings and PartitionSpecs, which may be a prefix tree.
       params: tree of parameters.
       mesh: the mesh for PartitionSpecs; if None, the mesh of ``jax.set_mesh``.
-      allows_none: if True, the result is None for None and for shardings on one device.
+      allows_none: if True, the result contains None for None and for a sharding on
+        one device.
     """
     names, leaves, _ = trees.named_leaves(params)
     found: list[NamedSharding | None] = []
@@ -107,7 +108,7 @@ def named_shardings(
 
 
 def mesh_or_ambient(what: str, mesh, name: str) -> Mesh | AbstractMesh:
-    """Return the mesh, or the mesh of ``jax.set_mesh`` if it is None."""
+    """Return ``mesh``, or the mesh of ``jax.set_mesh`` if ``mesh`` is None."""
     if mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -119,7 +120,7 @@ def mesh_or_ambient(what: str, mesh, name: str) -> Mesh | AbstractMesh:
 
 
 def of_a_layer(sharding: NamedSharding | None) -> NamedSharding | None:
-    """Return the sharding of a layer; None if layers are on different devices."""
+    """Return the sharding of a layer, or None if layers are on different devices."""
     if sharding is None or any(sharding.spec[:1]):
         return None
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
@@ -128,7 +129,7 @@ def of_a_layer(sharding: NamedSharding | None) -> NamedSharding | None:
 def uneven_axes(
     shape: tuple[int, ...], sharding: NamedSharding | None
 ) -> dict[int, int]:
-    """Return the axes that their number of shards does not divide, with this number."""
+    """Return a dict from each axis that does not divide evenly to its shard count."""
     uneven = {}
     for axis, entry in enumerate(sharding.spec if sharding is not None else ()):
         if sharding is None or entry is None or entry is PartitionSpec.UNCONSTRAINED:

@@ -1,8 +1,8 @@
 """The seed of a new state, from the user's seed and a checksum of the parameters.
 
-``Lowbit.start`` calls :func:`seed_of`. With the user's seed alone, each ``init`` would
-lead to the same random numbers, and so would each transformation of a parameter with
-the same path, such as one transformation per layer.
+``Lowbit.start`` calls :func:`seed_of`. Without the checksum, every ``init`` would lead
+to the same random numbers. Different parameters with the same path would also share
+random numbers, for example if each layer has its own transformation.
 """
 
 from collections.abc import Sequence
@@ -42,17 +42,17 @@ def seed_of(seed: int | jax.Array, leaves: Sequence) -> jax.Array:
         total = traced_once(_checksum)(array, total)
         if not isinstance(total, Tracer):
             total = jax.device_get(total)  # the next leaf may be on another device
+    # Reduce one axis at a time, because the sum may not vary over all axes.
     for axis in jax.sharding.get_abstract_mesh().manual_axes:
-        total = lax.pmax(
-            total, axis
-        )  # one by one, because the sum may not vary over all
+        total = lax.pmax(total, axis)
     return hash_words(total, jnp.uint32(seed), jnp.uint32(seed))
 
 
 def _checksum(array: jax.Array, total: jax.Array) -> jax.Array:
-    """Add a hash of each element, its index and the total to the total, mod 2^32.
+    """Return the total plus a hash of each element, modulo 2^32.
 
-    A hash depends on the total so far, so that XLA needs memory for one leaf at a time.
+    A hash also depends on the element's index and on the total so far, so that XLA
+    needs memory for one leaf at a time.
     """
     # A 64-bit element becomes two elements.
     words = f"uint{8 * min(array.dtype.itemsize, 4)}"

@@ -32,7 +32,7 @@ from lowbit_optax._step.state import LowbitState
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeafStep:
-    """Leaves, and the random bits for one step of them.
+    """Leaves, and the random bits for one step.
 
     Args:
       leaves: the leaves of the parameters, in the order of their tree.
@@ -104,12 +104,12 @@ class Step(LeafStep):
 
     @functools.cached_property
     def masters(self) -> list:
-        """Master weights for the inner transformation."""
+        """The master weights for the inner transformation."""
         return [leaf.master() for leaf in self.leaves]
 
     @functools.cached_property
     def grads(self) -> list:
-        """Gradients for the inner transformation: float32 and unscaled."""
+        """The gradients for the inner transformation, in float32 and unscaled."""
         wide = [leaf.wide_grad() for leaf in self.leaves]
         if context.current().is_analysed:
             # In an analysed step, gradients must not depend on each other.
@@ -122,7 +122,7 @@ class Step(LeafStep):
         return self.plan.structure(self.state.inner_state)
 
     def moments(self, wanted: Collection[int] | None = None) -> list:
-        """Return the parts of the inner state, the wanted ones in float32."""
+        """Return the parts of the inner state, with the wanted moments in float32."""
         return self.plan.decode(self.parts, wanted)
 
     def inner_update(self, update: Callable) -> tuple[list, typing.Any]:
@@ -160,7 +160,7 @@ class Step(LeafStep):
 
     @functools.cached_property
     def draws(self) -> dict[str, Draws]:
-        """Random numbers for the moments, by the path of the leaf."""
+        """The random numbers for moments, keyed by the path of the leaf."""
         phase = self.phase if self.plan.rounds_evenly else None
         return draws_of_moments(self.leaves, self.random, phase)
 
@@ -198,7 +198,7 @@ def random_of_leaves(names, params, seed, count) -> list[RandomBits]:
 def draws_of_moments(
     leaves: Sequence[StoredLeaf], random: Sequence[RandomBits], phase=None
 ) -> dict[str, Draws]:
-    """Return the random numbers for moments, by the path of the leaf."""
+    """Return the random numbers for moments, keyed by the path of the leaf."""
     return {
         leaf.name: moment_draws(bits, leaf.spare_stream, phase)
         for leaf, bits in zip(leaves, random, strict=True)

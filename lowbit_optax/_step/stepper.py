@@ -59,7 +59,7 @@ class Stepper(abc.ABC):
     def update(
         self, updates: optax.Updates, state, params: optax.Params | None = None, **extra
     ) -> tuple[optax.Updates, typing.Any]:
-        """See optax; while a wrapper is traced, this adds a marker."""
+        """Return ``(updates, new state)``; add a marker while a wrapper is traced."""
         if not context.current().wants_params:
             return self.run(params, state, updates, ADD, extra)
         return marked(self, lambda _: self, (), updates, state, params, extra)
@@ -67,10 +67,10 @@ class Stepper(abc.ABC):
     def update_within(
         self, updates: optax.Updates, state, params: optax.Params | None = None, **extra
     ) -> tuple[optax.Updates, typing.Any]:
-        """The ``update`` of a transformation that is created while a wrapper is traced.
+        """Run ``update`` of a transformation that was created inside a traced wrapper.
 
         ``optax.inject_hyperparams`` creates such transformations. They may contain
-        values of the trace, so they cannot run after it has ended. Therefore, they run
+        traced values, so they cannot run after the trace has ended. Therefore, they run
         immediately and add no marker.
         """
         with context.changed(wants_params=False):
@@ -135,7 +135,8 @@ def marked(
 
     Args:
       stepper: the transformation.
-      with_held: returns the transformation with given values instead of ``held``.
+      with_held: function that returns the transformation with other values for
+        ``held``.
       held: the traced values that the transformation contains.
       grads, state, params, extra_args: the arguments of the update.
     """

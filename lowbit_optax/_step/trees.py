@@ -1,4 +1,4 @@
-"""Trees of parameters and state, and the parts of error messages that describe them."""
+"""Functions that read trees of parameters and state, and describe them in errors."""
 
 import contextlib
 import typing
@@ -75,7 +75,7 @@ def leaves_of_prefix(what: str, prefix, params, name: str = "params") -> list:
 
 
 def all_of(kind, tree: PyTree) -> list:
-    """Return the nodes of a tree that are instances of one or several types.
+    """Return the nodes of a tree that are instances of ``kind``, one or several types.
 
     >>> all_of(dict, [{"w": 1}, 2])
     [{'w': 1}]
@@ -109,7 +109,7 @@ def is_float(leaf) -> bool:
 
 
 def describe(x) -> str:
-    """Return dtypes and shapes of an array or of a NamedTuple of arrays, for errors.
+    """Describe the dtype and shape of an array, or of the fields of a NamedTuple.
 
     >>> describe(jnp.ones((2, 3), jnp.bfloat16)), describe(None)
     ('bfloat16[2, 3]', 'none')
@@ -127,7 +127,7 @@ def describe(x) -> str:
 
 
 def outline(state) -> str:
-    """Return the types in a state, such as the state of a chain, for errors.
+    """Return the names of the types in a state, such as a chain's state, for errors.
 
     >>> import optax
     >>> outline(optax.sgd(0.1, momentum=0.9).init(jnp.ones(3)))
@@ -151,7 +151,7 @@ def check_plain(function: str, name: str, leaf) -> None:
 
 @contextlib.contextmanager
 def naming(name: str):
-    """A context that adds the path of a quantised weight to errors about its parts."""
+    """Add the path of a quantised weight to errors inside the ``with`` block."""
     try:
         yield
     except (ValueError, AttributeError) as error:

@@ -15,17 +15,17 @@ from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.quantized_weights import QuantizedWeights
 
 _FEWEST = 4096
-"""With fewer elements than this, the warning is not worth it."""
+"""If float32 parameters have fewer elements in total, there is no warning."""
 
 
 def warn_of_wide_params(
     weights: WeightFormat, names: Sequence[str], params: Sequence
 ) -> None:
-    """Warn once if most of the parameters are float32, and name the functions to use.
+    """Warn once if most parameters are float32, and name functions that narrow them.
 
     Vectors, biases and normalisations do not count, because ``from_master`` keeps them
-    in float32. Traced parameters do not count, because ``jax.eval_shape`` needs only
-    shapes.
+    in float32. Traced parameters do not count, so ``jax.eval_shape`` of an ``init``
+    does not warn.
     """
     wide = {
         name: x

@@ -1,4 +1,4 @@
-"""Direct steps of this package's transformations inside optax's wrappers.
+"""Direct steps for transformations of this package inside optax's wrappers.
 
 ``optax.chain``, ``masked``, ``partition``, ``inject_hyperparams``, ``apply_if_finite``
 and similar wrappers compute something before the update of a transformation of this
@@ -6,9 +6,9 @@ package, and return its updates unchanged. :func:`lowbit_optax.step` calls
 :func:`step_wrapped`, which traces the wrappers on shapes with a marker for each such
 update (:func:`.stepper.marked`). Then it runs the parts of the trace as follows:
 
-    elementwise operations from gradients to an update's gradients:   in its kernel
-    selections between results of an update and old values:           as a guard
-    all other operations:                                             unchanged
+    elementwise operations that compute an update's gradients:    in its kernel
+    selections between results of an update and old values:       as a guard
+    all other operations:                                         unchanged
 
 The step returns new parameters instead of updates, and costs the same as without
 wrappers. If a wrapper computes with the updates or needs concrete values, the function
@@ -45,7 +45,7 @@ class Summed(typing.Protocol):
         ...
 
     def among(self, lowbit: Lowbit, leaves: Sequence[int]) -> Stepper:
-        """Return a transformation of some leaves that reads their sums."""
+        """Return a transformation that updates the given leaves with their sums."""
         ...
 
 
@@ -53,7 +53,7 @@ class Given(typing.NamedTuple):
     """The arguments of a step.
 
     Args:
-      grads: the given gradients, a list of leaves.
+      grads: list of the gradients that the user passed.
       seen: the tree of gradients that wrappers see.
       state, params: the arguments of ``update``.
       summed: accumulated gradients, if ``seen`` contains their sums; None otherwise.
@@ -68,7 +68,7 @@ class Given(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Run:
-    """A wrapped step.
+    """Runs the step of a wrapped transformation.
 
     Args:
       traced: the trace of the wrappers.
@@ -118,14 +118,14 @@ class _Run:
         return {call: self._step(inner) for call, inner in self.traced.inner.items()}
 
     def _step(self, inner: InnerStep) -> list:
-        """Return the new parameters of an update and then the leaves of its state."""
+        """Return a list of the new parameters and the leaves of the new state."""
         one, guard, given = jnp.float32(1), self.guard, self.given
         values = lambda tree: jax.tree.map(self._value, tree)
         stepper = inner.call.params["with_held"](values(inner.held))
         for node in inner.conditions:
             guard = guard.within(one, self._value(node))
         is_lowbit = isinstance(stepper, Lowbit)
-        # Accumulators are also reset in a step that a wrapper skips.
+        # If a wrapper may skip the step, its kernels cannot reset the accumulators.
         takes_sums = is_lowbit and not inner.conditions
         if self.traced.is_elementwise(inner) and (takes_sums or given.summed is None):
             structure = jax.tree.structure(inner.grads)
@@ -146,7 +146,7 @@ class _Run:
         return [*trees.named_leaves(new)[1], *jax.tree.leaves(new_state)]
 
     def _in_kernels(self, lowbit: Lowbit, inner: InnerStep) -> Stepper:
-        """Return a transformation that computes its gradients from the given ones."""
+        """Return a transformation whose kernels also compute its gradients."""
         if not self.traced.gets_gradients(inner):
             before = functools.partial(self._before, inner)
             lowbit = dataclasses.replace(lowbit, inner=_preceded(before, lowbit.inner))
@@ -188,8 +188,8 @@ def step_wrapped(
       summed: accumulated gradients to use instead of ``grads``; needs a guard.
 
     Returns:
-      ``(new params, new state)``. None if the transformation cannot step directly,
-        because a wrapper prevents it or because it is not from this package.
+      ``(new params, new state)``, or None if a wrapper prevents a direct step or ``tx``
+      contains no transformation of this package.
 
     Raises:
       ChangedUpdateError: if a wrapper changes an update of ``lowbit``.
@@ -201,10 +201,11 @@ def step_wrapped(
 def _chosen_trace(
     tx, params, state, grads, extra_args: dict, guard, summed: Summed | None
 ) -> tuple[WrapperTrace, Given] | None:
-    """Return the trace that a step follows, and its arguments, or None.
+    """Return the trace and the arguments of a step, or None if it cannot be direct.
 
-    Wrappers see the user's gradients unchanged, as in optax. They see float32 gradients
-    in a guarded step, and if kernels can then compute what the wrappers do.
+    By default, wrappers receive the user's gradients unchanged, as in optax. They
+    receive float32 gradients in two cases: if the step is guarded, and if this lets
+    kernels compute the wrappers' operations.
     """
     wide = jax.tree.map(_wide, grads)
     seen = wide if guard.scalars else grads

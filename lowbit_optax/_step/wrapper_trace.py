@@ -1,7 +1,7 @@
-"""``WrapperTrace``: what optax's wrappers compute around this package's updates.
+"""``WrapperTrace``: the operations of optax's wrappers around an update.
 
 :mod:`lowbit_optax._step.wrapped` calls :func:`trace_wrapper` with a transformation that
-contains one of this package. In the trace, each update of this package is an equation
+contains one of this package. In the trace, each update of this package is a call of
 :data:`.stepper.update_p`. The graph shows how wrappers compute the gradients of these
 updates, and how they use the results.
 """
@@ -29,10 +29,10 @@ class InnerStep:
     """The update of a transformation of this package inside wrappers.
 
     Args:
-      call: its equation.
+      call: the call of :data:`.stepper.update_p`.
       grads, state, params, extra_args: the arguments of the update, as trees of nodes.
       held: nodes that the transformation itself contains.
-      leaves: for each of its leaves, the number of the leaf among all parameters.
+      leaves: for each of its leaves, the index of the leaf among all parameters.
       conditions: scalar nodes; the update happens if all of them are true.
     """
 
@@ -62,7 +62,7 @@ class WrapperTrace:
 
     @functools.cached_property
     def grads(self) -> list[Node]:
-        """The gradients, by leaf of the parameters."""
+        """The gradients, as a list in the order of the parameters' leaves."""
         names, _, treedef = trees.named_leaves(self._params)
         grads = jax.tree.unflatten(self.arguments, self.graph.inputs)[0]
         return trees.parts_of(names, treedef, grads, "grads")
@@ -78,7 +78,7 @@ class WrapperTrace:
 
     @functools.cached_property
     def outputs(self) -> tuple[list[Node], list[Node]]:
-        """The updates by leaf of the parameters, and the leaves of the new state."""
+        """The updates as a list of leaves, and the leaves of the new state."""
         updates, state = jax.tree.unflatten(self.results, self.graph.outputs)
         names, _, treedef = trees.named_leaves(self._params)
         updates = trees.parts_of(names, treedef, updates, "updates")
@@ -93,7 +93,10 @@ class WrapperTrace:
 
     @functools.cached_property
     def found(self) -> "dict[Node, tuple[Call, int, tuple[Node, ...]]]":
-        """Results of marked updates, by output; empty if other outputs need them."""
+        """The results of the marked updates, keyed by output node.
+
+        The dict is empty if any other output depends on a marked update.
+        """
         old_state = self.old_state
         updates, new_state = self.outputs
         found = {}
@@ -119,7 +122,7 @@ class WrapperTrace:
 
     @functools.cached_property
     def inner(self) -> dict[Call, InnerStep]:
-        """The updates of this package, by call; empty if wrappers change results."""
+        """The updates of this package, keyed by call; empty if wrappers change them."""
         conditions: dict[Call, tuple[Node, ...]] = {}
         for call, _, when in self.found.values():
             if conditions.setdefault(call, when) != when:
@@ -168,9 +171,9 @@ class WrapperTrace:
 
 
 def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace | None:
-    """Trace an update; return None if new parameters cannot replace its updates.
+    """Trace an update, or return None if it cannot return new parameters directly.
 
-    This is the case if the transformation contains none of this package, or if a
+    This is the case if ``tx`` contains no transformation of this package, or if a
     wrapper computes with the results of a step or needs concrete values. Raises a
     ChangedUpdateError if a wrapper changes an update of ``lowbit``.
     """
@@ -201,10 +204,10 @@ def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace | 
 def _result(
     node: Node, is_kept: Callable[[Node], bool], graph: Graph
 ) -> tuple[Call, int, tuple[Node, ...]] | None:
-    """Return ``(call, result number, conditions)`` for a result of a marked update.
+    """Return ``(call, result index, conditions)`` for a result of a marked update.
 
     If a condition is false, ``is_kept`` must be true for the value that replaces the
-    result. The function returns None for other nodes.
+    result. The function returns None for all other nodes.
     """
     call = node.call
     if call is None:

@@ -52,11 +52,12 @@ class LeafBody:
       from_stored: the program for the result, if it is computed from rounded moments.
         Its inputs are these moments, decoded, followed by the inputs of ``program``,
         whose output 0 is not used.
-      phase: the scalar with the phase of evenly rounded moments; None if there are
-        none.
-      takes_error: the output to which the weight's rounding error is added, or None. If
-        set, the result is the update, and the last outputs are ``rate``, ``growth`` and
-        ``reach`` of :class:`lowbit_optax._step.error_feedback.Feedback`.
+      phase: the scalar with the phase of evenly rounded moments; None if no moment is
+        rounded evenly.
+      takes_error: index of the output to which the weight's rounding error is added, or
+        None. If set, the result is the update, and the last outputs are ``rate``,
+        ``growth`` and ``reach`` of
+        :class:`lowbit_optax._step.error_feedback.Feedback`.
       is_differentiable: whether rounding has derivatives. Kernels do not support them.
     """
 
@@ -139,15 +140,15 @@ class LeafBody:
 
     @property
     def kept(self) -> int:
-        """The numbers per element that wait for the maxima of their block.
+        """The number of values per element that are kept until the maxima are known.
 
-        A relative moment counts twice, because its quotient takes a root.
+        A relative moment counts twice, because its quotient needs a root.
         """
         relative = sum(x.relative_to is not None for x in self._scaled.values())
         return len(self._scaled) + relative + (self.takes_error is not None)
 
     def before(self, block_values):
-        """Return the stored scales in the form that decoding needs."""
+        """Convert the stored scales to the form that decoding needs."""
         pairs = zip(self._scaled.values(), block_values, strict=False)
         return tuple(rows.prepare(scale) for rows, scale in pairs)
 
@@ -243,12 +244,12 @@ class LeafBody:
 
     @property
     def _scaled(self) -> dict[int, WeightRows | MomentRows]:
-        """The weight and moments with a scale per block, by output."""
+        """The weight and moments with a scale per block, keyed by output index."""
         return {n: x for n, x in enumerate(self._rows) if x.has_scales}
 
     @property
     def _by_maxima(self) -> dict[int, WeightRows | MomentRows]:
-        """The same rows, in the order of the maxima that determine the scales."""
+        """The rows with scales, in the order of the maxima that determine them."""
         if self.from_stored is None:
             return self._scaled
         return dict(sorted(self._scaled.items(), key=lambda item: not item[0]))
@@ -264,7 +265,7 @@ class LeafBody:
         return first, first + 1, first + 2
 
     def _by_number(self, per_scale: Sequence) -> dict:
-        """Return the known values per block by output."""
+        """Return a dict from output index to per-block values, if they are known."""
         return dict(zip(self._scaled, per_scale, strict=False))
 
     def _opened(self, values, scalars, multiply_add, before) -> tuple:
@@ -285,7 +286,7 @@ class LeafBody:
         return param, residual, [grad, master, *moments, *outside]
 
     def _new(self, outputs: Iterable[int], opened, scalars, multiply_add) -> dict:
-        """Return some outputs of the program, by number."""
+        """Return a dict from output index to result, for the given outputs."""
         program = self.program.only(outputs)
         results = program.run(opened[2], scalars[KEYS:], multiply_add)
         return dict(zip(outputs, results, strict=True))
@@ -323,12 +324,12 @@ class LeafBody:
         function: Callable,
         *tangent: Callable,
     ) -> Callable:
-        """Return a function that rounds these rows, with a derivative if needed."""
+        """Return ``function``, with a derivative if rounding these rows needs one."""
         has_rule = self.is_differentiable and rows.format and not rows.has_scales
         return straight_through(function, *tangent) if has_rule else function
 
     def _decoded(self, stored: Sequence, prepared: dict, multiply_add) -> list:
-        """Return all moments in float32, from their stored form."""
+        """Decode all moments from their stored form to float32."""
         decoded = []
         for n, (moment, x) in enumerate(zip(self.moments, stored, strict=True), 1):
             decode = functools.partial(moment.decoded, multiply_add=multiply_add)
@@ -343,12 +344,12 @@ class LeafBody:
 
 
 def _quotient(rows: WeightRows | MomentRows, new: Mapping, n: int) -> jax.Array:
-    """Return new output n, divided by the root of the moment that it is relative to."""
+    """Return output ``n``, divided by a root if it is a relative moment."""
     second = rows.relative_to
     return new[n] if second is None else quotient(new[n], new[second])
 
 
 def _read_only(array: jax.Array, shape: tuple[int, ...]) -> Operand:
-    """Return an operand of a leaf's shape, which may have length 1 along some axes."""
+    """Return a read-only operand, which is repeated along axes of length 1."""
     lengths = enumerate(zip(array.shape, shape, strict=True))
     return Operand(array, repeated=tuple(axis for axis, (n, m) in lengths if n != m))

@@ -47,10 +47,10 @@ class Launches:
     """The kernel launches of a step.
 
     Args:
-      bodies: the static, hashable bodies by leaf number; ``when`` is the column of the
-        scalar that is zero in a skipped step.
+      bodies: dict from leaf index to the static, hashable body. Its ``when`` is the
+        column of the scalar that is zero in a skipped step.
       step: the step.
-      scalars: the values that all leaves share.
+      scalars: the scalars that all leaves share.
       implementation: see :func:`pallas_kernels.fused_update`, or ``"blocks"`` for
         :mod:`pallas_kernels.fused_update.blocked`.
     """
@@ -75,7 +75,7 @@ class Launches:
         return written
 
     def _by_blocks(self, leaves: Mapping[int, Leaf]) -> dict[int, list[jax.Array]]:
-        """Return the results with XLA on a CPU; small leaves are joined."""
+        """Return the results of each leaf, computed by XLA on a CPU."""
         written: dict[int, list[jax.Array]] = {}
         groups: dict[typing.Any, list[int]] = {}
         keys, scalars = self.step.keys, self._plain_scalars
@@ -89,7 +89,7 @@ class Launches:
         for (body, _), numbers in groups.items():
             for part in joined.divided(numbers, leaves):
                 some = [leaves[i] for i in part]
-                # Run one after the other, so that all use the same temporary memory.
+                # Update parts one after the other, so that they share memory.
                 some, _ = lax.optimization_barrier((some, new))
                 new = _joined(body, some, keys, np.array(part, np.uint32), scalars)
                 written |= zip(part, new, strict=True)
@@ -104,14 +104,14 @@ class Launches:
         implementation = typing.cast(Implementation, self.implementation)
         kind = sharing_kind(leaf, implementation)
         if any(x.repeated for x in leaf.operands):
-            # The positions of their elements depend on the shape.
+            # The positions of repeated elements depend on the shape.
             kind = tuple(x.repeated for x in leaf.operands), leaf.shape
         return self.bodies[number], dtypes, kind, self._axes(number)
 
     def _launch(self, numbers: list[int], leaves: Sequence[Leaf]):
         """Return the results of leaves that share a kernel, or of a very large leaf."""
         number, leaf = numbers[0], leaves[0]
-        # Rows have constant numbers, because slicing the table would need another
+        # The row indices are constants, because slicing the table would need another
         # kernel.
         rows, table = np.array(numbers, np.uint32), self._tables[self._axes(number)]
         first = None
@@ -138,9 +138,9 @@ class Launches:
 
     @functools.cached_property
     def _tables(self) -> dict[tuple[str, ...], jax.Array]:
-        """The tables of scalars, by the axes of ``jax.shard_map`` that change them.
+        """The tables of scalars, keyed by the ``jax.shard_map`` axes that change them.
 
-        A table is uint32 and has a row per leaf, with its keys and the shared scalars.
+        A table has a uint32 row for each leaf, with its keys and the shared scalars.
         """
         words = encode_scalars(self.scalars) if self.scalars else None
         tables = {}
@@ -200,7 +200,7 @@ def _over_layers(leaf: Leaf, update: Callable[[Leaf, jax.Array], list]) -> list:
 
 
 def _tables_of_layers(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the rows of a leaf's layers, which may have their own keys."""
+    """Return a table with a row for each layer, which may have its own keys."""
     numbers = jnp.arange(shape[0], dtype=jnp.int32)
     keys = keys_at_layer(row[0], row[1], numbers, shape[0], shape[1:])
     table = jnp.broadcast_to(row, (shape[0], row.size))
@@ -217,7 +217,7 @@ def _fused(
     layer: jax.Array | None,
     first: jax.Array | None,
 ) -> list[list[jax.Array]]:
-    """Update leaves; traced and lowered once for equal shapes and programs."""
+    """Update leaves. Traced and lowered once for equal shapes and programs."""
     if len(leaves) > 1:
         return fused_update_many(
             body, leaves, scalars=scalars, implementation=implementation
@@ -238,7 +238,7 @@ def _fused(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _blocked(body: LeafBody, leaf: Leaf, keys, number, scalars) -> list[jax.Array]:
-    """Update one leaf block by block; traced once for equal shapes and programs."""
+    """Update one leaf block by block. Traced once for equal shapes and programs."""
     keys = [lax.dynamic_index_in_dim(key, number, keepdims=False) for key in keys]
     return blocked.update(body, leaf, [*keys, *scalars], when=body.when)
 
@@ -247,6 +247,6 @@ def _blocked(body: LeafBody, leaf: Leaf, keys, number, scalars) -> list[jax.Arra
 def _joined(
     body: LeafBody, leaves: Sequence[Leaf], keys, numbers, scalars
 ) -> list[list[jax.Array]]:
-    """Update leaves as if they were one leaf."""
+    """Update leaves together, as if they were one leaf."""
     keys = [key[numbers] for key in keys]
     return joined.update(body, leaves, keys, scalars, when=body.when)

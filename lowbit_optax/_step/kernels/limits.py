@@ -1,4 +1,4 @@
-"""Limits of the fused kernels: which leaves and results they support.
+"""Functions that check whether the fused kernels support a leaf and its results.
 
 :func:`.plan.plan_kernels` calls these functions, which raise NotElementwise.
 """
@@ -21,7 +21,7 @@ MIN_PACKED_SIZE = 4096
 """XLA updates packed leaves with fewer elements."""
 
 _LEAST_OF_LAYER = 2**16
-"""For smaller layers, a loop takes longer than XLA without kernels."""
+"""For smaller layers, a loop over kernels takes longer than XLA's update."""
 
 
 def needs_loop(shape: tuple[int, ...]) -> bool:
@@ -32,8 +32,8 @@ def needs_loop(shape: tuple[int, ...]) -> bool:
 def has_layers(leaf: StoredLeaf) -> bool:
     """Return whether a leaf can be updated layer by layer along its first axis.
 
-    Words and blocks must be within layers, and no known mesh axis may distribute
-    layers.
+    Each word and block must be inside one layer, and no known sharding may distribute
+    the layers over devices.
     """
     shape = leaf.param.shape
     if len(shape) < 3 or not _LEAST_OF_LAYER <= math.prod(shape[1:]) <= MAX_ELEMENTS:

@@ -1,4 +1,4 @@
-"""``KernelPlan``: which leaves fused kernels update, and what each kernel computes.
+"""``KernelPlan``: the leaves that kernels update, and what each kernel computes.
 
 :mod:`lowbit_optax._step.backends` calls :func:`plan_kernels` with a traced inner update
 (:mod:`lowbit_optax._step.inner_update`). The graph of the update gives each leaf a
@@ -41,7 +41,7 @@ class LeafKernel:
 
     Args:
       body: the computation of the kernel.
-      parts: numbers of the inner state's parts that are the leaf's moments.
+      parts: indices of the parts of the inner state that are the leaf's moments.
       outside: nodes that XLA computes for the kernel.
     """
 
@@ -52,13 +52,13 @@ class LeafKernel:
 
 @dataclasses.dataclass(frozen=True)
 class KernelPlan:
-    """Which leaves of a step kernels update, and how.
+    """The kernels for the leaves of a step.
 
     Args:
       traced: the inner update.
-      kernels: the kernels by leaf number.
-      reasons: for other leaves, the reason why they have no kernel, by leaf number.
-        Leaves that are too small for kernels are omitted.
+      kernels: dict from leaf index to kernel.
+      reasons: dict from leaf index to the reason why the leaf has no kernel. Leaves
+        that are too small for kernels are omitted.
       scalars: the table of scalars that the kernels read.
     """
 
@@ -78,9 +78,10 @@ class KernelPlan:
             )
 
     def arrays(self, step: Step, values: Mapping | None = None) -> dict[int, Leaf]:
-        """Return the arrays that the kernels read and write, by leaf number.
+        """Return a dict from leaf index to the arrays that its kernel uses.
 
-        ``values`` maps nodes to arrays that XLA computed; without it, they are omitted.
+        ``values`` maps nodes to arrays that XLA computed. If it is None, these arrays
+        are omitted.
         """
         return {
             i: x.body.arrays(
@@ -92,7 +93,7 @@ class KernelPlan:
         }
 
     def why_not(self, *, on_tpus: bool) -> dict[int, str]:
-        """Return why XLA updates leaves, by leaf number; see ``reasons``."""
+        """Return a dict from leaf index to the reason why XLA updates the leaf."""
         return self.reasons | self.tpu_refusals if on_tpus else self.reasons
 
     @property
@@ -115,7 +116,7 @@ class KernelPlan:
 
     @functools.cached_property
     def tpu_refusals(self) -> dict[int, str]:
-        """Why no TPU kernel updates a leaf, by leaf number."""
+        """Dict from leaf index to the reason why no TPU kernel updates the leaf."""
         columns = KEYS + len(self.scalars.nodes)
         found = {
             i: tpu_refusal(self.kernels[i].body, leaf, columns)
@@ -127,13 +128,13 @@ class KernelPlan:
 def plan_kernels(
     traced: InnerUpdate, *, is_exact: bool = False, for_tpus: bool = False
 ) -> KernelPlan:
-    """Find which leaves of an inner update a kernel can update.
+    """Plan a kernel for each leaf of an inner update that a kernel can update.
 
     Args:
       traced: the inner update.
       is_exact: if True, programs match the reference bit for bit.
-      for_tpus: if True, only TPU kernels will run, which support any fields with any
-        blocks.
+      for_tpus: if True, only TPU kernels will run, which support all combinations of
+        fields and blocks.
     """
     scalars = Scalars(traced.graph)
     for scalar in traced.step.guard.scalars:
@@ -166,9 +167,10 @@ def _reads_what_is_stored_first(
     kernels: Mapping[int, LeafKernel],
     others: Collection[int],
 ) -> bool:
-    """Return whether any program except a leaf's own kernel needs its rounded moments.
+    """Return whether anything except a leaf's own kernel reads its rounded moments.
 
-    XLA computes scalars and other inputs of kernels before the kernels run.
+    Such a plan cannot run, because XLA computes scalars and other inputs of kernels
+    before the kernels round the moments.
     """
     first = traced.stored_first
     if not first:
@@ -183,7 +185,7 @@ def _reads_what_is_stored_first(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Planner:
-    """Plans leaves one by one.
+    """Plans the kernels of leaves.
 
     Args:
       traced: the inner update.
@@ -216,7 +218,7 @@ class _Planner:
         return self._kernel(i, weight, rows)
 
     def _rows_of(self, i: int, result: Node) -> "_Rows":
-        """Return a leaf's results as functions of its gradient, master and moments."""
+        """Return the inputs and outputs of a leaf's program, without outside arrays."""
         nodes, feedback = self.traced.nodes, self.traced.feedback[i]
         parts = self._parts_of(i)
         own = [nodes.grads[i], nodes.masters[i], *(nodes.state[s] for s in parts)]
@@ -232,7 +234,7 @@ class _Planner:
         return _Rows(parts, own, outputs)
 
     def _with_outside(self, i: int, rows: "_Rows") -> "_Rows":
-        """Return the same results, with additional inputs that XLA computes."""
+        """Add the arrays that XLA computes to the inputs of a leaf's program."""
         outside = tuple(arrays_from_outside(rows.outputs, rows.inputs))
         if outside and any(s in self.traced.stored_first for s in rows.parts):
             raise NotElementwise(
@@ -246,7 +248,7 @@ class _Planner:
         return rows._replace(inputs=[*rows.inputs, *outside], outside=outside)
 
     def _kernel(self, i: int, weight: WeightRows, rows: "_Rows") -> LeafKernel:
-        """Return the kernel of a leaf whose results are elementwise in these rows."""
+        """Return the kernel of a leaf, given the inputs and outputs of its program."""
         step, parts = self.traced.step, rows.parts
         leaf, feedback = step.leaves[i], self.traced.feedback[i]
         program_of = functools.partial(
@@ -278,11 +280,11 @@ class _Planner:
 
     @functools.cached_property
     def phase(self) -> Node:
-        """The phase of the step, as one node for all leaves."""
+        """The phase of the step, as a node that all leaves share."""
         return constant(self.traced.step.phase)
 
     def _moments(self, i: int, parts: tuple[int, ...]):
-        """Yield the moments of a leaf's body."""
+        """Yield the :class:`.rows.MomentRows` of each moment of a leaf."""
         relative = self._relative.get(self.traced.step.leaves[i].name, {})
         if any((x in parts) != (second in parts) for x, second in relative.items()):
             raise NotElementwise(
@@ -299,7 +301,7 @@ class _Planner:
 
     @functools.cached_property
     def _relative(self) -> dict[str, dict[int, int]]:
-        """For each leaf, which moment's root divides each relative moment."""
+        """Dict from leaf path to a dict from relative part to its reference part."""
         found: dict[str, dict[int, int]] = {}
         for number, storage in enumerate(self.traced.step.plan.storage):
             if storage is not None and storage.reference is not None:
@@ -307,7 +309,7 @@ class _Planner:
         return found
 
     def _parts_of(self, i: int) -> tuple[int, ...]:
-        """Return the parts of the state that are moments of a leaf.
+        """Return the indices of the parts of the state that are moments of a leaf.
 
         They have the shape of the leaf before and after the update. Either the leaf's
         update reads them, or they are computed from its gradient or master.
@@ -323,9 +325,9 @@ class _Planner:
 
     @functools.cached_property
     def _state_of_shape(self) -> dict[tuple[int, ...], list]:
-        """The parts of the state that keep shape and dtype, by shape.
+        """The parts of the state that keep their shape and dtype, keyed by shape.
 
-        Each entry contains its number, the old part, and the inputs of the new part.
+        Each entry is ``(index, old part, inputs of the new part)``.
         """
         found: dict[tuple[int, ...], list] = {}
         for number, (old, new) in enumerate(self.traced.state_pairs):
@@ -340,7 +342,7 @@ class _Rows(typing.NamedTuple):
     """The inputs and outputs of a leaf's program.
 
     Args:
-      parts: the parts of the state that are the leaf's moments.
+      parts: indices of the parts of the state that are the leaf's moments.
       inputs: gradient, master, moments, and nodes that XLA computes.
       outputs: the result, the moments, and the nodes for error feedback.
       outside: the nodes that XLA computes.

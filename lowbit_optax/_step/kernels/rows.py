@@ -1,4 +1,4 @@
-"""Weights and moments of one leaf in a kernel: conversion between float32 and storage.
+"""Convert rows of a leaf's weights and moments between float32 and storage.
 
 :class:`.body.LeafBody` calls these methods with rows of a leaf's arrays.
 """
@@ -25,8 +25,8 @@ class WeightRows:
     Args:
       format: the format for unpacked residuals; None for a leaf without a format and
         for a QuantizedTensor.
-      quantized: the functions of the fields of a QuantizedTensor; None for other
-        leaves.
+      quantized: functions that encode and decode the fields of a QuantizedTensor; None
+        for other leaves.
       has_residual: whether the operands contain a residual after the parameter.
       spare_stream: see :class:`.StoredLeaf`.
     """
@@ -65,15 +65,15 @@ class WeightRows:
 
     @property
     def blocks(self) -> QuantizedFields:
-        """The functions of the fields of a weight with scales."""
+        """The functions that encode and decode a weight with scales."""
         return typing.cast(QuantizedFields, self.quantized)
 
     def keys(self, x: jax.Array) -> list[jax.Array]:
-        """Return keys of float32 values, whose maxima determine the scales."""
+        """Return a key for each float32 value. Maximum keys determine the scales."""
         return [self.blocks.magnitude_key(x)]
 
     def scale_of(self, maxima: Sequence[jax.Array], old: jax.Array) -> jax.Array:
-        """Return scales of blocks, from the maxima of their keys and the old scales."""
+        """Return the scales of blocks, given their maximum keys and old scales."""
         return self.blocks.scale_of(maxima[0], old)
 
     def prepare(self, scale: jax.Array):
@@ -122,8 +122,7 @@ class MomentRows:
     Args:
       format: its format; None if it is not encoded.
       number: its index among the leaf's moments with a format.
-      relative_to: the output of the body whose root divides this moment; None for no
-        division.
+      relative_to: index of the body's output whose root divides this moment, or None.
     """
 
     format: MomentFormat | None
@@ -166,7 +165,7 @@ class MomentRows:
     def decoded(
         self, stored: jax.Array, prepared, multiply_add: MultiplyAdd
     ) -> jax.Array:
-        """Return the moment, or its quotient by a root, from its stored form.
+        """Return the float32 value of a moment, which may be divided by a root.
 
         ``prepared`` contains its scales, from :meth:`prepare`; None without scales.
         """
@@ -179,7 +178,7 @@ class MomentRows:
     def radicand(
         self, stored: jax.Array, prepared, multiply_add: MultiplyAdd
     ) -> jax.Array:
-        """Return the radicand of the moment's root, like :meth:`decoded`."""
+        """Decode a moment whose root divides another; see :func:`.codes.radicand`."""
         if self.has_scales:
             return self.codec.decode_radicand(stored, prepared, multiply_add)
         return radicand(self.decoded(stored, prepared, multiply_add))[0]
@@ -187,7 +186,7 @@ class MomentRows:
     def encoded(
         self, moment: jax.Array, prepared, draws: Draws, multiply_add: MultiplyAdd
     ) -> jax.Array:
-        """Return the fields of a moment, or of its quotient."""
+        """Return the stored form of a moment, which may be divided by a root."""
         if self.format is None:
             return moment
         if self.has_scales:

@@ -3,7 +3,7 @@
 :mod:`lowbit_optax._step.backends` calls :meth:`Kernels.run` with a planned step. XLA
 computes everything outside of the kernels: scalars, counters, and leaves without a
 kernel. :mod:`lowbit_optax._step.kernels.plan` decides which leaves have a kernel, and
-:mod:`lowbit_optax._step.kernels.launches` which leaves share a launch.
+:mod:`lowbit_optax._step.kernels.launches` decides which leaves share a launch.
 """
 
 import dataclasses
