@@ -27,7 +27,7 @@ from pallas_kernels.layout import (
 )
 
 _MAX_CHOICES = 4
-"""Largest number of words in a period for which :func:`unpack` selects words."""
+"""Maximum number of words per period for which :func:`unpack` uses selections."""
 
 
 def get_field(words: Sequence[jax.Array], row: int, bits: int) -> jax.Array:
@@ -160,7 +160,7 @@ def unpack_with(
     """Return ``decode(unpack(words, bits, layout), *operands)``.
 
     This function computes each row of a period separately. Unlike in :func:`unpack`,
-    XLA then reads each word once, and fuses slicing the words out of a stack.
+    XLA then reads each word once, and fuses the slicing of words out of a stack.
 
     Args:
       decode: elementwise function of fields and operands.
@@ -196,7 +196,7 @@ def _words_of_periods(words: jax.Array, bits: int, layout: Layout) -> list[jax.A
 
 
 def _from_periods(x: jax.Array, layout: Layout) -> jax.Array:
-    """Merges axis ``layout.row_axis + 1``, the rows of each period, into the rows."""
+    """Merges the rows of each period, axis ``layout.row_axis + 1``, into one axis."""
     axis, matrix = layout.row_axis, layout.matrix_shape
     rows = lax.slice_in_dim(merge_axes(x, axis), 0, matrix[axis], axis=axis)
     return layout.from_matrix(rows.reshape(matrix))
@@ -225,7 +225,7 @@ def _chosen_fields(words: list[jax.Array], axis: int, height: int, bits: int):
 
 
 def check_words(words: jax.Array, bits: int, layout: Layout) -> None:
-    """Raise a ValueError unless words are uint32 and have the shape for a layout."""
+    """Raise a ValueError unless words are uint32 and have the layout's shape."""
     check(bits, words.dtype)
     expected = layout.words_shape(bits)
     if words.shape != expected:

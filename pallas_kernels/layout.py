@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 
 VERSION = 2
-"""Version of this layout, with which the names of state fields end."""
+"""Version of this layout, appended to the names of state fields."""
 
 TILE_ROWS = 8
 TILE_COLUMNS = 4
@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def row_axis(self) -> int:
-        """Axis of the rows in ``shape`` and :attr:`matrix_shape`, at least 0."""
+        """Axis of the rows in ``shape`` and ``matrix_shape``, counted from 0."""
         return len(self.shape) + self.axis
 
     @property
@@ -293,7 +293,7 @@ def merge_axes(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _repeat(x: jax.Array, axis: int, count: int, size: int) -> jax.Array:
-    """Repeats each element ``count`` times along an axis, and cuts it to ``size``."""
+    """Repeats elements ``count`` times along an axis, and cuts the axis to ``size``."""
     wide = (*x.shape[: axis + 1], count, *x.shape[axis + 1 :])
     x = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), wide)
     return lax.slice_in_dim(merge_axes(x, axis), 0, size, axis=axis)

@@ -109,7 +109,7 @@ def axes_of(spec: P, rank: int) -> list[tuple[str, ...]]:
 
 
 def count_of(mesh: Mesh, names: Sequence[str]) -> int:
-    """Return the number of shards of an axis that these mesh axes shard."""
+    """Return the number of shards into which these mesh axes divide an axis."""
     return math.prod(mesh.shape[name] for name in names)
 
 

@@ -160,7 +160,7 @@ def fused_update_many(
 def _parts(leaves: int, max_leaves: int) -> list[list[int]]:
     """Divides the indices of the leaves into as few lists as ``max_leaves`` allows.
 
-    All lists have the same length, and only the last may be shorter, because kernels
+    All lists have the same length, except that the last may be shorter, because kernels
     with the same number of leaves are compiled once. The leaves are sorted by size and
     are dealt out back and forth, so that all lists have about the same number of
     elements. Lists of equal leaves are traced once.

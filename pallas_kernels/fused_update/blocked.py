@@ -110,7 +110,7 @@ def _lengths(shape: tuple[int, ...], unit: int) -> tuple[int, int]:
     length = max(BLOCK // (unit * row), 1) * unit
     if rows < 2 * length:
         return rows, 0
-        # The last part includes the remainder. Few rows could have another layout.
+        # The last part gets the remainder, because few rows could change the layout.
     return length, length + rows % length
 
 
@@ -158,7 +158,7 @@ def over_parts(
         written = finish(0, written)
     elif parts.last:
         written = lax.fori_loop(0, turns, finish, written)
-    # If XLA fused these writes with a later reshape or bitcast, it would use new memory.
+    # If XLA fused the writes with a later reshape or bitcast, it would use new memory.
     results = _barrier([written[place] for place in _places(leaf)])
     return [
         _from_slice(x, result.dtype)

@@ -26,7 +26,7 @@ from pallas_kernels.layout import FOLD, TILE_SIZE, WORD, block_shape, period
 from pallas_kernels.platforms import transformable
 
 MAX_ELEMENTS = 2**19
-"""Leaves of this size or larger are not joined, because copies would cost more."""
+"""Leaves of at least this size are not joined, because copying costs more."""
 
 MAX_JOINED = 2**20
 """Maximum number of elements in a joined leaf, which is a copy of its leaves."""

@@ -143,7 +143,7 @@ def larger_before(number: int, end: jax.Array, x: jax.Array, y: jax.Array) -> ja
 
 
 def lowest_bits(count: jax.Array) -> jax.Array:
-    """Return a uint32 with its lowest ``count`` bits set; ``count`` is clipped to 0-32."""
+    """Return a uint32 with the lowest ``count`` bits set. Counts are clipped at 32."""
     shift = jnp.maximum(count, jnp.int32(0)).astype(jnp.uint32)
     # In XLA, a shift by 32 or more gives 0.
     return ~lax.shift_left(jnp.full_like(shift, 2**32 - 1), shift)
