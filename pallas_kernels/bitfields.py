@@ -1,13 +1,13 @@
-"""Reading and writing k-bit fields in uint32 words, in kernels and in XLA programs.
+"""Read and write k-bit fields in uint32 words, in kernels and in XLA programs.
 
 Fields of ``32 / gcd(k, 32)`` consecutive rows fill ``k / gcd(k, 32)`` whole words. Then
 the pattern repeats (:func:`period`). Field ``r`` of a period is stored in bits
 ``[r*k, (r+1)*k)`` of its words, counted from the least significant bit of the first
-word. The row number is static, and therefore the word, the shift and the mask are too.
-A kernel unrolls them into shifts and masks of whole rows, and needs no shuffles or
-shared memory. A row may have any shape: a register vector in a kernel, or an array.
+word. The row index is static, so the word, the shift and the mask are constants. A
+kernel therefore needs only shifts and masks of whole rows, and no shuffles or shared
+memory. A row may have any shape: a register vector in a kernel, or an array.
 
-:mod:`pallas_kernels.layout` defines which axis of an array is the rows.
+:mod:`pallas_kernels.layout` defines which axis of an array contains the rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,15 +27,15 @@ from pallas_kernels.layout import (
 )
 
 _MAX_CHOICES = 4
-"""Largest number of words among which a row selects; 4 need at most 6 selections."""
+"""Maximum number of words per period for which :func:`unpack` uses selections."""
 
 
 def get_field(words: Sequence[jax.Array], row: int, bits: int) -> jax.Array:
-    """Return field ``row`` of the words of one or more periods.
+    """Return the field with index ``row`` from the words of one or more periods.
 
     Args:
-      words: uint32 arrays of the same shape, at least ``ceil((row+1)*bits/32)`` arrays.
-      row: static number of the field.
+      words: at least ``ceil((row+1)*bits/32)`` uint32 arrays of the same shape.
+      row: static index of the field.
       bits: width k of a field, 1 to 32.
 
     Returns:
@@ -72,7 +72,7 @@ def put_fields(fields: Sequence[jax.Array], bits: int) -> list[jax.Array]:
 
 
 def join_fields(fields: Sequence[jax.Array], bits: int) -> list[jax.Array]:
-    """Pack any number of consecutive fields; the last word may not be full.
+    """Pack any number of consecutive fields; the last word may be partly empty.
 
     Args:
       fields: uint32 arrays of the same shape with values below ``2**bits``.
@@ -159,8 +159,8 @@ def unpack_with(
 ) -> jax.Array:
     """Return ``decode(unpack(words, bits, layout), *operands)``.
 
-    Computes each row of a period separately. XLA then reads each word once, and fuses
-    this function with slicing the words out of a stack, unlike :func:`unpack`.
+    This function computes each row of a period separately. Unlike in :func:`unpack`,
+    XLA then reads each word once, and fuses the slicing of words out of a stack.
 
     Args:
       decode: elementwise function of fields and operands.
@@ -185,7 +185,7 @@ def unpack_with(
 
 
 def _words_of_periods(words: jax.Array, bits: int, layout: Layout) -> list[jax.Array]:
-    """Returns the first words of all periods, their second words, and so on."""
+    """Returns an array for each word of a period, with that word of all periods."""
     check_words(words, bits, layout)
     axis, matrix = layout.row_axis, layout.matrix_shape
     if layout.is_folded:
@@ -196,16 +196,17 @@ def _words_of_periods(words: jax.Array, bits: int, layout: Layout) -> list[jax.A
 
 
 def _from_periods(x: jax.Array, layout: Layout) -> jax.Array:
-    """Returns the layout's array; axis ``layout.row_axis + 1`` has a period's rows."""
+    """Merges the rows of each period, axis ``layout.row_axis + 1``, into one axis."""
     axis, matrix = layout.row_axis, layout.matrix_shape
     rows = lax.slice_in_dim(merge_axes(x, axis), 0, matrix[axis], axis=axis)
     return layout.from_matrix(rows.reshape(matrix))
 
 
 def _chosen_fields(words: list[jax.Array], axis: int, height: int, bits: int):
-    """Returns the fields of periods along ``axis``, with one expression for all rows.
+    """Returns the fields of all rows of the periods, stacked along ``axis``.
 
-    XLA fuses these operations with the consumers of the fields, unlike a concatenation.
+    XLA fuses this expression with the operations that use the fields. It would not fuse
+    a concatenation of the rows.
     """
     shape = [1] * words[0].ndim
     shape[axis] = height
@@ -224,7 +225,7 @@ def _chosen_fields(words: list[jax.Array], axis: int, height: int, bits: int):
 
 
 def check_words(words: jax.Array, bits: int, layout: Layout) -> None:
-    """Raise a ValueError unless words have the shape and dtype of a layout."""
+    """Raise a ValueError unless words are uint32 and have the layout's shape."""
     check(bits, words.dtype)
     expected = layout.words_shape(bits)
     if words.shape != expected:
@@ -235,7 +236,7 @@ def check_words(words: jax.Array, bits: int, layout: Layout) -> None:
 
 
 def check(bits: int, dtype: jnp.dtype) -> None:
-    """Raise a ValueError unless k-bit fields can be packed into words of this dtype."""
+    """Raise a ValueError unless ``bits`` is from 1 to 32 and ``dtype`` is uint32."""
     if not 1 <= bits <= 32:
         raise ValueError(f"bits must be an integer from 1 to 32, got {bits}")
     if dtype != jnp.uint32:

@@ -1,24 +1,25 @@
-"""Storage layout of packed fields and of scales per block, version 2.
+"""Storage layout of packed fields and of per-block scales, version 2.
 
-An array of rank 1 or more has rows and columns. The columns are the last axis. The rows
-are one of the other axes, which :func:`layout_of` chooses:
+An array of rank 1 or more has rows and columns. The last axis contains the columns.
+One of the other axes, which :func:`layout_of` chooses, contains the rows:
 
     array  [..., rows, between..., columns]
     words  [..., ceil(rows / p) w, between..., columns]         k-bit fields
     scales [..., ceil(rows / R), between..., ceil(columns / C)] blocks of R x C values
 
-- *Words*: p consecutive fields of a column share w uint32 words, where ``p k == 32 w``
-  is the smallest such period: 2 rows for 16 bits, 4 for 8, 8 for 4 and 12, 16 for other
-  even widths that are not multiples of 4, and 32 for odd widths. Field r of a period is
-  stored in bits ``[r k, (r+1) k)`` of its words.
-- *Scales*: a block of 32 values has 8 rows and 4 columns. For each further doubling of
-  the size, first the columns and then the rows double, up to 64 x 32 for 2048 values.
+- *Words*: p consecutive fields of a column share w uint32 words. The period p is the
+  smallest number for which ``p k == 32 w``: 2 rows for 16 bits, 4 for 8, 8 for 4 and
+  12, 16 for even widths that are not multiples of 4, and 32 for odd widths. Field r of
+  a period is stored in bits ``[r k, (r+1) k)`` of its words.
+- *Scales*: a block of 32 values has 8 rows and 4 columns. Each time the size doubles,
+  the columns or the rows double in turn, up to 64 x 32 for 2048 values.
 
-If padding would make every candidate for the rows much longer, as in a vector, the last
-axis may be *folded* into rows of 32 columns. Words and scales follow these rows.
+A vector has no other axis for the rows, and in some arrays, padding would make every
+other axis much longer. The last axis can then be *folded* into rows of 32 columns, and
+words and scales follow these rows.
 
-All arrays keep the rank of the parameter. Therefore its PartitionSpec also shards words
-and scales if shards consist of whole periods and whole blocks (:meth:`Layout.unit`).
+Words and scales have the same rank as the parameter. Its PartitionSpec therefore also
+shards them if shards consist of whole periods and whole blocks (:meth:`Layout.unit`).
 With 4, 8, 12 or 16 bits and blocks of 32, shards must be multiples of 8 rows and of 4
 columns, or of 256 elements along a folded axis. A GPU thread that updates a block of 32
 loads 4 neighbouring columns at once, and neighbouring threads load adjacent columns. On
@@ -33,7 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 
 VERSION = 2
-"""Version of this layout. The names of state fields end with it."""
+"""Version of this layout, appended to the names of state fields."""
 
 TILE_ROWS = 8
 TILE_COLUMNS = 4
@@ -41,22 +42,22 @@ TILE_SIZE = TILE_ROWS * TILE_COLUMNS
 MAX_BLOCK_SIZE = 2048
 
 MAX_ELEMENTS = 2**31 - 1
-"""Largest size of an array in GPU kernels, whose offsets are int32."""
+"""Largest number of elements of an array in GPU kernels, which use int32 offsets."""
 
 WORD = 32
-"""Bits of a word."""
+"""Number of bits in a word."""
 
 FOLD = 32
-"""Columns of a folded axis, as wide as the largest block."""
+"""Number of columns of a folded axis, which is the width of the largest block."""
 
-# An axis can be the rows if padding to whole tiles lengthens it by at most this factor.
+# The row axis should grow at most by this factor if it is padded to whole tiles.
 _TOLERATED_PADDING = 1.25
 _MANY_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Storage layout of arrays of one shape.
+    """Storage layout of arrays that have the same shape.
 
     Args:
       shape: shape of the array, rank 1 or more.
@@ -73,12 +74,12 @@ class Layout:
 
     @property
     def row_axis(self) -> int:
-        """Axis of the rows in ``shape`` and :attr:`matrix_shape`, from the start."""
+        """Axis of the rows in ``shape`` and ``matrix_shape``, counted from 0."""
         return len(self.shape) + self.axis
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        """The shape, in which a folded axis is two axes ``(rows, 32)``."""
+        """The shape, with a folded axis split into two axes ``(rows, 32)``."""
         if not self.is_folded:
             return self.shape
         return (*self.shape[:-1], math.ceil(self.shape[-1] / FOLD), FOLD)
@@ -102,12 +103,12 @@ class Layout:
         return (*blocks[:-1], math.ceil(blocks[-1] / width))
 
     def unit(self, axis: int, bits: tuple[int, ...], block_size: int | None) -> int:
-        """Return a number that must divide a shard's length along an axis.
+        """Return the number that must divide a shard's length along an axis.
 
         Args:
           axis: axis, counted from the start.
           bits: widths of all packed fields.
-          block_size: number of values in a block; None if no array is per block.
+          block_size: number of values in a block; None if there are no blocks.
 
         >>> layout_of((4096, 512)).unit(0, (8, 16), None)
         4
@@ -145,13 +146,13 @@ class Layout:
 
 
 def layout_of(shape: tuple[int, ...]) -> Layout:
-    """Return the layout of arrays of a shape.
+    """Return the layout of arrays that have the given shape.
 
-    The rows are the last axis before the columns that padding to a multiple of 8
-    lengthens by at most a quarter. An axis with fewer than 64 elements, such as the
-    heads of an attention kernel, is used only if no longer axis qualifies, because it
-    may be sharded. If no axis qualifies, the rows are the axis that needs the least
-    padding, or the folded last axis.
+    An axis before the columns qualifies as the rows if padding its length to a multiple
+    of 8 adds at most a quarter. The last axis that qualifies is used. An axis with
+    fewer than 64 elements, such as the heads of an attention kernel, is used only if no
+    longer axis qualifies, because it may be sharded. If no axis qualifies, the axis
+    that needs the least padding is used, which may be the last axis, folded.
 
     Args:
       shape: shape of the array, rank 1 or more.
@@ -195,7 +196,7 @@ def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
 
 
 def period(bits: int) -> tuple[int, int]:
-    """Return the rows and words after which the bit offsets of k-bit fields repeat.
+    """Return the number of rows and words after which the bit offsets of fields repeat.
 
     Args:
       bits: width k of a field, 1 to 32.
@@ -220,7 +221,7 @@ def is_unrolled(bits: int) -> bool:
 
 
 def word_rows(rows: int, bits: int) -> int:
-    """Return how many rows of words store a number of rows of k-bit fields."""
+    """Return the number of rows of words that store ``rows`` rows of k-bit fields."""
     height, words = period(bits)
     return math.ceil(rows / height) * words
 
@@ -237,7 +238,7 @@ def block_shape(block_size: int) -> tuple[int, int]:
 
 
 def check_block_size(name: str, block_size: int) -> None:
-    """Raise a ValueError unless a block may have this number of values."""
+    """Raise a ValueError unless ``block_size`` is a supported number of values."""
     is_power = not block_size & (block_size - 1)
     if not (is_power and TILE_SIZE <= block_size <= MAX_BLOCK_SIZE):
         raise ValueError(
@@ -269,7 +270,7 @@ def block_maxima(x: jax.Array, layout: Layout, block_size: int) -> jax.Array:
 
 
 def repeat_blocks(x: jax.Array, layout: Layout, block_size: int) -> jax.Array:
-    """Repeat an array with one element per block for each value of the block."""
+    """Repeat each element of a per-block array for all values of its block."""
     height, width = block_shape(block_size)
     matrix, row = layout.matrix_shape, layout.row_axis
     if layout.is_folded:
@@ -279,7 +280,7 @@ def repeat_blocks(x: jax.Array, layout: Layout, block_size: int) -> jax.Array:
 
 
 def split_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Pad an axis n with zeros and reshape it to ``(ceil(n / size), size)``."""
+    """Pad an axis of length n with zeros and split it into ``(ceil(n/size), size)``."""
     x = _padded(x, axis, -x.shape[axis] % size)
     shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
     return x.reshape(shape)
@@ -292,7 +293,7 @@ def merge_axes(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _repeat(x: jax.Array, axis: int, count: int, size: int) -> jax.Array:
-    """Repeats each element along an axis, and cuts the axis off after ``size``."""
+    """Repeats elements ``count`` times along an axis, and cuts the axis to ``size``."""
     wide = (*x.shape[: axis + 1], count, *x.shape[axis + 1 :])
     x = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), wide)
     return lax.slice_in_dim(merge_axes(x, axis), 0, size, axis=axis)

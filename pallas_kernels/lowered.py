@@ -1,9 +1,9 @@
-"""Choices that depend on a program's devices or platforms, made when it is lowered.
+"""Choose between two functions when a program is lowered for its devices and platforms.
 
 XLA:TPU cannot partition kernels. While plain ``jax.jit`` traces a function, JAX does
-not know yet whether the program will run on one device of the host or on all. It knows
-when it lowers the program, and only the lowering rule of a primitive can ask. JAX
-documents ``jax.interpreters.mlir`` for such rules.
+not know yet whether the program will run on one device of the host or on all of them.
+JAX knows this when it lowers the program, and only the lowering rule of a primitive can
+find out. JAX documents ``jax.interpreters.mlir`` for such rules.
 """
 
 import typing
@@ -23,15 +23,16 @@ _chosen_p.multiple_results = True
 def for_one_device(
     alone: Callable, partitioned: Callable, message: str | None = None
 ) -> Callable:
-    """Return a function that is ``alone`` in programs for one device.
+    """Return a function that runs ``alone`` in programs for one device.
 
-    In other programs, it is ``partitioned``. It cannot be differentiated or batched.
+    In other programs, the returned function runs ``partitioned``. It cannot be
+    differentiated or batched.
 
     Args:
       alone, partitioned: functions from trees of arrays to lists of arrays with the
         same shapes. ``partitioned`` is traced only if it is used, and must not close
         over arrays.
-      message: a warning to give if ``partitioned`` is used, or None.
+      message: text of a warning if ``partitioned`` is used; None for no warning.
 
     >>> import jax.numpy as jnp
     >>> chosen = for_one_device(lambda x: [x + 1], lambda x: [x - 1])
@@ -42,10 +43,10 @@ def for_one_device(
 
 
 def for_one_platform(kernel: Callable, portable: Callable) -> Callable:
-    """Return a function that is ``kernel`` in programs for one platform.
+    """Return a function that runs ``kernel`` in programs for one platform.
 
-    In other programs, it is ``portable``. ``jax.export`` makes programs for several
-    platforms, and every platform must be able to lower the whole program.
+    In other programs, it runs ``portable``. ``jax.export`` can make a program for
+    several platforms, and then JAX must be able to lower all of it for each platform.
     """
     return _chosen(kernel, portable, one_device=False, message=None)
 
@@ -87,7 +88,7 @@ def _lower(
     message,
 ):
     del avals
-    # The context of a jax.shard_map has no number. XLA partitions nothing there.
+    # In a jax.shard_map, the context has no num_devices, and XLA partitions nothing.
     devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
     is_alone = not one_device or devices == 1
     if not is_alone and message is not None:

@@ -1,8 +1,9 @@
-"""Elementwise operations for which kernels have shorter instructions.
+"""Elementwise operations that kernels can compute with fewer instructions.
 
-The functions in this module are integer arithmetic for XLA. Each is an entry of
-:data:`OPERATIONS`. A backend can have a rule for it, as for a primitive, with its own
-instructions. The results must be equal bit for bit, except for the payloads of NaNs.
+For XLA, the functions in this module are ordinary arithmetic. Each function is an entry
+of :data:`OPERATIONS`. As for a primitive, a kernel backend can define a rule for it
+that uses the backend's own instructions. The rule must return the same results bit for
+bit, except for the payloads of NaNs.
 """
 
 import functools
@@ -14,8 +15,8 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives as p
 
-# From JAX 0.12 on, every jaxpr contains its constants, and the type has no separate
-# name. The old name still exists, but is not exported for type checkers.
+# In JAX 0.12 and newer, every jaxpr contains its constants, so this type is not needed.
+# Its name still exists, but is not exported for type checkers.
 ClosedJaxpr = core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 """The type of a jaxpr with its constants, in every version of JAX."""
 
@@ -23,10 +24,10 @@ PREFIX = "pallas_kernels_"
 """Prefix of the names of these operations in jaxprs."""
 
 NAN = 0x7FC0
-"""The bfloat16 pattern to which every NaN is rounded."""
+"""The bit pattern of the bfloat16 to which every NaN is rounded."""
 
 LAST_NAN = 0x7FFF7FFF
-"""The largest float32 pattern that is still a NaN after rounding to bfloat16."""
+"""The largest float32 bit pattern that is still a NaN after rounding to bfloat16."""
 
 _FIRST_NAN = 0x7F808000
 _INFINITY = 0x7F800000
@@ -34,7 +35,7 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 class Operation:
-    """A jitted function for which backends may have rules.
+    """A jitted function for which kernel backends may define rules.
 
     Args:
       function: elementwise function of arrays.
@@ -52,7 +53,7 @@ class Operation:
 
 
 OPERATIONS: dict[str, Operation] = {}
-"""All operations, by their names in jaxprs."""
+"""All operations, keyed by their names in jaxprs."""
 
 
 def operation_of(eqn) -> Operation | core.Primitive:
@@ -64,13 +65,13 @@ def operation_of(eqn) -> Operation | core.Primitive:
 
 @Operation
 def round_to_bfloat16(x: jax.Array) -> jax.Array:
-    """Round float32 to the nearest bfloat16, ties to even, with one pattern for NaNs.
+    """Round float32 to the nearest bfloat16, ties to even, and NaNs to one bit pattern.
 
     >>> round_to_bfloat16(jnp.float32(1 + 2**-8))
     Array(1, dtype=bfloat16)
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    # Done before the sum. Later, kernels with long blocks would need more registers.
+    # If NaNs were replaced later, kernels with long blocks would need more registers.
     bits = jnp.where(jnp.isnan(x), jnp.uint32(NAN << 16), bits)
     odd = bits >> jnp.uint32(16) & jnp.uint32(1)
     bits = bits + jnp.uint32(0x7FFF) + odd >> jnp.uint32(16)
@@ -91,10 +92,10 @@ def unless_rounded(x: jax.Array, rounded: jax.Array) -> jax.Array:
 
 @Operation
 def keep_nan(x: jax.Array) -> jax.Array:
-    """Return the float32's pattern; NaNs are moved so that adding 0x8000 keeps them.
+    """Return the bit pattern of a float32. NaNs are changed to survive adding 0x8000.
 
-    The upper 16 bits of such a pattern are a NaN in bfloat16. Together with the lower
-    16 bits as a signed difference, they are a NaN again.
+    The upper 16 bits of the sum are then a NaN in bfloat16. Adding the lower 16 bits of
+    the pattern to that NaN, as a signed difference, gives a float32 NaN again.
 
     >>> hex(keep_nan(jnp.float32(jnp.nan)))
     '0x7fc00000'
@@ -108,7 +109,7 @@ def keep_nan(x: jax.Array) -> jax.Array:
 
 @Operation
 def pattern_with_one_nan(x: jax.Array) -> jax.Array:
-    """Return the float32's pattern as uint32; every NaN has the pattern 0x7FC00000.
+    """Return the bit pattern of a float32 as uint32, which is 0x7FC00000 for every NaN.
 
     >>> hex(pattern_with_one_nan(-jnp.float32(jnp.nan)))
     '0x7fc00000'
@@ -119,7 +120,7 @@ def pattern_with_one_nan(x: jax.Array) -> jax.Array:
 
 @Operation
 def ordered_pattern(x: jax.Array) -> jax.Array:
-    """Return the float32's pattern as int32; NaNs are above infinity.
+    """Return the bit pattern of a float32 as int32, with all NaNs above infinity.
 
     >>> hex(ordered_pattern(-jnp.float32(jnp.nan)))
     '0x7fc00000'
@@ -130,14 +131,14 @@ def ordered_pattern(x: jax.Array) -> jax.Array:
 
 @Operation
 def pattern_above(x: jax.Array, base: jax.Array, most: jax.Array) -> jax.Array:
-    """Return how far the float32's pattern is above ``base``, as int32.
+    """Return how far the bit pattern of a float32 exceeds ``base``, as int32.
 
     The result is clipped to the range from 0 to ``most``. A NaN gives ``most``.
 
     Args:
       x: float32 array.
-      base: int32 pattern of 0 or of a normal number.
-      most: int32, at most the distance from ``base`` to the pattern of infinity.
+      base: int32 bit pattern of 0 or of a normal number.
+      most: int32 limit, no larger than the bit pattern of infinity minus ``base``.
 
     >>> one = jnp.int32(0x3F800000)
     >>> pattern_above(jnp.float32([0.5, 1, jnp.nan]), one, jnp.int32(9))
@@ -162,7 +163,7 @@ def power_of_five(n: jax.Array) -> jax.Array:
     """Return ``5^((n & 7) - 1)`` as float32, and 0 if ``n & 7`` is 0.
 
     Args:
-      n: uint32 below 256, a multiple of 128 plus 0 to 7.
+      n: uint32 from 0 to 7 or from 128 to 135.
 
     >>> power_of_five(jnp.uint32([128, 129, 130, 135])).tolist()
     [0.0, 1.0, 5.0, 15625.0]

@@ -1,4 +1,4 @@
-"""Which platform a program is for, and whether kernels or XLA run a computation."""
+"""Find a program's platform, and choose whether kernels or XLA run a computation."""
 
 import re
 import typing
@@ -11,7 +11,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | None
-"""How a function that has kernels runs.
+"""The implementation of a function that has kernels.
 
 - ``"xla"``: XLA operations, the reference.
 - ``"pallas"``: kernels of the default Pallas backend for GPUs or TPUs. On other
@@ -27,11 +27,11 @@ Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | No
 LauncherName = typing.Literal["triton", "mosaic"]
 
 DEFAULT_LAUNCHER: LauncherName = "triton"
-"""The launcher of GPU kernels if ``implementation`` names none.
+"""The launcher of GPU kernels if ``implementation`` does not name one.
 
-On an H200 its steps take 2 to 36% less time than those of Mosaic GPU
-(``docs/hardware.md``), and it also has kernels for Ampere. JAX deprecates it from
-version 0.11 on.
+On an H200, steps with Triton take 2 to 36% less time than with Mosaic GPU
+(``docs/hardware.md``), and Triton also supports Ampere. JAX 0.11 and newer versions
+deprecate it.
 """
 
 # JAX reports only the names of GPUs that are not attached.
@@ -103,11 +103,11 @@ class Gpu(typing.NamedTuple):
 
 
 def target_gpu() -> Gpu | None:
-    """Return the GPU of the program that is traced, or None if no GPU is known.
+    """Return the GPU of the program that is being traced, or None if it is unknown.
 
-    With an active mesh, it is the GPU of the mesh, which may be absent.
-    Without a mesh, it is JAX's default device. If that is not set, it is the GPU with
-    the lowest compute capability, because the program may run on any GPU.
+    With an active mesh, it is the GPU of the mesh, which need not be attached.
+    Without a mesh, it is JAX's default device. If no default device is set, it is the
+    GPU with the lowest compute capability, because the program may run on any GPU.
 
     >>> target_gpu() is None or jax.default_backend() == "gpu"
     True
@@ -162,15 +162,15 @@ def is_elsewhere(arrays: Iterable[jax.Array]) -> bool:
 
 
 def is_for_tpus(mesh: Mesh | AbstractMesh | None = None) -> bool:
-    """Return whether the program that is traced is for TPUs.
+    """Return whether the program that is being traced is for TPUs.
 
-    It is if the mesh has TPUs or, without a mesh, if TPUs are JAX's default backend.
-    Other programs do not trace TPU kernels. A program that is compiled for TPUs on a
-    machine without TPUs therefore needs the mesh.
+    A program is for TPUs if the mesh has TPUs or, without a mesh, if TPUs are JAX's
+    default backend. Other programs do not trace TPU kernels. Therefore, compiling a
+    program for TPUs on a machine without TPUs needs a mesh.
 
     Args:
       mesh: the mesh of the program's arrays, if it is known. If None or empty, the
-        active mesh (``jax.set_mesh``).
+        active mesh (``jax.set_mesh``) is used.
 
     >>> is_for_tpus() == (jax.default_backend() == "tpu")
     True
@@ -187,11 +187,11 @@ def _platform(mesh: Mesh | AbstractMesh | None = None) -> str:
 
 
 def is_partitioned() -> bool | None:
-    """Return whether XLA may have to partition the program; None if unknown yet.
+    """Return whether XLA may have to partition the program; None if not known yet.
 
     XLA partitions nothing if all axes of the active mesh are explicit or belong to a
-    ``jax.shard_map``, or if JAX has one device and no mesh is active. Without a mesh
-    and with several devices, the lowering decides.
+    ``jax.shard_map``, or if JAX has one device and no mesh is active. With several
+    devices and without a mesh, the answer is known when the program is lowered.
 
     >>> is_partitioned() is None or jax.device_count() == 1
     True
@@ -204,9 +204,9 @@ def is_partitioned() -> bool | None:
 
 
 def is_for_one_cpu() -> bool:
-    """Return whether the program is known to run on one device, a CPU.
+    """Return whether the program is known to run on a single CPU device.
 
-    It does if the active mesh has one device or, without a mesh, if JAX has one device.
+    The active mesh must have one device or, without a mesh, JAX must have one device.
 
     >>> is_for_one_cpu() <= (jax.default_backend() == "cpu")
     True
@@ -236,14 +236,14 @@ def by_platform(
     cuda: Callable | None = None,
     tpu: Callable | None = None,
 ):
-    """Return the results of the kernel for the platform, or of the reference.
+    """Run the kernel for the platform, or the reference, and return the results.
 
     Args:
       implementation: see :data:`Implementation`.
-      reference: a function of array operations.
+      reference: a function that uses ordinary array operations.
       arguments: arrays, or trees of arrays.
       interpreted: a function that runs the kernel's operations with XLA.
-      cuda, tpu: kernels with the results of the reference, or None.
+      cuda, tpu: kernels that return the same results as the reference, or None.
     """
     if implementation in ("triton", "mosaic") and cuda is not None:
         return cuda(*arguments)
@@ -262,7 +262,7 @@ def transformable(kernel: Callable, reference: Callable) -> Callable:
 
     Args:
       kernel: a function from trees of arrays to a tree of arrays.
-      reference: a function of array operations with the same results.
+      reference: a function that returns the same results with array operations.
     """
 
     @custom_vmap

@@ -2,7 +2,7 @@
 
 On explicit axes, shardings are known while tracing, and ``jax.shard_map`` runs the
 function. It also runs the function on automatic axes if the user passes the shardings.
-Otherwise XLA's partitioner runs it through ``custom_partitioning``, which XLA:TPU does
+Otherwise, XLA's partitioner runs it through ``custom_partitioning``, which XLA:TPU does
 not support (https://github.com/jax-ml/jax/issues/38196).
 """
 
@@ -21,7 +21,7 @@ the mesh."""
 
 
 def has_explicit_axes(mesh) -> bool:
-    """Return whether shardings on some axes of the mesh are known while tracing."""
+    """Return whether the mesh has axes whose shardings are known while tracing."""
     return any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
@@ -48,12 +48,12 @@ def over_automatic_axes(
     """Run a local function on automatic axes, so that XLA does not gather its arrays.
 
     While tracing, shardings on these axes are unknown, and the mesh is known only if it
-    is set. XLA's partitioner asks for the local function later.
+    is set. XLA's partitioner calls ``local_of`` later.
 
     Args:
-      whole: the function of whole arrays.
-      local_of: returns the local function for the arrays' shapes and shardings and the
-        mesh.
+      whole: a function of the whole arrays.
+      local_of: a function that returns a :data:`Local`, given the shapes and shardings
+        of the arrays, and the mesh.
       args: the arrays.
       rule, **sizes: the sharding rule, and the sizes of its factors; see
         ``custom_partitioning``.
@@ -78,9 +78,10 @@ def over_automatic_axes(
 
 
 def moved(arrays: Sequence, specs: Sequence[P], mesh) -> list[jax.Array]:
-    """Move each array to its PartitionSpec on a mesh.
+    """Reshard each array to its PartitionSpec on a mesh.
 
-    With explicit axes, the types change too. Otherwise, it is a sharding constraint.
+    With explicit axes, the types of the arrays change. With other axes, this function
+    adds sharding constraints.
     """
     to = jax.lax.with_sharding_constraint
     if has_explicit_axes(mesh):
@@ -91,7 +92,7 @@ def moved(arrays: Sequence, specs: Sequence[P], mesh) -> list[jax.Array]:
 
 
 def placed_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Move an array to the known sharding of another array with the same rank."""
+    """Reshard an array like another of the same rank, if both shardings are known."""
     here, there = (jax.typeof(array).sharding for array in (x, other))
     is_known = has_explicit_axes(here.mesh) and has_explicit_axes(there.mesh)
     if not is_known or axes_of(here.spec, x.ndim) == axes_of(there.spec, x.ndim):
@@ -108,23 +109,23 @@ def axes_of(spec: P, rank: int) -> list[tuple[str, ...]]:
 
 
 def count_of(mesh: Mesh, names: Sequence[str]) -> int:
-    """Return the number of shards along mesh axes with these names."""
+    """Return the number of shards into which these mesh axes divide an axis."""
     return math.prod(mesh.shape[name] for name in names)
 
 
 def on_whole_units(
     spec: P, shape: Sequence[int], mesh, unit: Callable[[int], int]
 ) -> P:
-    """Change a PartitionSpec so that every shard consists of whole units.
+    """Return a PartitionSpec that is changed so that shards consist of whole units.
 
-    Two devices would otherwise store parts of the same word or block. A mesh axis that
-    would cut a unit shards another axis of the array, or none.
+    Otherwise, two devices would store parts of the same word or block. A mesh axis that
+    would cut a unit shards another axis of the array instead, if one fits.
 
     Args:
       spec: PartitionSpec of the array.
       shape: shape of the array.
       mesh: mesh of the PartitionSpec.
-      unit: returns the number that must divide a shard's length along an axis.
+      unit: a function from an axis to the number that must divide a shard's length.
     """
 
     def fits(axis: int, names) -> bool:

@@ -1,9 +1,9 @@
 """Fused updates: read the arrays of a leaf, compute elementwise, and write in place.
 
 The caller describes an update with a *body*, an elementwise function, and with the
-*operands* that it reads and the *results* that it writes (:mod:`.spec`). They may be
-plain arrays, packed words of k-bit fields, or arrays with one element per block, such
-as scales. :func:`fused_update` turns the description into one kernel per leaf:
+*operands* that it reads and the *results* that it writes (:mod:`.spec`). Operands and
+results may be plain arrays, packed words of k-bit fields, or arrays with one element
+per block, such as scales. :func:`fused_update` then runs one kernel per leaf:
 
 1. :mod:`.api` checks the arrays and chooses kernels or the *reference* (:mod:`.xla`),
    which updates whole arrays with XLA and defines the results. :mod:`.refusals` returns

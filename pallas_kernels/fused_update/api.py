@@ -1,4 +1,4 @@
-"""``fused_update``: the interface, its checks, and the choice of implementation."""
+"""Define ``fused_update``, check its arguments, and choose the implementation."""
 
 import dataclasses
 import functools
@@ -51,24 +51,25 @@ def fused_update(
     """Read a leaf's arrays, compute elementwise, and write the results in place.
 
     On a GPU or a TPU, the update is one kernel, which moves every byte once and needs
-    no temporary memory. On a mesh, it runs on the shards of every device. It needs no
+    no temporary memory. On a mesh, every device updates its own shards. This needs no
     communication if the shards of packed arrays and of arrays per block consist of
     whole words and blocks; see :mod:`pallas_kernels.layout`.
 
     Args:
       body: elementwise function, see :data:`pallas_kernels.fused_update.Body`. If an
-        array is per block, a :class:`pallas_kernels.fused_update.BlockBody`.
+        array has one element per block, it must be a
+        :class:`pallas_kernels.fused_update.BlockBody`.
       operands: arrays to read.
       results: arrays to write. A result that overwrites an operand reuses its memory if
         the operand is donated.
       shape: shape of the leaf, or of one layer. If None, the shape of the first plain
         operand.
       scalars: uint32 vector for the body, or :class:`Scalars`.
-      layer: int32 scalar, the number of the layer to update. If given, the operands
+      layer: int32 scalar, the index of the layer to update. If given, the operands
         that are overwritten are stacks ``[layers, *shape]``, and all other operands
         belong to this layer.
-      first: uint32 scalar, the index of the leaf's first element if the leaf is a part
-        of another leaf; 0 if None. Do not pass it together with ``layer``.
+      first: uint32 scalar. If the leaf is a part of another leaf, the index of its
+        first element in that leaf; 0 if None. Do not pass it together with ``layer``.
       sharding: sharding of the leaf, or of the layer, on a mesh with automatic axes, if
         it is known. TPU kernels need it on such a mesh.
       implementation: see :data:`pallas_kernels.platforms.Implementation`. TPU kernels
@@ -80,7 +81,7 @@ def fused_update(
 
     Raises:
       ValueError, TypeError: if an array has a wrong shape, dtype or width, if
-        ``implementation`` is unknown, or if it asks for a kernel that does not exist.
+        ``implementation`` is unknown, or if it needs a kernel that does not exist.
 
     >>> import jax.numpy as jnp
     >>> def sgd(values, scalars, index, multiply_add):
@@ -124,10 +125,10 @@ def fused_update_many(
     """Run :func:`fused_update` on many leaves with few kernels.
 
     Args:
-      body: the body for all leaves.
+      body: the body that updates all leaves.
       leaves: leaves with the same kinds of operands and results, and without stacks.
         Leaves with the same :func:`sharing_kind` share kernels. Sort leaves by size,
-        so that more kernels are equal and are compiled once.
+        so that more kernels are equal and need to be compiled only once.
       scalars: table of scalars, and the row of each leaf.
       implementation: see :func:`fused_update`.
 
@@ -157,12 +158,12 @@ def fused_update_many(
 
 
 def _parts(leaves: int, max_leaves: int) -> list[list[int]]:
-    """Returns the numbers of the leaves in the fewest lists of at most ``max_leaves``.
+    """Divides the indices of the leaves into as few lists as ``max_leaves`` allows.
 
-    All lists have the same length except for a shorter last one, because kernels over
-    equally many leaves are compiled once. Leaves are sorted by size and are dealt out
-    back and forth, so that lists have about the same number of elements. Lists of equal
-    leaves are traced once.
+    All lists have the same length, except that the last may be shorter, because kernels
+    with the same number of leaves are compiled once. The leaves are sorted by size and
+    are dealt out back and forth, so that all lists have about the same number of
+    elements. Lists of equal leaves are traced once.
     """
     size = math.ceil(leaves / math.ceil(leaves / max_leaves))
     full = leaves // size
@@ -213,7 +214,7 @@ def _update(
     first: jax.Array | None = None,
     room: tuple[int, int] = (1, 1),
 ) -> list[jax.Array]:
-    """Returns the results of one leaf after the other; see :func:`fused_update`."""
+    """Returns the results of all leaves in one list; see :func:`fused_update`."""
     check_implementation("fused_update", implementation)
     refusal = gpu_refusal(leaves)
     if implementation in ("pallas", "triton", "mosaic") and refusal:

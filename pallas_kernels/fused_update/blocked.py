@@ -1,12 +1,12 @@
 """Fused updates of large leaves on CPUs, in a loop over blocks of the leaf.
 
 XLA's CPU compiler makes one loop for each result of an update, and cannot overwrite an
-array that another loop still reads. On whole leaves, it therefore writes every result
-to new memory, whose pages the system must clear, and then copies it. Here, a loop
-updates blocks of :data:`BLOCK` elements. The results of a block stay in a few MiB of
-memory until all of them are computed, and the next iteration reuses that memory.
+array that another loop still reads. For a whole leaf, it therefore writes every result
+to new memory, whose pages the system must clear, and then copies the result. Here, a
+loop updates blocks of :data:`BLOCK` elements. The results of a block stay in a few MiB
+of memory until all of them are computed, and the next iteration reuses that memory.
 
-:mod:`pallas_kernels.fused_update.xla` computes each block, so results are the same.
+:mod:`pallas_kernels.fused_update.xla` updates each block, so the results are equal.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from pallas_kernels.layout import layout_of
 from pallas_kernels.platforms import transformable
 
 BLOCK = 2**17
-"""Approximate size of a block. Its arrays fit into the caches of a core."""
+"""Approximate number of elements of a block. Its arrays fit into a core's caches."""
 
 
 def update(
@@ -37,8 +37,8 @@ def update(
 
     Args:
       body, leaf, when: see :func:`.xla.update`. The leaf must not be stacked.
-      scalars: scalars of the body, in any dtypes that it accepts. The results have
-        derivatives with respect to them.
+      scalars: scalars of the body, in any dtypes that it accepts. The results can be
+        differentiated with respect to them.
     """
 
     def blocks(scalars, leaf):
@@ -71,7 +71,7 @@ class Parts:
     Args:
       shape: shape of the leaf, or of a reshaped view of it.
       length: length of a part along the first axis.
-      last: length of an additional last part if it differs; otherwise 0.
+      last: length of an additional last part if its length differs; otherwise 0.
     """
 
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class Parts:
 
     @property
     def count(self) -> int:
-        """Number of parts without the last one."""
+        """Number of parts that have the length ``length``."""
         return (self.shape[0] - self.last) // self.length
 
 
@@ -101,7 +101,7 @@ def _parts(leaf: Leaf) -> Parts:
 
 
 def _lengths(shape: tuple[int, ...], unit: int) -> tuple[int, int]:
-    """Returns the lengths of parts and of a different last part, which may be 0."""
+    """Returns the arguments ``length`` and ``last`` of :class:`Parts`."""
     rows, row = shape[0], math.prod(shape[1:])
     parts = max(1, round(rows * row / BLOCK))
     for count in range(parts, 2 * parts):
@@ -110,7 +110,7 @@ def _lengths(shape: tuple[int, ...], unit: int) -> tuple[int, int]:
     length = max(BLOCK // (unit * row), 1) * unit
     if rows < 2 * length:
         return rows, 0
-        # A remainder is added to the last part: few rows could have another layout.
+        # The last part gets the remainder, because few rows could change the layout.
     return length, length + rows % length
 
 
@@ -127,9 +127,9 @@ def over_parts(
       body: body of the update.
       leaf: leaf with the shape of ``parts``.
       parts: parts of the leaf.
-      arguments: returns the body's scalars and index for the first row of a part and
-        the number of its rows.
-      skips: whether to skip the update; None if it is never skipped.
+      arguments: a function that returns the scalars and the index for the body, given
+        the first row of a part and its number of rows.
+      skips: boolean scalar, whether to skip the update; None if it is never skipped.
     """
     dtypes = [x.dtype for x in leaf.arrays]
     leaf = leaf.with_arrays(list(map(_to_slice, leaf.arrays)))
@@ -158,7 +158,7 @@ def over_parts(
         written = finish(0, written)
     elif parts.last:
         written = lax.fori_loop(0, turns, finish, written)
-    # If XLA fused a view with the writes into it, it would write to new memory.
+    # If XLA fused the writes with a later reshape or bitcast, it would use new memory.
     results = _barrier([written[place] for place in _places(leaf)])
     return [
         _from_slice(x, result.dtype)
@@ -167,7 +167,7 @@ def over_parts(
 
 
 def _places(leaf: Leaf) -> list[int]:
-    """Returns for each result the operand it overwrites, or a number past them all."""
+    """Returns the index of the operand that each result overwrites, or a new index."""
     return [
         len(leaf.operands) + number if result.overwrites is None else result.overwrites
         for number, result in enumerate(leaf.results)
@@ -176,7 +176,7 @@ def _places(leaf: Leaf) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The update of one part of a leaf.
+    """Updates one part of a leaf.
 
     Args:
       body, leaf, parts, arguments: see :func:`over_parts`.
@@ -192,7 +192,13 @@ class _Part:
     def update(
         self, number: jax.Array | int, length: int, written: dict[int, jax.Array]
     ) -> dict[int, jax.Array]:
-        """Return ``written`` with the results of the part of this number and length."""
+        """Return ``written`` after adding the results of one part.
+
+        Args:
+          number: index of the part.
+          length: number of rows of the part.
+          written: the results of the whole leaf, keyed by :func:`_places`.
+        """
         leaf, row = self.leaf, self.parts.shape[1:]
         part = dataclasses.replace(leaf, shape=(length, *row))
         whole = dataclasses.replace(leaf, shape=(self.parts.length, *row))
@@ -227,15 +233,15 @@ class _Part:
 
 
 DROPS_BARRIERS = jax.__version_info__ < (0, 11)
-"""In JAX 0.10, XLA:CPU removes barriers before it fuses operations.
+"""Whether XLA:CPU removes barriers before it fuses operations, as in JAX 0.10.
 
-In every iteration of a loop, it also converts a whole array of narrow floats to float32
-to slice it or to write to it.
+This version also converts a whole array of narrow floats to float32 in every iteration
+of a loop that slices the array or writes to it.
 """
 
 
 def _to_slice(x: jax.Array) -> jax.Array:
-    """Returns the array, or its bits, which XLA slices without a conversion."""
+    """Returns the array, or its bits as integers if XLA would convert slices of it."""
     is_narrow = x.dtype.itemsize < 4 and jnp.issubdtype(x.dtype, jnp.floating)
     if not (DROPS_BARRIERS and is_narrow):
         return x
@@ -252,13 +258,13 @@ def _unfused(
     results: Sequence[tuple[tuple[int, ...], jnp.dtype]],
     array: jax.Array,
 ) -> list[jax.Array]:
-    """Returns the results of ``compute``, which XLA fuses with nothing outside of it.
+    """Returns the results of ``compute``, and keeps XLA from fusing it with other code.
 
-    ``compute`` runs in a branch that is always taken, because JAX 0.10 drops barriers.
-    XLA cannot prove that the first element of ``array`` is at least minus infinity.
+    JAX 0.10 drops barriers, so ``compute`` runs in a branch that is always taken. XLA
+    keeps the branch, because it cannot prove that no element is below minus infinity.
     """
     first = array[(0,) * array.ndim].astype(jnp.float32)
-    # Zeros from outside of the branch would be copied in every iteration.
+    # If zeros were defined outside the branch, every iteration would copy them.
     zeros = lambda: [_to_slice(jnp.zeros(*each)) for each in results]
     return lax.cond(first < -jnp.inf, zeros, compute)
 
@@ -274,18 +280,18 @@ def _apart(array: jax.Array, values: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _barrier(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the values, and lets no operation use one before all are computed.
+    """Returns the values, and keeps operations from using one before all are computed.
 
-    Then no part of a block is overwritten while it is read, and XLA does not copy it.
+    No part of a block is then overwritten while it is read, so XLA does not copy it.
     """
     return list(lax.optimization_barrier(tuple(values)))
 
 
 def _in_parallel_loop(number: jax.Array, count: int) -> jax.Array:
-    """Returns the number, as the smaller of a sorted pair of the number and the count.
+    """Returns ``number`` by sorting it with ``count``, which keeps the loop parallel.
 
-    The sort keeps the loop parallel. XLA:CPU of JAX 0.12 compiles a loop into one
-    function, which runs in one thread, unless the loop contains a sort. XLA cannot
-    remove the sort because it cannot prove that the number is below the count.
+    XLA:CPU in JAX 0.12 compiles a loop into one function, which runs in one thread,
+    unless the loop contains a sort. XLA cannot remove this sort, because it cannot
+    prove that ``number`` is less than ``count``.
     """
     return lax.sort(jnp.stack([number, jnp.asarray(count, number.dtype)]))[0]

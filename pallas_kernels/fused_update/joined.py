@@ -1,12 +1,13 @@
 """Fused updates of many small leaves on CPUs, as if they were one leaf.
 
-XLA's CPU compiler is as slow for a small leaf as for a large one. Therefore, small
+XLA's CPU compiler takes as long for a small leaf as for a large one. Therefore, small
 leaves of different shapes are copied into one *joined* leaf. :mod:`.blocked` updates it
 block by block, and the results are copied back.
 
-The joined leaf consists of *bands* of 128 columns. A band has the smallest number of
-rows that contains whole words and blocks. Each leaf is cut into *strips* of this
-height, which are concatenated along the columns, padded with zeros and cut into bands.
+The joined leaf consists of *bands* of 128 columns. The height of a band is the smallest
+number of rows that contains whole words and blocks. Each leaf is cut into *strips* of
+this height, which are concatenated along the columns, padded with zeros and cut into
+bands.
 """
 
 import dataclasses
@@ -25,17 +26,17 @@ from pallas_kernels.layout import FOLD, TILE_SIZE, WORD, block_shape, period
 from pallas_kernels.platforms import transformable
 
 MAX_ELEMENTS = 2**19
-"""Larger leaves are not joined, because copies cost more than separate programs."""
+"""Leaves of at least this size are not joined, because copying costs more."""
 
 MAX_JOINED = 2**20
-"""Elements of a joined leaf, which is a copy of all its leaves."""
+"""Maximum number of elements in a joined leaf, which is a copy of its leaves."""
 
 _COLUMNS = 128
 _MANY_PARTS = 4
 
 
 def accepts(leaf: Leaf) -> bool:
-    """Return whether a leaf is small and divides into whole words and blocks."""
+    """Return whether a leaf is small and consists of whole words and blocks."""
     size = math.prod(leaf.shape)
     if leaf.stacked or not 0 < size < MAX_ELEMENTS:
         return False
@@ -48,7 +49,7 @@ def accepts(leaf: Leaf) -> bool:
 
 
 def divided(numbers: Sequence[int], leaves: Mapping[int, Leaf]) -> Iterable[list[int]]:
-    """Yield lists of the numbers of leaves that should be joined."""
+    """Yield lists of the indices of leaves that should be joined."""
     some: list[int] = []
     total = 0
     for number in numbers:
@@ -90,7 +91,7 @@ def update(
 
 
 def _unit(leaf: Leaf) -> tuple[int, int]:
-    """Returns the rows of a band, and a number that divides the columns of a strip."""
+    """Returns the rows of a band, and the number that must divide a strip's columns."""
     rows, columns = block_shape(max(leaf.block_sizes, default=TILE_SIZE))
     rows = math.lcm(rows, *(period(bits)[0] for bits in leaf.packed))
     return rows, columns if leaf.block_sizes else 1
@@ -98,11 +99,11 @@ def _unit(leaf: Leaf) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Bands:
-    """The bands of leaves of one shape.
+    """The bands of leaves that have the same shape.
 
     Args:
       leaf: the first leaf.
-      numbers: numbers of the leaves among all joined leaves.
+      numbers: indices of the leaves among all joined leaves.
       rows: number of rows in a band.
     """
 
@@ -112,10 +113,10 @@ class _Bands:
 
     @functools.cached_property
     def strips(self) -> tuple[int, int]:
-        """Number of strips of a leaf, and of columns in a strip."""
+        """Number of strips in a leaf, and number of columns in a strip."""
         size = math.prod(self.leaf.shape)
         if not self.leaf.has_words_or_blocks:
-            # Plain elements are used in the order of memory, and a band is a strip.
+            # Plain elements are read in memory order, and each strip is a band.
             return math.ceil(size / (self.rows * _COLUMNS)), _COLUMNS
         layout = self.leaf.layout
         columns = math.prod(layout.matrix_shape[layout.row_axis + 1 :])
@@ -123,12 +124,12 @@ class _Bands:
 
     @property
     def each(self) -> int:
-        """Number of bands of each leaf."""
+        """Number of bands in each leaf."""
         return math.ceil(math.prod(self.strips) / _COLUMNS)
 
     @property
     def count(self) -> int:
-        """Number of bands of all leaves."""
+        """Number of bands in all leaves together."""
         return self.each * len(self.numbers)
 
     def band_shape(self, like: Operand | Result) -> tuple[int, int]:
@@ -141,7 +142,7 @@ class _Bands:
         return self.rows, _COLUMNS
 
     def of(self, arrays: Sequence[jax.Array], like: Operand | Result) -> jax.Array:
-        """Return an array of each leaf as bands ``[count, *band_shape]``."""
+        """Convert arrays, one for each leaf, to bands ``[count, *band_shape]``."""
         height, width = self.band_shape(like)
         x = jnp.stack(arrays).reshape(len(arrays), -1)
         strips, columns = self.strips
@@ -164,7 +165,7 @@ class _Bands:
         return [each.reshape(shape) for each in x]
 
     def _from_strips(self, x: jax.Array, width: int) -> jax.Array:
-        """Returns arrays ``[leaves, strips, rows, columns]`` as bands."""
+        """Converts arrays ``[leaves, strips, rows, columns]`` to bands."""
         leaves, strips, height, columns = x.shape
         if columns == width:
             return x.reshape(self.count, height, width)
@@ -175,7 +176,7 @@ class _Bands:
         return x.reshape(self.count, height, width)
 
     def first_rows(self) -> jax.Array:
-        """Return the leaf's indices of the elements in the first row of each band."""
+        """Return the indices in the leaf of the elements in each band's first row."""
         strips, columns = self.strips
         strip = lax.iota(jnp.uint32, strips) * np.uint32(self.rows * columns)
         index = strip[:, None, None] + lax.iota(jnp.uint32, columns)[None, None]
@@ -200,7 +201,7 @@ class _Joined:
 
     @functools.cached_property
     def parts(self) -> blocked.Parts:
-        """Parts with equal numbers of bands; the last part may contain padding."""
+        """Parts with the same number of bands; the last part may contain padding."""
         rows, count = self.bands[0].rows, sum(b.count for b in self.bands)
         parts = max(1, round(count * rows * _COLUMNS / blocked.BLOCK))
         length = math.ceil(count / parts)
@@ -224,13 +225,13 @@ class _Joined:
         return leaf.with_arrays(arrays)
 
     def array(self, bands: Iterable[jax.Array]) -> jax.Array:
-        """Return an array of the joined leaf, or an array with a number per row."""
+        """Join the bands of all leaves into one array, padded to whole parts."""
         x = jnp.concatenate(list(bands))
         missing = self.parts.shape[0] // self.bands[0].rows - x.shape[0]
         return jnp.pad(x, ((0, missing), (0, 0), (0, 0))).reshape(-1, x.shape[-1])
 
     def per_band(self, values: jax.Array) -> jax.Array:
-        """Repeat a value per leaf for each band of the leaf."""
+        """Repeat the value of each leaf for all bands of the leaf."""
         numbers = [i for b in self.bands for i in b.numbers]
         counts = [b.each for b in self.bands for _ in b.numbers]
         numbers = np.repeat(numbers, counts)
@@ -261,7 +262,7 @@ class _Joined:
         per_band = [self.per_band(x) for x in (*keys, jnp.asarray(strides))]
 
         def arguments(first, length):
-            """Returns the body's scalars, with keys as columns, and the indices."""
+            """Returns the scalars, with keys as columns, and the elements' indices."""
             at, bands = first // rows, length // rows
             sliced = lambda x: lax.dynamic_slice_in_dim(x, at, bands)
             *keys, stride = (jnp.repeat(sliced(x), rows)[:, None] for x in per_band)

@@ -1,4 +1,4 @@
-"""Updates of whole leaves, with a launcher's kernels on each device or with XLA."""
+"""Update whole leaves, with a launcher's kernels on each device or with XLA."""
 
 import dataclasses
 import functools
@@ -29,8 +29,8 @@ _INTERPRETS_SHARDS = jax.__version_info__ >= (0, 11)
 class Kernels:
     """Updates leaves with a launcher's kernels, on the shards of every device.
 
-    If interpreted, Pallas simulates TPU kernels. The simulation has side effects, which
-    JAX cannot partition.
+    With ``interpret=True``, Pallas simulates TPU kernels. The simulation has side
+    effects, so JAX cannot partition it.
 
     Args:
       body, room, interpret: see :class:`.spec.Call`.
@@ -112,7 +112,7 @@ class Kernels:
 def reference(
     body: Body | BlockBody, scalars: Scalars, layer, first, leaves: Sequence[Leaf]
 ) -> list[jax.Array]:
-    """Update whole leaves with array operations, which define the results of kernels.
+    """Update whole leaves with array operations, whose results kernels must match.
 
     Args:
       body: body of the update.
@@ -122,7 +122,7 @@ def reference(
       leaves: leaves with the same shape.
 
     Returns:
-      The results of one leaf after the other.
+      The results of all leaves in one list.
     """
     rows = [scalars.rows] if len(leaves) == 1 else [r[None] for r in scalars.rows]
     shape = leaves[0].shape

@@ -7,15 +7,15 @@ from pallas_kernels.platforms import launcher_name
 
 
 def launcher_of(implementation: str | None, interpret: bool = False) -> typing.Any:
-    """Return the module of a launcher, which is a :class:`.spec.Launcher`.
+    """Return the module of a launcher, which implements :class:`.spec.Launcher`.
 
-    The module is imported on first use: older versions of JAX cannot import Mosaic
-    GPU's, and importing Pallas would take a tenth of this package's import time.
+    The module is imported on first use, because older versions of JAX cannot import
+    Mosaic GPU, and Pallas would take a tenth of this package's import time.
 
     Args:
       implementation: see :data:`pallas_kernels.platforms.Implementation`.
-      interpret: if True, kernels run as ordinary operations on any platform. JAX can
-        interpret only Triton's GPU kernels.
+      interpret: if True, kernels run as ordinary operations on any platform. GPU
+        kernels then always use Triton, because JAX cannot interpret Mosaic GPU.
     """
     if implementation == "tpu":
         name = "tpu.kernel"

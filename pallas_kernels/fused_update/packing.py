@@ -1,4 +1,4 @@
-"""``pack`` and ``unpack``: arrays of k-bit fields and their words, on any device."""
+"""Pack arrays of k-bit fields into words, and unpack them, on any device."""
 
 import functools
 
@@ -57,7 +57,7 @@ def unpack(
       implementation: see :func:`pack`.
 
     Returns:
-      A uint32 array of this shape.
+      A uint32 array of shape ``shape``.
 
     Raises:
       ValueError: if ``words`` does not match ``bits`` and ``shape``, or is not uint32.

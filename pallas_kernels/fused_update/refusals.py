@@ -36,8 +36,8 @@ def gpu_refusal(leaves: Sequence[Leaf]) -> str | None:
 def tpu_refusal(body: Body | BlockBody, leaf: Leaf, scalars: int) -> str | None:
     """Return why no TPU kernel updates a leaf, or None if one does.
 
-    If only the lowering decides whether XLA partitions the program, the result is None.
-    The leaf is then updated with a kernel in programs for one device.
+    The result is also None if JAX finds out only during lowering whether XLA partitions
+    the program. A kernel then updates the leaf only in programs for one device.
 
     Args:
       body, leaf, scalars: see :func:`.tpu.kernel.refusal`.

@@ -1,6 +1,6 @@
-"""Kernels on the local shards of leaves that are distributed over a mesh.
+"""Run kernels on the local shards of leaves that are distributed over a mesh.
 
-All arrays of a leaf have its rank, so the leaf's PartitionSpec shards all of them. If
+All arrays of a leaf have the leaf's rank, so its PartitionSpec shards all of them. If
 shards consist of whole words and blocks, their updates need no communication.
 """
 
@@ -18,12 +18,12 @@ from pallas_kernels import platforms, shards
 from pallas_kernels.fused_update.spec import Leaf, Shard
 from pallas_kernels.shards import axes_of, count_of
 
-# A length that divides by this number also divides by any smaller power of two.
+# A multiple of this number is also a multiple of any smaller power of two.
 _MAX_DEVICES = 256
 
 Run = Callable[[typing.Any, Sequence[Shard]], list[jax.Array]]
-"""``run(shared, shards)`` returns the results of one leaf after the other. The arrays
-of the tree ``shared`` are replicated on every device."""
+"""``run(shared, shards)`` returns the results of all leaves in one list. The arrays of
+the tree ``shared`` are replicated on every device."""
 
 
 def over_shards(
@@ -77,8 +77,8 @@ def over_shards(
 def _result_specs(leaves: Sequence[Leaf], mesh) -> list[P]:
     """Returns the PartitionSpecs that a caller expects for the results of leaves.
 
-    Overwritten arrays keep their sharding. New arrays are sharded like the leaf, or as
-    the kernel returns them if their shape cannot be divided like that.
+    Overwritten arrays keep their sharding. New arrays are sharded like the leaf. If
+    that would not divide their shape evenly, they keep the sharding from the kernel.
     """
     places = []
     for leaf in leaves:
@@ -117,8 +117,8 @@ def _supported(leaf: Leaf, spec: P, mesh: Mesh) -> P:
 def mesh_of(leaf: Leaf) -> Mesh | AbstractMesh | None:
     """Return the mesh on which the leaf's sharding is known, or None.
 
-    On explicit axes, the types of arrays contain it. On automatic axes, the user may
-    pass it, but it does not describe the shards inside of a ``jax.shard_map``.
+    If the mesh has explicit axes, the types of arrays contain it. Otherwise, the user
+    may pass a sharding, which is ignored inside a ``jax.shard_map``.
     """
     typed = jax.typeof(_anchor(leaf)).sharding.mesh
     if shards.has_explicit_axes(typed):
@@ -129,7 +129,7 @@ def mesh_of(leaf: Leaf) -> Mesh | AbstractMesh | None:
 
 
 def is_partitioned(leaf: Leaf) -> bool | None:
-    """Return whether XLA may have to partition the leaf; None if unknown yet."""
+    """Return whether XLA may have to partition the leaf; None if not known yet."""
     return platforms.is_partitioned() if mesh_of(leaf) is None else False
 
 
@@ -142,7 +142,7 @@ def _known_spec(leaf: Leaf) -> P:
 
 
 def _spec_of(leaf: Leaf) -> P:
-    """Returns the leaf's PartitionSpec, from the first array that is overwritten."""
+    """Returns the leaf's PartitionSpec, read from its first overwritten array."""
     anchor: typing.Any = _anchor(leaf)
     spec = anchor.sharding.spec
     return P(*spec[1:]) if leaf.stacked else spec
@@ -153,7 +153,7 @@ def _anchor(leaf: Leaf):
 
 
 def _all_specs(leaves, specs, shared: int) -> tuple[list[P], list[P]]:
-    """Returns the specs of all arguments and of all results."""
+    """Returns the PartitionSpecs of all arguments and of all results."""
     inside, outside = [P()] * shared, []
     for leaf, spec in zip(leaves, specs, strict=True):
         inside += [
@@ -168,19 +168,20 @@ def _all_specs(leaves, specs, shared: int) -> tuple[list[P], list[P]]:
 
 
 def _without(spec: P, repeated: Sequence[int]) -> P:
-    """Returns the spec of an array that is not sharded along some axes."""
+    """Returns ``spec`` without sharding along the ``repeated`` axes."""
     return P(*(None if axis in repeated else x for axis, x in enumerate(spec)))
 
 
 def _sharding_rule(
     leaves: Sequence[Leaf], shared, devices: int
 ) -> tuple[str, dict[str, int]]:
-    """Returns the rule with which XLA propagates shardings, and its factors' sizes.
+    """Returns the rule that propagates shardings, and the sizes of the rule's factors.
 
     XLA's partitioner (Shardy) reads this einsum-like rule before it calls
-    ``partition``. Axes with the same name get the same sharding. A leaf's results have
-    the names of the arrays they overwrite, so that these arrays are not moved. Other
-    operands, such as gradients, have separate names, so that they are moved instead.
+    ``partition``. Axes with the same name get the same sharding. The axes of results
+    have the names of the axes of overwritten arrays, so that these arrays stay in
+    place. The axes of other operands, such as gradients, have separate names, so that
+    the partitioner moves these operands instead.
     """
     inside = [
         " ".join(f"s{number}a{axis}" for axis in range(x.ndim))
@@ -203,7 +204,7 @@ def _sharding_rule(
         for result in leaf.results:
             stacked = result.overwrites in leaf.in_stacks
             add(outside, f"l{number}", leaf, result, stacked)
-    # The size of a factor that is a whole axis elsewhere is known from that axis.
+    # If a factor is a whole axis of another array, that axis determines its size.
     whole = {name for axes in (*inside, *outside) for name in axes.split()}
     sizes = {name: size for name, size in sizes.items() if name not in whole}
     return f"{', '.join(inside)} -> {', '.join(outside)}", sizes
@@ -212,12 +213,12 @@ def _sharding_rule(
 def _factor(
     name: str, axis: int, leaf: Leaf, like, devices: int, sizes: dict[str, int]
 ) -> str:
-    """Returns an axis in the rule: units, times the array's elements in each unit.
+    """Returns an axis in the rule, split into units and the elements of each unit.
 
-    Arrays of different lengths along an axis, such as elements, words and scales, then
-    get the same sharding. If the units might not divide evenly into shards, the
-    partitioner would use a part of a mesh axis, which JAX cannot express. In that case,
-    each array keeps its sharding.
+    Arrays that have different lengths along an axis, such as elements, words and
+    scales, then get the same sharding. If the units might not divide evenly into
+    shards, the partitioner would use a part of a mesh axis, which JAX cannot express.
+    In that case, each array keeps its sharding.
     """
     length, stored = leaf.shape[axis], leaf.stored_shape(like)[axis]
     units, rest = divmod(length, leaf.unit(axis))

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from pallas_kernels.layout import TILE_ROWS, Layout, block_shape, layout_of, period
 
 MAX_ELEMENTS_OF_SMALL_LEAF = 4 * 4096
-"""Leaves without words and blocks share smaller programs up to this size."""
+"""Largest size of a leaf without words and blocks that counts as small."""
 
 MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -36,26 +36,26 @@ rounded once or twice. Bodies use it because Triton does not fuse a product and 
 automatically.
 
 A body may have an attribute ``differentiable``, an equivalent body with derivative
-rules (``jax.custom_jvp``). XLA runs it instead of the body, and differentiates it if
-the kernel is differentiated. Kernels cannot contain such rules.
+rules (``jax.custom_jvp``). XLA runs the equivalent body instead, and JAX differentiates
+it if the kernel is differentiated. Kernels cannot contain such rules.
 """
 
 
 class BlockBody(typing.Protocol):
-    """Body of an update with operands or results per block, such as scales.
+    """Body of an update with per-block operands or results, such as scales.
 
     An update has two steps. First, :meth:`statistics` returns values for each element,
-    and the implementation takes their maximum over each block. Then, :meth:`after`
-    turns the maxima into results per block, and :meth:`__call__` computes the elements'
-    results. If some maxima depend on others, :meth:`statistics` returns only the values
-    for the first maxima. The implementation calls :meth:`after` with all maxima so far,
-    and :meth:`statistics` again with the result as an additional argument, until all
-    maxima are known.
+    and the implementation computes their maximum over each block. Then, :meth:`after`
+    computes the per-block results from the maxima, and :meth:`__call__` computes the
+    results for each element. If some maxima depend on other maxima, :meth:`statistics`
+    returns only the values for the first maxima. The implementation calls :meth:`after`
+    with all maxima that are known, and :meth:`statistics` again with the result as an
+    additional argument, until all maxima are known.
 
-    Values of blocks have one element per block, or are repeated for each element of the
-    block, and the body must work with both. Therefore only :meth:`statistics` and
-    :meth:`__call__` may combine values of blocks of different sizes. If both compute
-    the same expression of the same values, a kernel computes it once.
+    Per-block values have one element per block, or are repeated for each element of the
+    block, and the body must work with both. Therefore, only :meth:`statistics` and
+    :meth:`__call__` may combine values of blocks that have different sizes. If both
+    compute the same expression from the same values, a kernel computes it once.
     """
 
     block_sizes: Sequence[int]
@@ -63,20 +63,20 @@ class BlockBody(typing.Protocol):
 
     @property
     def kept(self) -> int:
-        """How many numbers of an element are kept until the maxima are known.
+        """Number of values that are kept for each element until the maxima are known.
 
         Launchers use it to choose the number of registers of a thread.
         """
         ...
 
     def before(self, block_values: Sequence[jax.Array]) -> tuple:
-        """Return any tuple that decoding needs from values of per-block operands."""
+        """Return a tuple of values for decoding, computed from per-block operands."""
         ...
 
     def statistics(
         self, values, scalars, index, multiply_add, before, /
     ) -> Sequence[jax.Array]:
-        """Return int32 values for each maximum; negative values count as 0."""
+        """Return an int32 array for each maximum; negative values count as 0."""
         ...
 
     def after(
@@ -84,13 +84,13 @@ class BlockBody(typing.Protocol):
         maxima: Sequence[jax.Array],
         block_values: Sequence[jax.Array],
     ) -> tuple[Sequence[jax.Array], tuple]:
-        """Return ``(values of the per-block results, a tuple for encoding)``."""
+        """Return the per-block results, and a tuple of values for encoding."""
         ...
 
     def __call__(
         self, values, scalars, index, multiply_add, before, after, /
     ) -> Sequence[jax.Array]:
-        """Return the results of the elements, as a :data:`Body` does."""
+        """Return the results for each element, like a :data:`Body`."""
         ...
 
 
@@ -125,8 +125,8 @@ class Result:
     Args:
       dtype: dtype of a plain array; uint32 for packed fields.
       bits: width of the packed fields; None for a plain array.
-      overwrites: number of the operand that the result replaces, with the same dtype
-        and bits; None for a new array.
+      overwrites: index of the operand that the result replaces, which must have the
+        same dtype and bits; None for a new array.
       block_size: see :class:`Operand`.
     """
 
@@ -147,11 +147,11 @@ class Scalars:
 
     Args:
       table: uint32 vector of the body's scalars, or a table with one such row per leaf.
-      rows: uint32 vector of each leaf's row of the table, or a number for a single
-        leaf. None if the table is a vector.
-      values: the last scalars of every row in other dtypes that the body also accepts.
-        Kernels read the table. Derivatives are with respect to these values.
-      when: number of a scalar that can switch the update off. If the scalar is 0,
+      rows: uint32 vector with the index of each leaf's row in the table, or one index
+        for a single leaf. None if the table is a vector.
+      values: the last scalars of every row, in other dtypes that the body also accepts.
+        Kernels read the table instead. Derivatives are with respect to ``values``.
+      when: index of a scalar that can switch the update off. If the scalar is 0,
         operands that are overwritten keep their values, and new arrays are undefined.
     """
 
@@ -196,7 +196,7 @@ class Leaf:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """The layout of words and blocks; scalars have none."""
+        """The layout of words and blocks, which is undefined for scalars."""
         return layout_of(self.shape)
 
     def stored_shape(self, like: Operand | Result) -> tuple[int, ...]:
@@ -208,7 +208,7 @@ class Leaf:
         return tuple(1 if a in like.repeated else n for a, n in enumerate(self.shape))
 
     def unit(self, axis: int) -> int:
-        """Return a number that must divide a shard's length along this axis."""
+        """Return the number that must divide a shard's length along this axis."""
         if not self.has_words_or_blocks:
             return 1
         return self.layout.unit(axis, self.packed, max(self.block_sizes, default=None))
@@ -226,13 +226,13 @@ class Leaf:
 
     @property
     def overwritten(self) -> frozenset[int]:
-        """The numbers of the operands that are overwritten."""
+        """The indices of the operands that are overwritten."""
         numbers = (result.overwrites for result in self.results)
         return frozenset(n for n in numbers if n is not None)
 
     @property
     def in_stacks(self) -> frozenset[int]:
-        """The numbers of the operands that are stacks of layers."""
+        """The indices of the operands that are stacks of layers."""
         return self.overwritten if self.stacked else frozenset()
 
     def with_arrays(self, arrays: Sequence) -> "Leaf":
@@ -247,8 +247,8 @@ class Leaf:
 def has_tiling(packed: Sequence[int], block_sizes: Sequence[int]) -> bool:
     """Return whether GPU kernels support these fields and blocks in one leaf.
 
-    A lane processes all fields of its words. If their period has more rows than a tile,
-    blocks must not have more rows than a tile.
+    Each lane processes all fields of whole words. If the period of the fields has more
+    rows than a tile, blocks must not have more rows than a tile.
     """
     longest = max((period(bits)[0] for bits in packed), default=1)
     highest = max((block_shape(size)[0] for size in block_sizes), default=TILE_ROWS)
@@ -271,7 +271,7 @@ class Shard:
     base: jax.Array | None = None
 
     def after(self, first: jax.Array) -> "Shard":
-        """Return the shard if the leaf's first element has this index."""
+        """Return the shard for a leaf whose first element has the index ``first``."""
         base = first if self.base is None else self.base + first
         return dataclasses.replace(self, base=base)
 
@@ -284,11 +284,12 @@ class Call:
       body: see :data:`Body`.
       shards: local arrays of leaves that can share a kernel.
       table: uint32 table with rows of scalars.
-      rows: uint32 vector, the row of each leaf; None if the table has one row.
-      layer: int32 vector with one element, the layer of the stacks to update.
+      rows: uint32 vector with each leaf's row index; None if the table has one row.
+      layer: int32 vector with one element, the index of the layer to update in stacks.
       when: see :class:`Scalars`.
-      room: how many programs the whole leaves need, and how many programs a kernel over
-        different leaves should have. Kernels with equal numbers can be compiled once.
+      room: number of programs that the whole leaves need, and number of programs that a
+        kernel over different leaves should have. Kernels with equal numbers of programs
+        can be compiled once.
       interpret: if True, XLA runs the kernel's operations, on any platform.
     """
 
@@ -306,19 +307,19 @@ class Launcher(typing.Protocol):
     """The functions of a launcher, a module that runs kernels of one Pallas backend."""
 
     def max_leaves(self, leaves: Sequence[Leaf]) -> int:
-        """Return how many of these leaves one kernel should update at most."""
+        """Return the maximum number of these leaves that one kernel should update."""
         ...
 
     def programs(self, leaves: Sequence[Leaf]) -> int:
-        """Return how many programs a kernel over these leaves needs."""
+        """Return the number of programs that a kernel over these leaves needs."""
         ...
 
     def groups(self, shards: Sequence[Shard]) -> list[list[int]]:
-        """Return the numbers of the leaves or shards that share each kernel."""
+        """Return the indices of the leaves or shards that share each kernel."""
         ...
 
     def update(self, call: Call) -> list[jax.Array]:
-        """Run a kernel and return the results of one leaf after the other."""
+        """Run a kernel and return the results of all leaves in one list."""
         ...
 
 
@@ -334,7 +335,7 @@ def result_shapes(shard: Shard) -> list[tuple[int, ...]]:
 
 
 def _share(stored: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
-    """Returns the shape of the shard's part of an array."""
+    """Returns the shape of a shard's part of an array that has shape ``stored``."""
     return tuple(
         n * part // whole if whole else n
         for n, part, whole in zip(stored, shard.shape, shard.leaf.shape, strict=True)

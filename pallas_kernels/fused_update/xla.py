@@ -1,7 +1,7 @@
-"""The fused update as operations on whole arrays: the reference, which defines results.
+"""The reference for fused updates, which uses operations on whole arrays.
 
-It unpacks and decodes the arrays of a leaf, calls the body on them, and packs the
-results. Kernels compute the same results on tiles.
+It unpacks the arrays of a leaf, calls the body on them, and packs the results. Kernels
+compute the same results on tiles.
 """
 
 import math
@@ -20,7 +20,7 @@ from pallas_kernels.layout import block_maxima, repeat_blocks
 def row_of(
     table: jax.Array, row: jax.Array | None, values: Sequence[jax.Array] = ()
 ) -> list[jax.Array]:
-    """Return a row of a table of scalars, ending with ``values``."""
+    """Return a row of a table of scalars; ``values`` replace the last scalars."""
     if row is not None:
         table = lax.dynamic_index_in_dim(jnp.asarray(table), row[0], keepdims=False)
     words = list(table)
@@ -43,7 +43,7 @@ def update(
         :class:`.spec.Scalars`.
       scalars: scalars of the body.
       index: uint32 indices of the elements if the leaf is a part of another leaf.
-      barrier: applied to maxima, and to new values before they are packed.
+      barrier: a function that is applied to maxima, and to new values before packing.
     """
     body = getattr(body, "differentiable", body)
     scalars = list(scalars)
@@ -117,7 +117,7 @@ def _stored(
     layer: jax.Array | None,
     skip: jax.Array | None,
 ) -> jax.Array:
-    """Returns a result packed and written into its stack, if it has bits or a stack."""
+    """Packs a result if it has bits, and writes it to its stack if it has one."""
     if result.bits is not None:
         value = pack(value, result.bits, leaf.layout)
     if result.overwrites is None:
@@ -143,7 +143,7 @@ def larger_before(number: int, end: jax.Array, x: jax.Array, y: jax.Array) -> ja
 
 
 def lowest_bits(count: jax.Array) -> jax.Array:
-    """Return uint32 with the lowest ``count`` bits set, clipped to 0 to 32 bits."""
+    """Return a uint32 with the lowest ``count`` bits set. Counts are clipped at 32."""
     shift = jnp.maximum(count, jnp.int32(0)).astype(jnp.uint32)
     # In XLA, a shift by 32 or more gives 0.
     return ~lax.shift_left(jnp.full_like(shift, 2**32 - 1), shift)
@@ -161,7 +161,7 @@ def index_of(
       shape: shape of the part.
       whole: shape of the leaf or layer that contains the part.
       first: uint32 scalar, the index of the part's first element; 0 if None.
-      layer: int32 vector with one element, the number of the layer; 0 if None.
+      layer: int32 vector with one element, the index of the layer; 0 if None.
     """
     index = jnp.full(shape, jnp.uint32(0) if first is None else first)
     if layer is not None:

@@ -1,7 +1,8 @@
-"""The arrays of a kernel: views of a leaf's arrays as matrices, some transposed.
+"""The arrays of a kernel, which are views of a leaf's arrays as matrices.
 
-XLA:TPU stores some arrays transposed. A kernel reads such an array without a copy in
-HBM, which would move it two more times, and transposes each block in its own memory.
+XLA:TPU stores some arrays transposed. Copying such an array in HBM would move it two
+more times. Instead, a kernel reads the array as it is, and transposes each block in
+the kernel's own memory.
 """
 
 import dataclasses
@@ -67,7 +68,7 @@ class KernelArray:
     def is_transposed(self) -> bool:
         """Whether a kernel reads the array transposed, as XLA stores it.
 
-        This needs blocks that are whole tiles, or the whole array. XLA copies other
+        Each block must consist of whole tiles or be the whole array. XLA copies other
         arrays, which are small.
         """
         if self.tiling.side_by_side is not None or self.tiling.is_folded:
@@ -106,7 +107,7 @@ class KernelArray:
         return None
 
     def scratch(self, interpret: bool) -> list:
-        """Return scratch memory: for the transpose, and :meth:`scratch_shape`."""
+        """Return scratch memory for the transpose and for :meth:`scratch_shape`."""
         scratch = []
         if self.is_transposed:
             scratch.append(pltpu.VMEM(self.block, self.kernel_dtype))
@@ -122,7 +123,7 @@ class KernelArray:
         has_aside = tiling.side_by_side is not None
 
         def place(matrix, aside, rows, columns, layer, *_):
-            # Integer division in int32, the dtype of program numbers.
+            # Divide in int32, the dtype of program indices.
             first = layer[0] * jnp.int32(matrices) if matrices else jnp.int32(0)
             matrix = first + matrix
             columns = lax.div(columns, jnp.int32(self.block_width))
@@ -138,7 +139,7 @@ class KernelArray:
         return pl.BlockSpec((None, rows, None, *last), place)
 
     def to_kernel(self, x: jax.Array, interpret: bool) -> jax.Array:
-        """Convert the leaf's array for a kernel. XLA copies float16 arrays."""
+        """Convert an array of the leaf for a kernel. XLA copies it if it is float16."""
         x = self._view(x)
         if self.kernel_dtype != x.dtype:
             x = lax.bitcast_convert_type(x, self.kernel_dtype)
@@ -147,7 +148,7 @@ class KernelArray:
         return jnp.swapaxes(x, -1, -2) if self.is_transposed else x
 
     def from_kernel(self, x: jax.Array, interpret: bool) -> jax.Array:
-        """Convert an array that a kernel has written to the leaf's shape and dtype."""
+        """Convert an array from a kernel to the shape and dtype of the leaf's array."""
         x = jnp.swapaxes(x, -1, -2) if self.is_transposed else x
         if interpret:
             x = x[:, : self._view_shape[1], ..., : self._view_shape[-1]]
@@ -178,7 +179,7 @@ class KernelArray:
         return pair[::-1] if self.is_transposed else pair
 
     def _view(self, x: jax.Array) -> jax.Array:
-        """Returns the array as matrices, if possible without a copy."""
+        """Returns the array as matrices, without a copy if possible."""
         if self.tiling.is_folded:
             x = jnp.pad(x, (0, math.prod(self._view_shape) - self.shape[-1]))
         elif self._is_merged_transposed:
@@ -191,7 +192,7 @@ class KernelArray:
 
     @property
     def _has_matrices(self) -> bool:
-        """Whether each index of the axes between rows and columns has a matrix."""
+        """Whether the axes between rows and columns index separate matrices."""
         tiling = self.tiling
         is_other = tiling.is_folded or tiling.is_merged
         return not is_other and tiling.side_by_side is None

@@ -1,25 +1,26 @@
-"""Loads and stores of a program's blocks, between arrays and registers.
+"""Load a program's blocks from arrays into registers, and store the results.
 
 For a matrix, a register contains one row of each of 8 neighbouring groups
 (:mod:`.tiling`). Strided loads put neighbouring groups into neighbouring sublanes. The
 bit offsets of packed fields are then static, and reading a field is one shift of a
 register. For some widths, the offsets do not repeat within a group (for odd widths,
 they repeat after 32 rows). Fields of these widths are unpacked into scratch memory
-before a program's loop, and packed after it. Two rows of 16 bits, or four rows of 8
-bits, share 32-bit words and are read as words. Pallas' TPU simulator cannot do that, so
-these rows are copied to scratch memory first.
+before a program's loop, and packed after it. Two rows of 16-bit elements, or four rows
+of 8-bit elements, share 32-bit words and are read as words. Pallas' TPU simulator
+cannot do that, so in the simulator, these rows are copied to scratch memory first.
 
 A folded vector is loaded with 4 consecutive rows of 32 columns in the quarters of a
 register. The quarters are exchanged among the registers of a unit, so that each quarter
 of a register belongs to a different group.
 
 For matrices side by side, a register contains one row of 8 neighbouring matrices. Here,
-matrices share words instead of rows, so elements of 16 or 8 bits are widened to words
-in scratch memory before the loop.
+elements of neighbouring matrices share words, instead of elements of neighbouring rows.
+Therefore, 16-bit and 8-bit elements are widened to words in scratch memory before the
+loop.
 
-Before the loop, the scale of a block is repeated in all lanes of the block. After it,
-the scales are gathered. Several programs with neighbouring columns share a row of 128
-scales.
+Before the loop, the scale of a block is repeated in all lanes of the block. After the
+loop, the scales are gathered. Several programs with neighbouring columns share a row of
+128 scales.
 """
 
 import dataclasses
@@ -58,9 +59,9 @@ class Block:
 
     Args:
       array: the array.
-      outside: reference to the block in the layout of XLA.
-      ref: reference to the block with rows and columns in this order; ``outside``
-        unless XLA stores the array transposed.
+      outside: reference to the block in XLA's layout.
+      ref: reference to the block with rows before columns. It is ``outside`` unless XLA
+        stores the array transposed.
       scratch: reference to scratch memory (:meth:`.KernelArray.scratch_shape`) or None.
     """
 
@@ -80,7 +81,7 @@ class Block:
             self.outside[...] = self.ref[...].T
 
     def open(self, column_block: jax.Array) -> None:
-        """Unpack or widen into scratch memory, before the loop over units."""
+        """Unpack or widen the elements into scratch memory, before the loop."""
         del column_block
         if self.array.has_scratch_fields:
             self._for_periods(self._unpack_period)
@@ -88,7 +89,7 @@ class Block:
             self._for_rows(self._widen)
 
     def close(self, column_block: jax.Array) -> None:
-        """Pack or narrow from scratch memory, after the loop over units."""
+        """Pack or narrow the results in scratch memory, after the loop."""
         del column_block
         if self.array.has_scratch_fields:
             self._for_periods(self._pack_period)
@@ -96,7 +97,7 @@ class Block:
             self._for_rows(self._narrow)
 
     def load(self, unit: jax.Array) -> Sequence:
-        """Return the values of a unit, as one register for each row of a group."""
+        """Return the values of a unit, with one register for each row of a group."""
         array, group = self.array, self.array.tiling.group
         if self._is_wide:
             words = load(part(self.scratch, unit, group), group)
@@ -127,7 +128,7 @@ class Block:
         """Write the values of a unit.
 
         Args:
-          unit: number of the unit.
+          unit: index of the unit.
           rows: one register for each row of a group.
           exist: for each row, a mask of the elements inside the array, or None for all.
             Fields outside of the array become 0.
@@ -162,7 +163,7 @@ class Block:
         store(part(ref, unit, len(rows)), self._unfolded(rows), len(rows))
 
     def _folded(self, registers: Sequence) -> Sequence:
-        """Returns a vector's stored registers as rows of 4 groups side by side."""
+        """Rearranges registers of a folded vector into rows of 4 adjacent groups."""
         count = len(registers)
 
         def source(row: int, quarter: int) -> tuple[int, int]:
@@ -201,7 +202,7 @@ class Block:
         return self.array.is_narrow and self.array.tiling.side_by_side is not None
 
     def _for_rows(self, function: Callable[[jax.Array], None]) -> None:
-        """Calls a function with the number of each row."""
+        """Calls a function with the index of each row."""
         rows, at_once = self.ref.shape[0], math.gcd(self.ref.shape[0], _ROWS_AT_ONCE)
 
         def call(first, _):
@@ -230,7 +231,7 @@ class Block:
         self.ref[row] = pltpu.bitcast(_joined_rows(parts), self.ref.dtype)
 
     def _for_periods(self, function: Callable[[jax.Array, int], None]) -> None:
-        """Calls a function with the number of each group of 8 periods, and the bits."""
+        """Calls a function with the index of each group of 8 periods, and the width."""
         bits = typing.cast(int, self.array.bits)
 
         def call(number, _):
@@ -272,7 +273,7 @@ class ScaleBlock(Block):
             self.scratch[every(groups, height, len(words)), :] = words
 
     def close(self, column_block: jax.Array) -> None:
-        """Write the elements of the lanes that belong to this program."""
+        """Gather the elements of this program from scratch memory and write them."""
         ref, (height, width) = self.ref, self._block_in_registers
         rows = math.prod(ref.shape[:-1])
         if self.array.tiling.is_folded:
@@ -297,7 +298,7 @@ class ScaleBlock(Block):
             ref[...] = lax.bitcast_convert_type(new, ref.dtype)
 
     def _spread(self, stored: jax.Array, share: jax.Array) -> jax.Array:
-        """Returns a share of the elements, each repeated in all lanes of its block."""
+        """Returns one share of the elements, each repeated in its block's lanes."""
         _, width = self._block_in_registers
         lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
         first = share * jnp.int32(LANES // width)
@@ -305,7 +306,7 @@ class ScaleBlock(Block):
         return lax.bitcast_convert_type(spread, jnp.uint32)
 
     def _gathered(self, words: jax.Array, share: jax.Array, old: jax.Array):
-        """Inverts :meth:`_spread`, and keeps ``old`` outside of the share."""
+        """Inverts :meth:`_spread`, and keeps ``old`` outside the share."""
         _, width = self._block_in_registers
         stored = lax.bitcast_convert_type(words, jnp.int32)
         lane = lax.broadcasted_iota(jnp.int32, stored.shape, 1)
@@ -313,14 +314,14 @@ class ScaleBlock(Block):
         return jnp.where(lane // jnp.int32(LANES // width) == share, chosen, old)
 
     def load_elements(self, unit: jax.Array, block: int):
-        """Return the elements for the values in one block of a unit's groups."""
+        """Return the repeated elements for one block of rows in a unit's groups."""
         word, dtype = self._elements(unit)[self._every(block)], self.array.dtype
         if dtype.itemsize == 2:
             return Narrow(word, dtype)
         return lax.bitcast_convert_type(word, dtype)
 
     def store_elements(self, unit: jax.Array, block: int, value) -> None:
-        """Write elements that are repeated for all values of a block."""
+        """Write the repeated elements for one block of rows in a unit's groups."""
         if isinstance(value, Narrow):
             word = value.alone()
         else:
@@ -342,7 +343,7 @@ class ScaleBlock(Block):
 def blocks_of(
     arrays: Sequence[KernelArray], refs: Sequence[Ref], interpret: bool
 ) -> list[Block]:
-    """Return a program's blocks, from references to arrays and to scratch memory."""
+    """Return a program's blocks, given references to arrays and to scratch memory."""
     outside, scratch = refs[: len(arrays)], iter(refs[len(arrays) :])
     pairs = zip(arrays, outside, strict=True)
     return [_block(*each, scratch, interpret) for each in pairs]
@@ -366,7 +367,7 @@ def _field(words: Sequence[jax.Array], row: int, bits: int):
 
 
 def _joined(fields: Sequence, bits: int) -> list[jax.Array]:
-    """Returns the words of a group's fields."""
+    """Packs the fields of a group into words."""
     if 32 % bits:
         return put_fields([whole(x) for x in fields], bits)
     count, words = 32 // bits, []
@@ -394,6 +395,6 @@ def _joined_rows(rows: Sequence[Narrow]) -> jax.Array:
 
 
 def _as_integers(x: jax.Array) -> jax.Array:
-    """Returns the bits of 32-bit values, or of bfloat16 as float32, as int32."""
+    """Returns the bits of ``x`` as int32, after converting bfloat16 to float32."""
     wide = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
     return lax.bitcast_convert_type(wide, jnp.int32)

@@ -1,8 +1,8 @@
-"""Quotients and square roots of float32 in few TPU instructions.
+"""Compute quotients and square roots of float32 with few TPU instructions.
 
-Mosaic treats zeros, infinities and NaNs in separate cases. The functions in this module
-give the same results with two exceptions: a quotient by 2^126 or more is zero, and the
-root of a subnormal number is zero or subnormal.
+Mosaic treats zeros, infinities and NaNs as separate cases. The functions in this module
+return the same results with two exceptions: a quotient by 2^126 or more is zero, and
+the root of a subnormal number is zero or subnormal.
 """
 
 import jax
@@ -22,7 +22,7 @@ def quotient(x: jax.Array, y: jax.Array, inverse: jax.Array) -> jax.Array:
     """Return ``x / y`` with one Newton step for ``1 / y``, as Mosaic does on a v5e.
 
     Args:
-      x, y: float32.
+      x, y: float32 arrays.
       inverse: approximation of ``1 / y``.
 
     >>> numbers = jnp.float32([3, 0, jnp.inf]), jnp.float32([0.333, jnp.inf, 0])
@@ -31,12 +31,12 @@ def quotient(x: jax.Array, y: jax.Array, inverse: jax.Array) -> jax.Array:
     """
     unity = y * inverse
     better = inverse + inverse * (jnp.float32(1) - unity)
-    # A NaN means that y and its inverse are zero and infinite, so the inverse is exact.
+    # If unity is NaN, y is zero or infinite, and the given inverse is exact.
     return x * jnp.where(unity == unity, better, inverse)
 
 
 def root(x: jax.Array) -> jax.Array:
-    """Return the square root, ``x * rsqrt(x)`` with bounds that prevent NaNs.
+    """Return the square root as ``x * rsqrt(x)``, with bounds that prevent NaNs.
 
     >>> [float(root(jnp.float32(x))) for x in (0, 4, jnp.inf)]
     [0.0, 2.0, inf]

@@ -1,4 +1,4 @@
-"""Tracing of a body's functions, and their evaluation with TPU operations.
+"""Trace the functions of a body, and evaluate them with TPU operations.
 
 Expressions that depend only on scalars, such as random keys, are computed once in each
 program of the kernel. If two functions compute the same expression of the same values,
@@ -25,7 +25,7 @@ from pallas_kernels.fused_update.tpu.values import Lazy, Narrow
 from pallas_kernels.operations import ClosedJaxpr
 
 Known = dict
-"""Results of equations, by the equations' primitives, parameters and inputs."""
+"""Results of equations, keyed by primitive, parameters and inputs."""
 
 
 class Function:
@@ -64,7 +64,7 @@ class Function:
 
         Args:
           *args: arguments of the function.
-          known: results of other calls on the same values. New results are added.
+          known: results of other calls with the same values. New results are added.
           rules: see :data:`.rules.RULES`.
         """
         flat = jax.tree.leaves(args)
@@ -74,7 +74,7 @@ class Function:
 
 @dataclasses.dataclass(frozen=True)
 class _Evaluation:
-    """Evaluates a jaxpr; if ``of_scalars``, only scalars, and other values are None."""
+    """Evaluates a jaxpr. If ``of_scalars``, values other than scalars are None."""
 
     known: Known
     rules: Mapping
@@ -110,7 +110,7 @@ class _Evaluation:
             tuple(_identity(x) for x in inputs),
         )
         if key not in self.known:
-            # The inputs are kept, so that no new array gets the same id.
+            # Keeping the inputs prevents new arrays from getting the same ids.
             rule = self.rules.get(eqn.primitive)
             result = NotImplemented if rule is None else rule(eqn, *inputs)
             if result is NotImplemented:
@@ -130,7 +130,7 @@ def _identity(x):
 
 
 class BlockFunctions(typing.NamedTuple):
-    """The functions of a :class:`.BlockBody` besides the body itself."""
+    """The traced methods of a :class:`.BlockBody`, except ``__call__``."""
 
     before: Function
     rounds: Sequence[tuple[Function, Function]]
@@ -144,7 +144,7 @@ class Functions:
 
     Args:
       run: the body itself.
-      of_blocks: the other functions of a :class:`.BlockBody`, or None.
+      of_blocks: the other methods of a :class:`.BlockBody`, or None.
     """
 
     run: Function
@@ -165,7 +165,7 @@ def traced(
     kinds: Sequence[tuple[np.dtype, int | None]],
     scalars: int,
 ) -> Functions:
-    """Trace a body's functions, once for equal leaves.
+    """Trace a body's functions. Equal leaves share the result.
 
     Args:
       body: see :data:`pallas_kernels.fused_update.Body`.

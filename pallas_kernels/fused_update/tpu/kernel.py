@@ -1,10 +1,10 @@
-"""The fused update as a kernel of the Pallas TPU backend, the launcher for TPUs.
+"""The launcher for TPUs, which runs fused updates as kernels of Pallas' TPU backend.
 
 A leaf's arrays are viewed as matrices (:mod:`.arrays`) and divided among the programs
 of the kernel's grid (:mod:`.tiling`). Each program loops over its block
 (:mod:`.program`), loads and stores registers (:mod:`.blocks`, :mod:`.registers`), and
 evaluates the body with 32-bit operations (:mod:`.functions`, :mod:`.rules`). XLA
-updates small and narrow leaves, and leaves that XLA stores in a different order.
+updates leaves that are small, have few columns, or are stored in another order.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ _OF_BLOCKS = frozenset(
 
 
 def max_leaves(leaves: Sequence[Leaf]) -> int:
-    """Return 1: each leaf has its own kernel, and equal kernels are compiled once."""
+    """Return 1. Each leaf has its own kernel, and equal kernels are compiled once."""
     del leaves
     return 1
 
@@ -66,7 +66,7 @@ def programs(leaves: Sequence[Leaf]) -> int:
 
 
 def groups(shards: Sequence[Shard]) -> list[list[int]]:
-    """Return one group for each leaf."""
+    """Return a separate group for each leaf."""
     return [[number] for number in range(len(shards))]
 
 
@@ -101,7 +101,7 @@ def refusal(body: Body | BlockBody, leaf: Leaf, scalars: int) -> str | None:
 
 
 def _is_better(leaf: Leaf, shape: tuple[int, ...], min_elements: int = 1) -> bool:
-    """Returns whether a kernel is likely faster than XLA for a part of this shape.
+    """Returns whether a kernel is probably faster than XLA for a part of this shape.
 
     A kernel always processes 128 columns at a time. XLA needs only one pass for a plain
     leaf.
@@ -113,13 +113,13 @@ def _is_better(leaf: Leaf, shape: tuple[int, ...], min_elements: int = 1) -> boo
 
 
 def update(call: Call) -> list[jax.Array]:
-    """Run the kernel of one leaf that has no :func:`refusal`, and return its results.
+    """Update one leaf for which :func:`refusal` returns None, and return its results.
 
-    If the call is interpreted, Pallas simulates a TPU.
+    If ``call.interpret`` is True, Pallas simulates a TPU.
     """
     (shard,) = call.shards
     leaf, shape = shard.leaf, shard.shape
-    # XLA might store a part in another order than the leaf.
+    # XLA might store the part and the leaf in different orders.
     is_alike = not leaf.has_words_or_blocks or layout_of(shape).axis == leaf.layout.axis
     if _is_better(leaf, shape) or not is_alike:
         written = _by_kernel(call, shard)
@@ -157,7 +157,7 @@ def _by_kernel(call: Call, shard: Shard) -> list[jax.Array]:
     pairs = zip(operands, shard.leaf.arrays, strict=True)
     arrays = [each.to_kernel(x, interpret) for each, x in pairs]
     if not interpret:
-        # Otherwise XLA copies parts of the arrays to a TPU's vector memory beforehand.
+        # Without the constraint, XLA first copies parts of the arrays to vector memory.
         in_memory = pltpu.MemorySpace.HBM
         arrays = [pltpu.with_memory_space_constraint(x, in_memory) for x in arrays]
     # The call is jitted, so that equal leaves are traced and lowered once.
@@ -261,7 +261,7 @@ def _first_element(
     rows: jax.Array,
     columns: jax.Array,
 ) -> jax.Array:
-    """Returns the index in the whole leaf of the first element of a program."""
+    """Returns the index of a program's first element in the whole leaf."""
     whole = tiling.whole
 
     def stride(axis: int) -> int:

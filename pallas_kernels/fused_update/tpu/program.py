@@ -1,4 +1,4 @@
-"""A program of a TPU kernel: a loop over the units of its blocks.
+"""A program of a TPU kernel, which loops over the units of its blocks.
 
 :mod:`.tiling` defines groups and units, and :mod:`.blocks` loads and stores them.
 """
@@ -29,7 +29,7 @@ class BlockProgram:
       scalars: scalars of the body.
       operands, results: the program's blocks.
       first: uint32 scalar, the index of the program's first element in the whole leaf.
-      place: int32 numbers of the program's block of rows and block of columns.
+      place: int32 indices of the program's block of rows and block of columns.
     """
 
     tiling: Tiling
@@ -68,7 +68,7 @@ class BlockProgram:
         lax.scan(units, jnp.int32(0), length=self.tiling.units // unroll)
 
     def keep(self) -> None:
-        """Copy the operands that an update would overwrite to the results."""
+        """Copy each overwritten operand to its result, instead of updating it."""
         for block in self.results:
             if block.array.overwrites is not None:
                 block.ref[...] = self.operands[block.array.overwrites].ref[...]
@@ -99,7 +99,7 @@ class BlockProgram:
             block.store(unit, values, exist)
 
     def _index(self, start: jax.Array, first: jax.Array, offset: int, row: int) -> Sum:
-        """Returns the indices of a row if the program starts at ``start``."""
+        """Returns the indices of the elements in a row, counted from ``start``."""
         tiling = self.tiling
         group, stride = tiling.group, tiling.row_stride
         constant = row * stride
@@ -123,9 +123,9 @@ class BlockProgram:
         return Sum(within.astype(jnp.uint32), scalar, constant % 2**32)
 
     def _of_unit(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the numbers of a unit along the rows and along matrices side by side.
+        """Returns the indices of a unit along the rows and along matrices side by side.
 
-        For one matrix, they are the number of the unit and 0.
+        For one matrix, they are ``unit`` and 0.
         """
         count = jnp.int32(self.tiling.registers or 1)
         return lax.div(unit, count), lax.rem(unit, count)
@@ -154,12 +154,12 @@ class BlockProgram:
         exist: Sequence,
         **options,
     ) -> list:
-        """Writes the results per block and returns the body's ``before`` and ``after``.
+        """Writes the per-block results and returns the body's ``before`` and ``after``.
 
         Args:
-          place: numbers of the unit, and of the block in its groups.
+          place: index of the unit, and index of the block in its groups.
           arguments: values, scalars and indices of each row of the block.
-          exist: for each row, a mask of the elements in the array, or None for all.
+          exist: for each row, a mask of the elements inside the array, or None for all.
           **options: see :meth:`.functions.Function.__call__`.
         """
         functions = self.functions.of_blocks
@@ -182,7 +182,7 @@ class BlockProgram:
     def _maximum(
         self, rows: Sequence[jax.Array], exist: Sequence, size: int
     ) -> jax.Array:
-        """Returns the maxima over blocks of a size, or 0, repeated in each block."""
+        """Returns the maximum of each block, but at least 0, repeated in the block."""
         zero = jnp.zeros((), rows[0].dtype)
         maximum = jnp.zeros(REGISTER, zero.dtype)
         for x, here in zip(rows, exist, strict=True):
@@ -200,7 +200,7 @@ def _scales(blocks: Sequence[Block]) -> list[ScaleBlock]:
 
 
 def _block_maximum(x: jax.Array, sublanes: int, lanes: int) -> jax.Array:
-    """Returns the maximum of neighbouring sublanes and lanes, in each of them."""
+    """Returns the maximum of neighbouring sublanes and lanes, repeated in each."""
     for axis, count in enumerate((sublanes, lanes)):
         distance = 1
         while distance < count:
@@ -210,10 +210,10 @@ def _block_maximum(x: jax.Array, sublanes: int, lanes: int) -> jax.Array:
 
 
 def _swapped(x: jax.Array, distance: int, axis: int) -> jax.Array:
-    """Exchanges pairs of elements at a distance, which is a power of two."""
+    """Exchanges elements whose distance along an axis is the given power of two."""
     if 2 * distance == x.shape[axis]:
         return pltpu.roll(x, jnp.int32(distance), axis)
-    # One permutation instead of two rotations and a selection in vector arithmetic.
+    # One permutation replaces two rotations and a selection with vector arithmetic.
     source = _iota(axis) ^ jnp.int32(distance)
     return jnp.take_along_axis(x, source, axis, mode="promise_in_bounds")
 
@@ -223,5 +223,5 @@ def _iota(axis: int) -> jax.Array:
 
 
 def _signed(number: int) -> int:
-    """Returns the int32 with the bits of a number modulo 2^32."""
+    """Returns the int32 that has the same bits as ``number`` modulo 2^32."""
     return (number + 2**31) % 2**32 - 2**31

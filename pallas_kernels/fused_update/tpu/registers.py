@@ -1,8 +1,8 @@
-"""Which rows of a block a register contains, and moves of lanes within registers.
+"""Load and store registers, and move the lanes within them.
 
-In a reference with two axes, which is one matrix, a register contains one row of each
-of 8 neighbouring groups. In a reference with three axes, which has matrices side by
-side, a register contains one row of 8 matrices.
+If a reference has two axes, it refers to one matrix, and a register contains one row of
+each of 8 neighbouring groups. If it has three axes, it refers to matrices side by side,
+and a register contains one row of 8 matrices.
 """
 
 import functools
@@ -25,12 +25,12 @@ QUARTERS = LANES // FOLD
 
 
 def every(first: int, stride: int, size: int = SUBLANES):
-    """Return an index of ``size`` rows, with ``stride`` rows from one to the next."""
+    """Return an index that selects ``size`` rows, with ``stride`` as the step."""
     return pl.ds(first, size, stride=stride) if stride > 1 else pl.ds(first, size)
 
 
 def part(ref: Ref, number: jax.Array, group: int) -> Ref:
-    """Return a reference to the rows of a unit with ``group`` rows in a group."""
+    """Return a reference to the rows of a unit that has ``group`` rows per group."""
     if len(ref.shape) == 2:
         return ref.at[rows_of(number, group), :]
     registers = jnp.int32(ref.shape[1] // SUBLANES)
@@ -39,19 +39,19 @@ def part(ref: Ref, number: jax.Array, group: int) -> Ref:
 
 
 def rows_of(number: jax.Array, group: int):
-    """Return an index of the rows of a unit with ``group`` rows in a group."""
+    """Return an index that selects the rows of 8 groups with ``group`` rows each."""
     rows = SUBLANES * group
     start = pl.multiple_of(number * jnp.int32(rows), rows)
     return pl.ds(start, rows)
 
 
 def _register(ref: Ref, row: int, group: int):
-    """Returns an index of the register with a row of a unit's groups."""
+    """Returns an index that selects the register with one row of a unit's groups."""
     return (every(row, group), slice(None)) if len(ref.shape) == 2 else row
 
 
 def load(ref: Ref, group: int) -> list[jax.Array]:
-    """Return registers; register r has row r of each of 8 groups or matrices."""
+    """Return registers; register r contains row r of each of 8 groups or matrices."""
     return [ref[_register(ref, row, group)] for row in range(group)]
 
 
@@ -64,11 +64,12 @@ def store(ref: Ref, rows: Iterable, group: int) -> None:
 def exchanged(
     registers: Sequence[jax.Array], source: Callable[[int, int], tuple[int, int]]
 ) -> list[jax.Array]:
-    """Return registers whose quarters of the lanes are quarters of other registers.
+    """Return registers that are composed of quarters of the lanes of other registers.
 
     Args:
       registers: registers with 32-bit elements.
-      source: maps the numbers of a new register and quarter to the numbers of the old.
+      source: a function from the indices of a new register and quarter to the indices
+        of the old register and quarter.
     """
     lane = lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
 
@@ -94,5 +95,5 @@ def exchanged(
 
 
 def permuted(x: jax.Array, lanes: jax.Array) -> jax.Array:
-    """Return the elements in these lanes of each row."""
+    """Return, for each row, the elements in the lanes that ``lanes`` contains."""
     return jnp.take_along_axis(x, lanes, 1, mode="promise_in_bounds")

@@ -2,10 +2,10 @@
 
 A TPU's vector registers contain 32-bit elements, and arithmetic on other types is
 missing or slow. Therefore, values of 8 and 16 bits are kept in the upper bits of 32-bit
-words. A bfloat16 in the upper bits is already the pattern of the equal float32, so
-widening it is free, and shifts by 16 before or after it are free too.
+words. A word with a bfloat16 in its upper bits is already the bit pattern of the equal
+float32, so widening it is free, and shifts by 16 before or after widening are free too.
 
-Quotients and roots use :mod:`.division`, depending on the generation of the TPU.
+On some generations of TPUs, quotients or roots use :mod:`.division`.
 """
 
 import dataclasses
@@ -125,7 +125,7 @@ def _reinterpreted(eqn, x):
 
 
 def _by_number(rule: Callable) -> Callable:
-    """Makes a rule for a uint32 array and a constant from a function of both."""
+    """Makes a rule from a function of a uint32 array and an integer constant."""
 
     @functools.wraps(rule)
     def of_equation(eqn, x, y):
@@ -212,17 +212,17 @@ def _select(eqn, which, *cases):
 
 
 def _selected(which, *words) -> jax.Array:
-    """Selects words as floats.
+    """Selects words after reinterpreting them as floats.
 
-    No libtpu before 0.0.52 compiles the minimum or maximum of unsigned integers, and
-    some versions turn a comparison and a selection of the same words into one.
+    Versions of libtpu before 0.0.52 cannot compile the minimum or maximum of unsigned
+    integers, and some create one from a comparison and a selection of the same words.
     """
     floats = [lax.bitcast_convert_type(word, jnp.float32) for word in words]
     return lax.bitcast_convert_type(lax.select_n(which, *floats), jnp.uint32)
 
 
 def _unless(is_outside: Callable) -> Callable:
-    """Makes a rule for the minimum or maximum of words from a comparison."""
+    """Makes a rule for the minimum or maximum of words from a comparison function."""
 
     def of_equation(eqn, x, y):
         if not _is_array(eqn, jnp.uint32):
@@ -259,10 +259,11 @@ def _sqrt(eqn, x):
 
 
 def _pattern_above(x, base, most) -> jax.Array:
-    """See :func:`.operations.pattern_above`.
+    """Computes :func:`.operations.pattern_above` with operations on floats.
 
-    Only floats have a maximum in one instruction. A comparison with a NaN is false. If
-    the maximum returns a negative zero, ``base`` is 0, and only the sign bit is set.
+    Only floats have a maximum in one instruction. Comparisons with NaN are false. If
+    the maximum returns a negative zero, ``base`` is 0, and the result has only its sign
+    bit set.
     """
     base = whole(base)
     as_float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
@@ -272,7 +273,7 @@ def _pattern_above(x, base, most) -> jax.Array:
 
 
 def _number_of(x) -> int | None:
-    """Returns an input as an int if it is a constant of rank 0, otherwise None."""
+    """Returns an input as an int if it is a constant scalar, and None otherwise."""
     if isinstance(x, np.generic | int) and not isinstance(x, bool):
         return int(x)
     if isinstance(x, np.ndarray) and not x.shape:
@@ -305,8 +306,9 @@ RULES: Mapping = {
     p.stop_gradient_p: lambda eqn, x: x,
     operations.PREFIX + "pattern_above": _pattern_above,
 }
-"""Functions of an equation and its inputs by primitive, and functions of the inputs by
-name of a call (:data:`.operations.OPERATIONS`). They may return NotImplemented."""
+"""Rules for primitives, and for calls of :data:`.operations.OPERATIONS` by name. A rule
+for a primitive is a function of an equation and its inputs, and a rule for a call is a
+function of the inputs. Rules may return NotImplemented."""
 
 
 def by_itself(eqn, *inputs) -> jax.Array:
@@ -316,15 +318,15 @@ def by_itself(eqn, *inputs) -> jax.Array:
 
 
 def rules_for(generation: int | None) -> Mapping:
-    """Return the rules for a generation of TPUs, or for an unknown one (None)."""
+    """Return the rules for a TPU generation; None means that it is unknown."""
     if generation is None:
         return RULES
-    # From v6e on, reciprocal and reciprocal root are one instruction each.
+    # On v6e and newer, reciprocal and reciprocal root are one instruction each.
     return {**RULES, **({p.div_p: _div} if generation <= 5 else {p.sqrt_p: _sqrt})}
 
 
 def generation_of_target() -> int | None:
-    """Return the generation of the TPUs of the program; None if it is unknown."""
+    """Return the TPU generation that the program is for, or None if it is unknown."""
     try:
         return pltpu.get_tpu_info().generation
     except ValueError:

@@ -1,10 +1,10 @@
-"""How a leaf is divided among the programs of a TPU kernel, and into registers.
+"""Divide a leaf among the programs of a TPU kernel, and into registers.
 
 A leaf is viewed as matrices of rows and columns. A program updates a block of rows and
-128 columns. A register has 8 sublanes of 128 lanes. The program loops over *units* of
-its block, with one register for each row of a *group*. A group has the rows after which
-the bit offsets of most widths repeat. The fields of one word are in different
-registers, in the sublane and lane of the word. A unit is one of two kinds:
+128 columns. A register has 8 sublanes of 128 lanes. A *group* is a number of rows after
+which the bit offsets of fields repeat, for most widths. The program loops over *units*
+of its block, and uses one register for each row of a group. The fields of one word are
+in different registers, in the sublane and lane of the word. A unit is one of two kinds:
 
 - 8 groups of one matrix. A register contains one row of each of 8 neighbouring groups.
 - One group of 8 matrices *side by side*, if XLA:TPU stores the axis between rows and
@@ -12,7 +12,7 @@ registers, in the sublane and lane of the word. A unit is one of two kinds:
   one row of 8 matrices, and a block has 8 or more matrices.
 
 A folded vector is one matrix of 128 columns. In a register, its rows of 32 columns come
-from 4 groups. In memory, 4 rows of a group follow each other, so the quarters of
+from 4 groups. In memory, 4 rows of the same group follow each other, so the quarters of
 registers are exchanged; see :mod:`.registers`.
 """
 
@@ -28,12 +28,13 @@ REGISTER = (SUBLANES, LANES)
 """The shape of a vector register of 32-bit values."""
 _MIN_GROUP, _MAX_GROUP = 4, 8
 _MAX_PERIOD = 16
-"""Fields of a longer period never determine the rows of a group."""
-# A block and its results, twice, because the next block is loaded at the same time.
+"""Fields with a longer period do not affect the number of rows in a group."""
+# Bytes of all blocks of a program, counted twice because the next blocks are loaded
+# at the same time.
 _MAX_BYTES, _MAX_TRANSPOSED_BYTES = 14 * 2**20, 32 * 2**20
 _MAX_ROWS, _MIN_ROWS = 2048, 128
 _MAX_UNROLLED = 64
-"""Registers of an array in an iteration; more registers take longer to compile."""
+"""Maximum number of an array's registers in an iteration; more compile slowly."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +45,10 @@ class Tiling:
       shape: shape of the shard.
       whole: shape of the leaf, which determines the row-major indices of elements.
       axis: axis of the rows, counted from the end.
-      group: rows in a group.
-      row_unit, column_unit: rows of whole words and blocks, and columns of blocks.
-      block_rows: rows of each matrix in a program.
+      group: number of rows in a group.
+      row_unit: number of rows that consist of whole words and blocks.
+      column_unit: number of columns that consist of whole blocks.
+      block_rows: number of rows of each matrix that a program updates.
       stacked_blocks: number of blocks in a group, along the rows.
       side_by_side: number of matrices side by side in a program; None for one matrix.
       is_merged: whether all axes after the rows are the columns of one matrix.
@@ -70,7 +72,7 @@ class Tiling:
 
     @property
     def matrix_axes(self) -> tuple[int, ...]:
-        """The axes whose indices number the matrices, counted from the end."""
+        """The axes along which the leaf has several matrices, counted from the end."""
         if self.is_merged:
             return tuple(range(-len(self.shape), self.axis))
         between = range(self.axis + 1, -1 if self.side_by_side is None else -2)
@@ -102,7 +104,7 @@ class Tiling:
 
     @property
     def grid(self) -> tuple[int, int, int, int]:
-        """Numbers of matrices, and of blocks of side-by-side ones, rows, columns."""
+        """Number of matrices, and of blocks of adjacent matrices, rows and columns."""
         blocks = 1
         if self.side_by_side is not None:
             blocks = self.shape[-2] // self.side_by_side
@@ -111,7 +113,7 @@ class Tiling:
 
     @property
     def registers(self) -> int:
-        """Registers in one row of a program's matrices side by side; otherwise 0."""
+        """Number of registers for a row of matrices side by side; 0 for one matrix."""
         return (self.side_by_side or 0) // SUBLANES
 
     @property
@@ -189,11 +191,12 @@ def tiling_of(shard: Shard) -> Tiling:
 
 
 def _group(leaf: Leaf, *, has_sublanes: bool) -> tuple[int, int]:
-    """Returns the rows of a group, and how many blocks it contains along the rows.
+    """Returns the number of rows in a group, and the number of blocks along these rows.
 
-    A group contains whole words of most widths. Fields of all other widths are unpacked
-    beforehand; see :mod:`.blocks`. If blocks may use several sublanes, a group has at
-    least an eighth of a block; otherwise, it has whole blocks.
+    For most widths, a group contains whole words. Fields of all other widths are
+    unpacked beforehand; see :mod:`.blocks`. If ``has_sublanes``, a block may use
+    several sublanes, and a group contains at least an eighth of a block. Otherwise, a
+    group contains whole blocks.
     """
     heights = [block_shape(size)[0] for size in leaf.block_sizes]
     periods = [period(bits)[0] for bits in leaf.packed]
@@ -215,11 +218,11 @@ def _group(leaf: Leaf, *, has_sublanes: bool) -> tuple[int, int]:
 
 
 def minor_axes(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the axes in the lanes and sublanes of XLA:TPU's tiles, from the end.
+    """Return the axes that XLA:TPU stores in the lanes and sublanes of its tiles.
 
     XLA stores arrays in tiles of 8 x 128 elements, or of 1, 2 or 4 x 128 if an axis is
     that short. It chooses the pair of axes that needs the least padding, and the last
-    such pair if several do.
+    such pair if there are several. Axes are counted from the end.
 
     >>> minor_axes((4096, 4096)), minor_axes((4096, 1376)), minor_axes((2048, 4, 64))
     ((-1, -2), (-2, -1), (-3, -1))
@@ -247,9 +250,9 @@ def lies_transposed(shape: tuple[int, ...], axis: int = -2) -> bool:
 
 
 def size_for_kernel(leaf: Leaf, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the elements and columns of a part, without the axes before the rows.
+    """Return a part's number of elements and columns, without the axes before the rows.
 
-    Both are 0 if a kernel would need copies that cost more than the update.
+    Both numbers are 0 if a kernel would need copies that cost more than the update.
     """
     axis = _row_axis(leaf, shape)
     if axis == -1:
@@ -269,7 +272,7 @@ def _columns(shape: tuple[int, ...], axis: int, is_merged: bool) -> int:
 
 
 def _row_axis(leaf: Leaf, shape: tuple[int, ...]) -> int:
-    """Returns the axis of rows, from the end. In plain leaves, it may be any axis."""
+    """Returns the row axis, counted from the end. Plain leaves may use any axis."""
     if leaf.has_words_or_blocks:
         return leaf.layout.axis
     return minor_axes(shape)[1] if len(shape) > 1 else -1
@@ -278,8 +281,8 @@ def _row_axis(leaf: Leaf, shape: tuple[int, ...]) -> int:
 def _side_by_side(leaf: Leaf, shape: tuple[int, ...]) -> int | None:
     """Returns the number of matrices side by side in a program; None for one matrix.
 
-    It is the number that shares a tile of the narrowest dtype if it divides the axis,
-    and the length of the axis otherwise.
+    This is the number of matrices that share a tile of the narrowest dtype if it
+    divides the length of their axis, and the length of the axis otherwise.
     """
     if (
         _row_axis(leaf, shape) > -3
@@ -297,11 +300,11 @@ def _side_by_side(leaf: Leaf, shape: tuple[int, ...]) -> int | None:
 def _is_merged(leaf: Leaf, shape: tuple[int, ...]) -> bool:
     """Returns whether all axes after the rows are the columns of one matrix.
 
-    This keeps the order of elements, words and blocks if no block is cut. It keeps
-    indices if only the first of these axes is cut. It is how XLA:TPU stores arrays with
-    neighbouring rows next to each other and whole tiles of columns. XLA copies other
-    arrays. The copy costs less than XLA's own update with blocks, but more than its
-    update with only words.
+    Merging the axes keeps the order of elements, words and blocks if no block is cut.
+    It keeps their indices if shards cut only the first of these axes. XLA:TPU already
+    stores arrays in this form if neighbouring rows are next to each other and the
+    columns are whole tiles. XLA copies other arrays. For leaves with blocks, the copy
+    costs less than XLA's own update. For leaves with only words, it costs more.
     """
     axis = _row_axis(leaf, shape)
     widths = [block_shape(size)[1] for size in leaf.block_sizes]
@@ -323,16 +326,16 @@ def _has_one_height(leaf: Leaf) -> bool:
 def _bytes_of(like: Operand | Result) -> float:
     """Returns the bytes per element, including scratch memory."""
     if like.bits is not None:
-        # Scratch memory is not doubled.
+        # Blocks are counted twice, but scratch memory is not.
         return like.bits / 8 + (0 if is_unrolled(like.bits) else 2)
     if like.block_size is not None:
         return 1.0
-    # Scratch memory contains narrow rows too.
+    # Narrow rows also use scratch memory.
     return {1: 1.5, 2: 3}.get(_dtype_of(like).itemsize, 4)
 
 
 def _bytes_side_by_side(like: Operand | Result) -> float:
-    """Returns :func:`_bytes_of`, with a word of scratch memory per narrow element."""
+    """Returns :func:`_bytes_of` plus a word of scratch memory per narrow element."""
     if like.bits is not None or like.block_size is not None:
         return _bytes_of(like)
     return {1: 3, 2: 4}.get(_dtype_of(like).itemsize, 4)

@@ -1,4 +1,4 @@
-"""Values in a TPU kernel that are computed when they are used: parts of words, sums."""
+"""Parts of words, and values in a TPU kernel that are computed when they are used."""
 
 import dataclasses
 
@@ -35,8 +35,8 @@ class Narrow:
         if info.nexp == 8:
             return lax.bitcast_convert_type(bits, jnp.float32)
         magnitude = (bits & jnp.uint32(0x7FFFFFFF)) >> jnp.uint32(8 - info.nexp)
-        # Numbers with exponent 0 are multiples of the least number. No intermediate
-        # result may be subnormal, because a TPU would replace it by zero.
+        # Numbers with exponent 0 are multiples of the smallest positive number. A TPU
+        # would replace a subnormal intermediate result with zero, so none may occur.
         least = (info.minexp + 127) << 23
         base = lax.bitcast_convert_type(jnp.uint32(least), jnp.float32)
         small = lax.bitcast_convert_type(magnitude + jnp.uint32(least), jnp.float32)
@@ -86,7 +86,7 @@ class Field:
         return (self.shift, self.width, self.place) == (32 - width, width, 0)
 
     def sign_extended(self, places: int) -> jax.Array | None:
-        """Return int32 shifted right with its sign, or None if that needs a mask."""
+        """Return the int32 shifted right with its sign, or None if it needs a mask."""
         if self.place + self.width < 32 or places < self.place:
             return None
         moved = self._moved(self.place - self.shift)
@@ -102,9 +102,9 @@ class Field:
 
 @dataclasses.dataclass(frozen=True)
 class XorShifted:
-    """A word xor the word shifted right.
+    """The exclusive or of a word and the same word shifted right.
 
-    The upper ``shift`` bits of ``array`` equal those bits in ``word``.
+    The upper ``shift`` bits of ``array`` equal the upper ``shift`` bits of ``word``.
     """
 
     array: jax.Array
@@ -135,7 +135,7 @@ class Sum:
 
 
 Lazy = Field | XorShifted | Sum
-"""Values that are not arrays yet; see :func:`whole`."""
+"""Values that :func:`whole` converts to arrays."""
 
 
 def whole(x):
