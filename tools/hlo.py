@@ -32,7 +32,7 @@ _OF_SCALARS = (2, 4, 6)
 
 
 def text(compiled: jax.stages.Compiled) -> str:
-    """The program as HLO."""
+    """Return the program as HLO."""
     found = compiled.as_text()
     if found is None:
         raise ValueError("the compiler returned no text for this program")
@@ -40,7 +40,7 @@ def text(compiled: jax.stages.Compiled) -> str:
 
 
 def memory(compiled: jax.stages.Compiled):
-    """The bytes of the program's arguments, results and temporary memory."""
+    """Return the bytes of the program's arguments, results and temporary memory."""
     found = compiled.memory_analysis()
     if found is None:
         raise ValueError("the compiler returned no memory analysis for this program")
@@ -89,7 +89,7 @@ class Instruction:
 
 
 def entry(compiled: jax.stages.Compiled) -> list[Instruction]:
-    """The instructions of the entry computation that do some work, in order.
+    """Return the instructions of the entry computation that do some work, in order.
 
     The start and the end of an asynchronous operation count as one instruction.
     Instructions inside loops are not included.
@@ -115,7 +115,7 @@ def entry(compiled: jax.stages.Compiled) -> list[Instruction]:
 
 
 def _moving(name: str, op: str, written, operands) -> Instruction:
-    """An instruction. Slices move only the part that they read or write."""
+    """Return an instruction. Slices move only the part that they read or write."""
     kind, read = op.removesuffix("-start"), sum(operands, ())
     if kind in _SLICES:
         read = _within(read[0], written)
@@ -173,7 +173,7 @@ def products(compiled: jax.stages.Compiled) -> list[MatrixProduct]:
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[str]:
-    """The collectives of the program, including the collectives in loops."""
+    """Return the collectives of the program, including the collectives in loops."""
     ops = (node.op.removesuffix("-start") for node in read_nodes(text(compiled)))
     return [op for op in ops if op in COLLECTIVES]
 
@@ -196,7 +196,7 @@ def copies(compiled: jax.stages.Compiled) -> list[int]:
 
 
 def _types(nodes: list[Node]) -> dict[str, tuple[Array, ...]]:
-    """The results of instructions by name. ``name#1`` is part 1 of a tuple."""
+    """Return the results of instructions by name. ``name#1`` is part 1 of a tuple."""
     types = {node.name: arrays(node.shape) for node in nodes}
     for name, parts in list(types.items()):
         types |= {f"{name}#{number}": (part,) for number, part in enumerate(parts)}
@@ -204,5 +204,5 @@ def _types(nodes: list[Node]) -> dict[str, tuple[Array, ...]]:
 
 
 def _bytes_of(node: Node) -> int:
-    """The bytes of the results of an instruction, without padding."""
+    """Return the bytes of the results of an instruction, without padding."""
     return sum(x.size for x in arrays(node.shape))

@@ -87,7 +87,7 @@ STEPS = 2
 
 
 def implementations(job: Job) -> list[str]:
-    """The implementations to compare with the reference, the default first."""
+    """Return the implementations to compare with the reference, the default first."""
     if not job.for_gpus:
         return ["pallas"]
     with job.target_mesh():
@@ -97,7 +97,7 @@ def implementations(job: Job) -> list[str]:
 
 
 def step_of(tx, stacked: bool) -> Callable:
-    """A step. A stack is updated layer by layer inside the backward pass."""
+    """Return a step. A stack is updated layer by layer inside the backward pass."""
     if not stacked:
         return lambda params, state, grads: lo.step(tx, params, state, grads)
 
@@ -148,12 +148,12 @@ def reference(family: Family, kind: str, small: bool) -> tuple:
 
 
 def on_cpu():
-    """A context in which JAX uses the CPU, whatever other devices it has."""
+    """Return a context in which JAX uses the CPU, whatever other devices it has."""
     return jax.default_device(jax.devices("cpu")[0])
 
 
 def differing(got, want) -> int:
-    """The number of elements of two trees that differ in any bit."""
+    """Return the number of elements of two trees that differ in any bit."""
     count = 0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = np.atleast_1d(np.asarray(a)), np.atleast_1d(np.asarray(b))

@@ -93,14 +93,14 @@ def _positive(text: str) -> float:
 
 
 def chosen(only: list[str] | None) -> list[dict]:
-    """The entries of the chosen jobs in the record, in order."""
+    """Return the entries of the chosen jobs in the record, in order."""
     jobs = [(section, name) for section, names in SECTIONS.items() for name in names()]
     wanted = lambda job: any(fnmatch.fnmatchcase("/".join(job), p) for p in only or "*")
     return [entry_of(*job) for job in jobs if wanted(job)]
 
 
 def cuda_toolkit() -> str | None:
-    """The root of a CUDA toolkit with ptxas and libdevice, or None.
+    """Return the root of a CUDA toolkit with ptxas and libdevice, or None.
 
     XLA and Mosaic run ptxas, and read libdevice, when they compile a program. If the
     libraries of CUDA are wheels and its compiler is not, JAX 0.11 uses the text "None"
@@ -161,7 +161,7 @@ PACKAGES = (
 
 
 def described(args: argparse.Namespace, root: str | None) -> dict:
-    """The part of the record that describes the command and the software."""
+    """Return the part of the record that describes the command and the software."""
     ask = "--query-gpu=driver_version", "--format=csv,noheader"
     return {
         # The path after --out is meaningless on another machine.

@@ -104,11 +104,11 @@ PEER = "flashoptim_jax"
 
 
 def timed_here() -> list[str]:
-    """The names of the optimizers that can be imported here."""
+    """Return the names of the optimizers that can be imported here."""
     has_peer = importlib.util.find_spec(PEER) is not None
     return [name for name in OPTIMIZERS if has_peer or name != PEER]
 
 
 def nbytes(tree) -> int:
-    """The number of bytes in all arrays of a tree."""
+    """Return the number of bytes in all arrays of a tree."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

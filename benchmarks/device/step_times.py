@@ -51,7 +51,7 @@ def leaf_set_of(name: str, small: bool) -> LeafSet:
 
 
 def structs_of(leaf_set: LeafSet) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of the leaves, with dtype bfloat16."""
+    """Return the shapes of the leaves, with dtype bfloat16."""
     return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in leaf_set.shapes]
 
 
@@ -117,7 +117,7 @@ def measure(job: Job, optimizer: Optimizer, leaf_set: LeafSet, count: int) -> di
 
 
 def _summary(steps, leaf_set: LeafSet, moved: int) -> dict:
-    """The median, minimum and maximum of the times."""
+    """Return the median, minimum and maximum of the times."""
     step = statistics.median(steps)
     return {
         "ms": 1e3 * step,

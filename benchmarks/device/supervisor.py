@@ -232,7 +232,7 @@ def tell(process: Process, line: str) -> None:
 
 
 def entry_of(section: str, name: str) -> dict:
-    """The entry of a job in the record before it runs."""
+    """Return the entry of a job in the record before it runs."""
     return {
         "section": section,
         "name": name,

@@ -31,7 +31,7 @@ ROWS = {
 
 
 def sizes(small: bool) -> tuple[GPT, int, int]:
-    """The model, the number of examples in a batch, and the number of steps."""
+    """Return the model, the number of examples in a batch, and the number of steps."""
     if small:
         return GPT(2, 64, 2, 32, "none", jnp.bfloat16), 4, 30
     return GPT(12, 768, 12, 1024, "none", jnp.bfloat16, 50257), 8, 200

@@ -115,7 +115,7 @@ FLASH = "flashoptim-jax flash_adamw"
 
 
 def peers(fused_flash: bool = False) -> dict[str, Peer]:
-    """The optimizers to compare; flashoptim-jax is included if it is installed.
+    """Return the optimizers to compare; flashoptim-jax is included if it is installed.
 
     Args:
       fused_flash: whether flashoptim-jax uses its GPU kernels; otherwise it uses XLA.
@@ -183,7 +183,7 @@ def failures(peer: Peer) -> tuple[dict[str, float | None], str]:
 
 
 def losses(peer: Peer, seeds: int) -> list[float]:
-    """The final test loss for each seed."""
+    """Return the final test loss for each seed."""
     rates = jnp.asarray([tasks.rate_at(i) for i in range(tasks.STEPS)], jnp.float32)
 
     def loss_of(params, inputs, classes):
@@ -223,7 +223,7 @@ def losses(peer: Peer, seeds: int) -> list[float]:
 
 
 def time_ratios(some: dict[str, Peer]) -> dict[str, float]:
-    """The time of a donated step, divided by the time of the baseline's step.
+    """Return the time of a donated step, divided by the time of the baseline's step.
 
     Each round times one step of every optimizer. The result is the median over the
     rounds. Gradients are bfloat16 for every optimizer.

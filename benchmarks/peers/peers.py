@@ -73,7 +73,7 @@ def jax_rows(seeds: int) -> dict[str, dict]:
 
 
 def torch_rows(python: str | None, seeds: int) -> dict:
-    """The rows of the PyTorch libraries, and their versions."""
+    """Return the rows of the PyTorch libraries, and their versions."""
     if python is None:
         return {"versions": {}, "rows": {"PyTorch": {"not_run": "no --torch given"}}}
     script = ROOT / "benchmarks" / "peers" / "torch_peers.py"
@@ -100,7 +100,7 @@ def add_differences(rows: dict[str, dict]) -> None:
 
 
 def sizes(rows: dict[str, dict]) -> str:
-    """A table of bytes, programs and times."""
+    """Return a table of bytes, programs and times."""
     heads = [
         *("AdamW", "stored, B", "moved, B", "temporary, B", "launches"),
         *("instructions", "s to trace", "CPU step"),
@@ -120,7 +120,7 @@ def sizes(rows: dict[str, dict]) -> str:
 
 
 def accuracies(rows: dict[str, dict]) -> str:
-    """A table of losses and errors."""
+    """Return a table of losses and errors."""
     names = list(tasks.cases())
     lines = []
     for name, row in rows.items():

@@ -38,12 +38,12 @@ class Case:
 
 
 def start(seed: int = 0) -> np.ndarray:
-    """The initial weights of every case, which bfloat16 can represent."""
+    """Return the initial weights of every case, which bfloat16 can represent."""
     return bfloat16(np.random.default_rng(seed).standard_normal(SHAPE))
 
 
 def cases() -> dict[str, Case]:
-    """The cases by the names that the table shows."""
+    """Return the cases by the names that the table shows."""
     draws = np.random.default_rng(1).standard_normal((2 * HALF, *SHAPE))
     one = bfloat16(draws)
     outlier = np.zeros(SHAPE, bool)
@@ -76,7 +76,7 @@ def adamw(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def error(case: Case, half: np.ndarray, end: np.ndarray) -> float | None:
-    """The error of a movement, divided by the length of the movement in float64.
+    """Return the error of a movement, divided by the length of the movement in float64.
 
     0 is exact, and 1 means that the weights did not move.
 
@@ -129,7 +129,7 @@ class Training:
 
 
 def training(seed: int) -> Training:
-    """The initial weights, batches and test of one seed."""
+    """Return the initial weights, batches and test of one seed."""
     random = np.random.default_rng(100 + seed)
     teacher = _matrices(random)
 

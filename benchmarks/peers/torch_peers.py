@@ -90,7 +90,7 @@ def set_rate(optimizer, rate):
 
 
 def arrays(x):
-    """The plain tensors inside one value of a state."""
+    """Return the plain tensors inside one value of a state."""
     if not isinstance(x, torch.Tensor):
         return []
     if hasattr(x, "__tensor_flatten__") and type(x) is not torch.Tensor:
@@ -112,7 +112,7 @@ def stored(make, dtype) -> float:
 
 
 def masters(optimizer, param) -> np.ndarray:
-    """The weights that the next step starts from."""
+    """Return the weights that the next step starts from."""
     kept = optimizer.state.get(param, {}).get("kahan_comp")
     whole = param.detach().float()
     return (whole if kept is None else whole + kept.float()).numpy().copy()
@@ -138,7 +138,7 @@ def failures(make, dtype) -> dict:
 
 
 def resumes(make, dtype) -> str:
-    """Whether a restored run ends with the same bits as an uninterrupted run."""
+    """Return whether a restored run ends with the same bits as an uninterrupted run."""
     gradients = tasks.cases()["rate 1e-6"].gradients[:20]
 
     def run(interrupted: bool):
@@ -162,7 +162,7 @@ def resumes(make, dtype) -> str:
 
 
 def trained(make, dtype, seed: int) -> float:
-    """The final test loss."""
+    """Return the final test loss."""
     torch.manual_seed(seed)
     task = tasks.training(seed)
     params = [parameter(w, dtype) for w in task.weights]

@@ -145,7 +145,7 @@ def training_cost(tx, *, narrow: bool) -> Cost:
 
 
 def _processor_seconds() -> float:
-    """The time of this process and of its ended children, such as ``ptxas``."""
+    """Return the time of this process and of its ended children, such as ``ptxas``."""
     return sum(os.times()[:4])
 
 

@@ -34,7 +34,7 @@ OPTIMIZERS = {
 
 
 def loss_fn(params, h):
-    """The mean square of the output of the layers."""
+    """Return the mean square of the output of the layers."""
 
     def body(h, w):
         return jnp.tanh(h @ w.astype(h.dtype)), None

@@ -55,7 +55,7 @@ def applied(tx):
 
 
 def low_bit(family: str, **options) -> dict[str, optax.GradientTransformation]:
-    """The optimizers of this package, by name.
+    """Return the optimizers of this package, by name.
 
     Args:
       family: "adamw" or "sgd".

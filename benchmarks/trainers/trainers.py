@@ -112,7 +112,7 @@ def table(rows: dict[str, dict]) -> str:
 
 
 def bytes_stored(rows: dict[str, dict]) -> str:
-    """A sentence with the bytes per parameter of each optimizer."""
+    """Return a sentence with the bytes per parameter of each optimizer."""
     found = {"optax.adamw": [row["float32"]["bytes"] for row in rows.values()]}
     for row in rows.values():
         for name, each in row["ours"].items():
@@ -139,7 +139,7 @@ def failures(rows: dict[str, dict]) -> str:
 
 
 def own_tests(row: dict | None) -> str:
-    """A list of how many of Tunix's own tests pass with each optimizer."""
+    """Return a list of how many of Tunix's own tests pass with each optimizer."""
     if not row:
         return "Tunix's own tests were not run."
     lines = ["Tunix's own tests of its trainer also ran with these optimizers:", ""]
@@ -157,7 +157,7 @@ def _filled(paragraph: str) -> str:
 
 
 def generated(record: dict) -> str:
-    """The generated part of the page."""
+    """Return the generated part of the page."""
     rows = dict(record["rows"])
     own = rows.pop(OWN_TESTS, None)
     versions = ", ".join(f"{n} {v}" for n, v in record["versions"].items())
@@ -177,7 +177,7 @@ def generated(record: dict) -> str:
 
 
 def drawn(record: dict) -> str:
-    """The whole page, with the generated part replaced."""
+    """Return the whole page, with the generated part replaced."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{generated(record)}\n{END}{after}"

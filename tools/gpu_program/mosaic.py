@@ -64,7 +64,7 @@ def remember(hlo: str, folder: str) -> None:
 
 
 def kernels_of(hlo: str) -> dict[str, MosaicKernel]:
-    """The Mosaic kernels of a program, by the names of the calling instructions.
+    """Return the Mosaic kernels of a program, by the names of the calling instructions.
 
     Args:
       hlo: the HLO of the compiled program.

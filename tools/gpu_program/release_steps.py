@@ -74,7 +74,7 @@ def matrices(layers=12, width=4096, batch=512, remat=True) -> Model:
 def transformer(
     layers=12, width=2048, heads=16, context=1024, batch=4, remat=True
 ) -> Model:
-    """The GPT of ``tools/models``."""
+    """Return the GPT of ``tools/models``."""
     gpt = GPT(layers, width, heads, context, "full" if remat else "none", BF16)
     params = jax.eval_shape(lambda: to_bfloat16(gpt.init(jax.random.key(0))))
     tokens = jax.ShapeDtypeStruct((batch, context + 1), jnp.int32)
@@ -103,7 +103,7 @@ def plain_scaled(loss_fn: Callable, tx: optax.GradientTransformation) -> Callabl
 
 
 def in_float16(model: Model) -> Model:
-    """The model with float16 arrays instead of bfloat16 arrays."""
+    """Return the model with float16 arrays instead of bfloat16 arrays."""
 
     def cast(x):
         dtype = jnp.float16 if x.dtype == BF16 else x.dtype
@@ -129,7 +129,7 @@ def usual_mixed_precision(
 
 
 def to_float32(params):
-    """The shapes of parameters, with dtype float32."""
+    """Return the shapes of parameters, with dtype float32."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
 
 

@@ -50,7 +50,7 @@ _MATRICES = {"qkv": "in", "mixed": "out", "up": "in", "down": "out"}
 
 
 def mesh_of(data: int, model: int) -> Mesh:
-    """A mesh of H200s with the axes ``data`` and ``model``."""
+    """Return a mesh of H200s with the axes ``data`` and ``model``."""
     devices = gpu_mesh(data * model).devices.reshape(data, model)
     return Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 

@@ -20,7 +20,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def fast(tx):
-    """A step that calls ``lowbit_optax.step``."""
+    """Return a step that calls ``lowbit_optax.step``."""
     return lambda params, state, grads: lowbit_optax.step(tx, params, state, grads)
 
 
@@ -53,7 +53,7 @@ def with_master(inner: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def replaced(tx):
-    """A step for transformations whose updates are the new parameters.
+    """Return a step for transformations whose updates are the new parameters.
 
     An example is :func:`with_master`.
     """
@@ -174,12 +174,12 @@ def quantized_like(like, bits=12, block_size=2048):
 
 
 def bytes_of(*trees) -> int:
-    """The bytes of all arrays in the trees."""
+    """Return the bytes of all arrays in the trees."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trees))
 
 
 def leaf(*shape, dtype=BF16) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a leaf."""
+    """Return the shape and dtype of a leaf."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 

@@ -153,7 +153,7 @@ TARGETS = {target.name: target for target in (H100, H200, B200)}
 def gpu_mesh(
     count: int = 1, axis: AxisType = AxisType.Auto, target: Target = H200
 ) -> Mesh:
-    """A mesh of ``count`` GPUs, at most 8 per host, with one axis ``d``."""
+    """Return a mesh of ``count`` GPUs, at most 8 per host, with one axis ``d``."""
     of_a_host = min(count, 8)
     if count % of_a_host:
         raise ValueError(
@@ -207,13 +207,13 @@ def shardings_for(mesh: Mesh, tree, spec: P | Callable[[typing.Any], P] | None):
 
 
 def placed(tree, shardings) -> typing.Any:
-    """A tree of ShapeDtypeStructs with these shardings."""
+    """Return a tree of ShapeDtypeStructs with these shardings."""
     place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
     return jax.tree.map(place, tree, shardings)
 
 
 def shards(tree, shardings) -> typing.Any:
-    """The ShapeDtypeStructs of the shards that one device stores."""
+    """Return the ShapeDtypeStructs of the shards that one device stores."""
     shard = lambda x, where: jax.ShapeDtypeStruct(where.shard_shape(x.shape), x.dtype)
     return jax.tree.map(shard, tree, shardings)
 

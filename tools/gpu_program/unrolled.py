@@ -27,7 +27,7 @@ def unrolled_matrices(layers=12, width=2048, batch=256, remat=False) -> Model:
 def tied_transformer(
     layers=4, width=512, heads=8, context=256, batch=4, words=8192
 ) -> Model:
-    """A GPT-like transformer whose last matrix is its embedding."""
+    """Return a GPT-like transformer whose last matrix is its embedding."""
 
     def block(x, p):
         split = jnp.split(rms_norm(x, p["norm_1"]) @ p["qkv"], 3, axis=-1)

@@ -16,7 +16,7 @@ Space = jax.memory.Space
 
 
 def is_stack(x) -> bool:
-    """Whether an array of a state is a stack of layers, and not a blank."""
+    """Return whether an array of a state is a stack of layers, and not a blank."""
     return x.ndim == 3 and x.dtype not in (NOT_HELD, NO_RESIDUAL)
 
 

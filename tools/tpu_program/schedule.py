@@ -53,7 +53,7 @@ def request_schedules() -> pathlib.Path:
 
 
 def parts_of(folder: pathlib.Path, kernel: str = "fused_update") -> dict[int, Part]:
-    """The bundles of the kernel that was compiled last, by depth.
+    """Return the bundles of the kernel that was compiled last, by depth.
 
     Bundles at depth 0 run once, and at depth 1 once per program. Depth 2 has the loops
     of each program; see :func:`loops_of`.
@@ -109,7 +109,7 @@ def _runs(folder: pathlib.Path, kernel: str) -> list[tuple[int, str | None, Part
 
 
 def _last(folder: pathlib.Path, pattern: str, but: str = "\n") -> pathlib.Path:
-    """The last file that matches a pattern and does not contain ``but``."""
+    """Return the last file that matches a pattern and does not contain ``but``."""
     found = sorted(x for x in folder.glob(pattern) if but not in x.name)
     if not found:
         raise FileNotFoundError(f"no schedule {pattern} in {folder}")

@@ -46,7 +46,7 @@ def tpu_mesh(
     names: Sequence[str] = ("d",),
     axis: AxisType = AxisType.Auto,
 ) -> Mesh:
-    """A mesh of the first devices of a topology.
+    """Return a mesh of the first devices of a topology.
 
     Args:
       topology: such as ``v5e:2x2``, ``v6e:16x16`` or ``tpu7x:2x2x1``.

@@ -188,8 +188,7 @@ class BlockLanes(Lanes):
     def rows_left(self, start: Scalar) -> jax.Array | None:
         """Return the number of rows left from ``start``, or None if all rows exist.
 
-        The number can be negative, and does not consider whether a lane is beyond the
-        last column.
+        The number can be negative. It ignores whether a lane is beyond the last column.
         """
         rows, row = self.numbers.rows, self.row + start
         if rows is None:

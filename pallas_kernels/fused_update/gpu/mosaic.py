@@ -27,7 +27,7 @@ from pallas_kernels.layout import TILE_COLUMNS
 # A program is a warpgroup: 128 threads with four lanes each.
 _SIZE = Sharing(flat_width=512, flat_rows=4, small_width=512, lanes=128)
 
-# A kernel with fewer programs runs one program per block.
+# With fewer programs, each program is a block and gets its own multiprocessor.
 _FEW_PROGRAMS = 528
 
 # A thread needs at most 128 registers if each of its elements keeps at most this many

@@ -189,7 +189,7 @@ class Table:
     def words(numbers: Sequence[Numbers], programs: Sequence[int]) -> jax.Array:
         """Return the uint32 words of the table.
 
-        The index at which each leaf's programs end comes first, then all numbers.
+        They are the index at which each leaf's programs end, followed by all numbers.
         """
         rows = [word for x in jax.tree.leaves(list(numbers)) for word in x.words]
         words = [*itertools.accumulate(programs), *rows]

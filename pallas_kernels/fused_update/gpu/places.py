@@ -106,7 +106,7 @@ def _scaled(number: jax.Array, stride: Scalar) -> jax.Array:
 
 
 def _counted(tiling: BlockTiling, axes: range, number: jax.Array) -> jax.Array:
-    """Return the leaf index of the shard's position ``number`` along some axes."""
+    """Return the index in the leaf of position ``number`` in the shard's ``axes``."""
     total = jnp.zeros_like(number, jnp.uint32)
     for axis in reversed(axes):
         place = number
@@ -120,7 +120,7 @@ def _counted(tiling: BlockTiling, axes: range, number: jax.Array) -> jax.Array:
 def offsets_of_rows(
     first: jax.Array, start: Scalar, stride: Scalar, count: int, tiling: Tiling
 ) -> list[jax.Array]:
-    """Return offsets of ``count`` rows from ``start``, given row 0's in ``first``."""
+    """Return the offsets of ``count`` rows. ``first`` has the offsets of row 0."""
     if isinstance(start, jax.Array):  # otherwise there is one chunk, which starts at 0
         first = first + start * stride
     first = _bounded(first, tiling)

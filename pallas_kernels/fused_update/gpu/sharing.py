@@ -26,7 +26,7 @@ class Sharing(ProgramSize):
     """The sizes of a launcher's programs, and the leaves that share its kernels."""
 
     def common_tilings(self, shards: Sequence[Shard]) -> list[Tiling]:
-        """Return tilings, which differ in sizes and strides, for a shared kernel."""
+        """Return the tilings with which leaves can share one kernel."""
         tilings = [self.tiling(shard) for shard in shards]
         if len(shards) == 1 or not tilings[0].is_small:
             return tilings

@@ -30,7 +30,7 @@ def predicate(token: str, state: State) -> bool | None:
 
 
 def _word(token: str, state: State) -> int | None:
-    """The 32 bits of an operand; None if unknown."""
+    """Return the 32 bits of an operand; None if unknown."""
     if re.fullmatch(r"[UC]?S?RZ", token):
         return 0
     if re.fullmatch(r"-?(0x[0-9a-f]+|\d+)", token):
@@ -45,7 +45,7 @@ def _signed(word: int) -> int:
 
 
 def execute(i: Instruction, state: State) -> dict[str, int | None]:
-    """The values that an instruction writes, by the names of its results."""
+    """Return the values that an instruction writes, by the names of its results."""
     base = i.base[1:] if i.base.startswith("U") else i.base
     model = _MODELS.get(base)
     if model is None:

@@ -28,7 +28,7 @@ class Program:
 
 
 def missing_tools() -> str | None:
-    """The reason why these functions cannot run, or None."""
+    """Return the reason why these functions cannot run, or None."""
     missing = [tool for tool in ("ptxas", "nvdisasm") if _find(tool) is None]
     if not missing:
         return None
@@ -119,7 +119,7 @@ def _find(tool: str) -> pathlib.Path | None:
 
 
 def _release(tool: pathlib.Path) -> tuple[int, ...]:
-    """The CUDA release to which a tool belongs."""
+    """Return the CUDA release to which a tool belongs."""
     text = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout
     (version,) = re.findall(r"release ([\d.]+)", text)
     return tuple(map(int, version.split(".")))

@@ -45,7 +45,7 @@ class ControlFlow:
         self.computing_branches = self._computing_branches()
 
     def reachable(self, start: int) -> frozenset[int]:
-        """The blocks that threads can reach from a block."""
+        """Return the blocks that threads can reach from a block."""
         seen, stack = set(), [start]
         while stack:
             if (node := stack.pop()) not in seen:
@@ -83,7 +83,7 @@ class ControlFlow:
                 self.successors[start] = after
 
     def _depth_first(self, roots: list[int]) -> list[int]:
-        """The blocks in reverse postorder of a depth-first search."""
+        """Return the blocks in reverse postorder of a depth-first search."""
         left, seen = [], set()
         for root in roots:
             stack = [(root, iter(self.successors[root]))] if root not in seen else []

@@ -61,7 +61,7 @@ class Kernel:
     blocks: tuple["Block", ...] = dataclasses.field(repr=False)
 
     def executed(self, conditional: bool = True) -> float:
-        """The number of instructions that a thread executes.
+        """Return the number of instructions that a thread executes.
 
         Args:
           conditional: whether to count both sides of every branch on data, which gives
@@ -119,7 +119,7 @@ class Block:
 def instructions_per_parameter(
     kernel: Kernel, parameters: int, conditional: bool = True
 ) -> float:
-    """The instructions that all threads of all launches execute, per parameter.
+    """Return the instructions that all threads of all launches execute, per parameter.
 
     Args:
       kernel: the kernel, from :func:`tools.gpu_program.machine_code.program`.

@@ -51,7 +51,7 @@ class Instruction:
         return results, rest
 
     def _width(self) -> int:
-        """The number of registers of its result."""
+        """Return the number of registers of its result."""
         if "MMA" in self.base or "128" in self.modifiers or self.base == "LDSM":
             return 128 if "GMMA" in self.base else 4
         wide = {"64", "WIDE", "F64", "S64", "U64"} & set(self.modifiers)
@@ -74,7 +74,7 @@ class Instruction:
 
 
 def parse(listing: str) -> tuple[list[Instruction], dict[str, int]]:
-    """The instructions of a kernel, and the addresses of its labels."""
+    """Return the instructions of a kernel, and the addresses of its labels."""
     instructions, labels, waiting = [], {}, []
     for line in listing.splitlines():
         if label := re.match(r"\s*([.$\w]+):\s*$", line):

@@ -28,7 +28,7 @@ Reached = tuple[State, Fraction]
 
 
 def kernel_facts(listing: str) -> dict:
-    """The fields of a :class:`Kernel` that come from its code.
+    """Return the fields of a :class:`Kernel` that come from its code.
 
     Args:
       listing: nvdisasm's listing of one kernel.
@@ -214,7 +214,7 @@ class Walk:
 
 
 def _merge(one: Reached | None, other: Reached) -> Reached:
-    """The facts that are known on both of two edges to one block."""
+    """Return the facts that are known on both of two edges to one block."""
     if one is None:
         return other
     (a, share), (b, more) = one, other

@@ -30,7 +30,7 @@ class Buffers:
     places: dict[str, dict[str, Place]]
 
     def leaves(self, name: str) -> list[Place]:
-        """The place of an instruction's result, or of each part of a tuple."""
+        """Return the place of an instruction's result, or of each part of a tuple."""
         found = self.places.get(name, {})
         # The place of a whole tuple only stores pointers.
         indices = sorted((index for index in found if index), key=_numbers)

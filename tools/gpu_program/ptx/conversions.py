@@ -9,7 +9,7 @@ from tools.gpu_program.ptx.parser import Instruction
 
 
 def converted(instruction: Instruction, x, lower=None):
-    """The result of ``cvt``.
+    """Return the result of ``cvt``.
 
     Args:
       instruction: the instruction, which names the types of result and operands.

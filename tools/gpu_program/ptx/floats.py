@@ -53,7 +53,7 @@ def _rounded(exact: np.ndarray, direction: str) -> np.ndarray:
 
 
 def _sum_to_odd(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The sum in float64. Inexact sums are rounded to odd; see :func:`fma`."""
+    """Return the sum in float64. Inexact sums are rounded to odd; see :func:`fma`."""
     b = b.astype(np.float64)
     rounded = a + b
     # Knuth's two-sum computes the rounding error of the sum exactly.
@@ -85,7 +85,7 @@ def by_float64(function, *inputs: np.ndarray) -> np.ndarray:
 
 
 def larger(x: np.ndarray, y: np.ndarray, keep_nan: bool) -> np.ndarray:
-    """The maximum, with 0 above -0.
+    """Return the maximum, with 0 above -0.
 
     Args:
       x: numbers.
@@ -97,7 +97,7 @@ def larger(x: np.ndarray, y: np.ndarray, keep_nan: bool) -> np.ndarray:
 
 
 def smaller(x: np.ndarray, y: np.ndarray, keep_nan: bool) -> np.ndarray:
-    """The minimum, with -0 below 0. The arguments are as in :func:`larger`."""
+    """Return the minimum, with -0 below 0. The arguments are as in :func:`larger`."""
     chosen = np.minimum(x, y) if keep_nan else np.fmin(x, y)
     equal = (x.view(np.uint32) | y.view(np.uint32)).view(np.float32)
     return with_one_nan(np.where(x == y, equal, chosen))

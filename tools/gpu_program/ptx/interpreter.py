@@ -178,7 +178,7 @@ class _Blocks:
         return None
 
     def _starts(self, operand: str, size: int, space: str, active) -> np.ndarray:
-        """The position in memory where each thread accesses ``size`` bytes."""
+        """Return the position in memory where each thread accesses ``size`` bytes."""
         match = re.fullmatch(r"\[\s*([^\s+\]]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
         if match is None:
             raise UnknownInstruction("the interpreter does not support this address")
@@ -301,7 +301,7 @@ _SPECIAL = {
 
 
 def _team_size(kernel: Kernel, block_size: int) -> int:
-    """The number of neighbouring threads that wait at the kernel's barriers."""
+    """Return the number of neighbouring threads that wait at the kernel's barriers."""
     sizes = {
         int(instruction.operands[1])
         for instruction in kernel.instructions

@@ -8,7 +8,7 @@ WARP = 32
 
 
 def sources(mode: str, lanes: np.ndarray, warp: int) -> tuple[np.ndarray, np.ndarray]:
-    """The thread whose register each thread receives from ``shfl``.
+    """Return the thread whose register each thread receives from ``shfl``.
 
     Args:
       mode: ``bfly``, ``down`` or ``idx``.

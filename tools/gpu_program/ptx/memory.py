@@ -27,11 +27,11 @@ class Accessors:
     team_size: int
 
     def teams(self, threads: np.ndarray) -> np.ndarray:
-        """The number of the team of each thread."""
+        """Return the number of the team of each thread."""
         return threads // self.team_size
 
     def name(self, number: int) -> str:
-        """A name of a thread, for messages."""
+        """Return a name of a thread, for messages."""
         block, thread = divmod(int(self.threads[number]), self.block_size)
         return f"thread {thread} of block {block}"
 
@@ -164,7 +164,7 @@ class _Log:
         return by_others & ~self._ordered(cells, by)
 
     def of_many_blocks(self, cells: np.ndarray, by: Accessors) -> np.ndarray:
-        """Whether threads of several blocks have accessed each byte."""
+        """Return whether threads of several blocks have accessed each byte."""
         first, last = self._first[cells], self._last[cells]
         return first // by.block_size != last // by.block_size
 
@@ -196,7 +196,7 @@ def _covered(size: int, ranges: list[tuple[int, int]]) -> np.ndarray:
 
 
 def _cells(starts, size: int, allowed: np.ndarray, by: Accessors) -> np.ndarray:
-    """The numbers of the accessed bytes, in one row for each thread."""
+    """Return the numbers of the accessed bytes, in one row for each thread."""
     cells = starts[:, None] + np.arange(size)
     inside = (cells >= 0) & (cells < allowed.size)
     inside[inside] = allowed[cells[inside]]

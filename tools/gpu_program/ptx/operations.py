@@ -36,12 +36,12 @@ class Operation:
     accepts: frozenset[str] = frozenset()
 
     def reads_of(self, instruction: Instruction) -> list[str]:
-        """The types of an instruction's operands."""
+        """Return the types of an instruction's operands."""
         own, given = instruction.types[-1], self.reads[: len(instruction.operands) - 1]
         return [own if word == "own" else word for word in given]
 
     def writes_of(self, instruction: Instruction) -> str:
-        """The type of an instruction's result."""
+        """Return the type of an instruction's result."""
         own = instruction.types[-1]
         if self.writes == "first":
             return instruction.types[0]
@@ -51,7 +51,7 @@ class Operation:
 
 
 def operation_of(instruction: Instruction) -> Operation:
-    """The operation of an instruction.
+    """Return the operation of an instruction.
 
     Raises:
       UnknownInstruction: if the interpreter does not support the instruction, its
@@ -78,12 +78,12 @@ def _operation(compute, *reads: str, writes="own", accepts="") -> Operation:
 
 
 def _plain(function, *reads: str, **forms) -> Operation:
-    """An operation that depends only on its operands."""
+    """Return an operation that depends only on its operands."""
     return _operation(lambda _, *inputs: function(*inputs), *reads, **forms)
 
 
 def _float(function, count: int, accepts="") -> Operation:
-    """A float32 operation."""
+    """Return a float32 operation."""
 
     def compute(instruction, *inputs):
         flush = "ftz" in instruction.modifiers
@@ -96,7 +96,7 @@ def _float(function, count: int, accepts="") -> Operation:
 
 
 def _directed(function, count: int) -> Operation:
-    """A float32 operation whose modifiers name a rounding mode."""
+    """Return a float32 operation whose modifiers name a rounding mode."""
 
     def compute(instruction, *inputs):
         named = set(instruction.modifiers).intersection(floats.DIRECTIONS)

@@ -99,7 +99,7 @@ def parse(source: str) -> dict[str, Kernel]:
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """The parts of a list with commas, which may be in braces.
+    """Return the parts of a list with commas, which may be in braces.
 
     >>> split_list("{%r1, %r2}")
     ('%r1', '%r2')

@@ -86,7 +86,7 @@ class Program:
         )
 
     def with_source(self, name: str, source: str) -> "Program":
-        """The program with other PTX for a kernel."""
+        """Return the program with other PTX for a kernel."""
         return dataclasses.replace(self, sources=self.sources | {name: source})
 
 
@@ -153,7 +153,7 @@ class _Run:
         return [places[int(part)]] if part else places
 
     def output(self, number: int, shape: tuple[int, ...], dtype) -> np.ndarray:
-        """A result of the program."""
+        """Return a result of the program."""
         (root,) = (node for node in self.program.nodes if node.is_root)
         place = self.values[root.name][number]
         try:
