@@ -19,10 +19,10 @@ class Array:
 
     Args:
       dtype: HLO's name of the dtype.
-      size: the bytes of the elements.
-      stored: the bytes that the array needs in memory, including padding.
-      space: the number of its memory. 0 is the memory of the device; other memories
-        are on the chip or belong to the host.
+      size: the number of bytes of the elements.
+      stored: the number of bytes that the array needs in memory, including padding.
+      space: the index of the memory. 0 is the memory of the device; other memories are
+        on the chip or belong to the host.
     """
 
     dtype: str

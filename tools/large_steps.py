@@ -38,7 +38,7 @@ GIB = 2**30
 MEMORY = {"H200": 139 * GIB, "v6e": 31.25 * GIB}
 """The memory that programs can use on a device, in bytes.
 
-XLA reserves a part of the 32 GiB of a v6e.
+XLA reserves part of the 32 GiB of a v6e.
 """
 
 

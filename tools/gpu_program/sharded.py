@@ -43,7 +43,7 @@ _ONE_BY_ONE: dict[str, str | bool] = {
 """Options that do not combine collectives.
 
 XLA combines collectives of up to 30 MB. In these small models, it would combine the
-gathers of all layers, which it does not do in a large model.
+gathers of all layers, which it would not do in a large model.
 """
 
 _MATRICES = {"qkv": "in", "mixed": "out", "up": "in", "down": "out"}
@@ -56,7 +56,9 @@ def mesh_of(data: int, model: int) -> Mesh:
 
 
 def blocks(batch: int, is_scanned: bool) -> Model:
-    """Four transformer blocks without biases. The backward pass recomputes each block.
+    """Return a model of four transformer blocks without biases.
+
+    The backward pass recomputes each block.
 
     Args:
       batch: the batch size of all devices together.

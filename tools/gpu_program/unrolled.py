@@ -10,7 +10,7 @@ from tools.models.llama import rms_norm
 
 
 def unrolled_matrices(layers=12, width=2048, batch=256, remat=False) -> Model:
-    """Layers ``tanh(h @ w)``. If ``remat``, the backward pass recomputes each layer."""
+    """Return layers ``tanh(h @ w)``. If ``remat``, backpropagation recomputes them."""
     layer = lambda h, w: jnp.tanh(h @ w)
     layer = jax.checkpoint(layer) if remat else layer
 
@@ -64,7 +64,7 @@ def tied_transformer(
 
 
 def resnet18(batch=256) -> Model:
-    """ResNet-18 for 32x32 images, with batch statistics."""
+    """Return a ResNet-18 for 32x32 images, with batch statistics."""
     from tools.models.resnet import ResNet, cast_weights
 
     net = ResNet(dtype=BF16)

@@ -12,9 +12,9 @@ class Instruction:
     """An instruction of the listing.
 
     Args:
-      address: its address in bytes.
-      guard: its predicate, such as ``!P0``, or None.
-      text: its opcode and operands.
+      address: the address of the instruction in bytes.
+      guard: the predicate of the instruction, such as ``!P0``, or None.
+      text: the opcode and the operands.
     """
 
     def __init__(self, address: int, guard: str | None, text: str):
@@ -51,7 +51,7 @@ class Instruction:
         return results, rest
 
     def _width(self) -> int:
-        """Return the number of registers of its result."""
+        """Return the number of registers of the result."""
         if "MMA" in self.base or "128" in self.modifiers or self.base == "LDSM":
             return 128 if "GMMA" in self.base else 4
         wide = {"64", "WIDE", "F64", "S64", "U64"} & set(self.modifiers)

@@ -26,12 +26,12 @@ def width(kind: str) -> int:
 
 
 def unsigned(bits: int) -> type:
-    """Return the unsigned integer type of numpy with a given number of bits."""
+    """Return numpy's unsigned integer type with the given number of bits."""
     return integers(f"u{bits}")
 
 
 def integers(kind: str) -> type:
-    """Return the integer type of numpy for an integer type of PTX.
+    """Return numpy's integer type for an integer type of PTX.
 
     >>> integers("s16")
     <class 'numpy.int16'>

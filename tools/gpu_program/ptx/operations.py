@@ -1,4 +1,4 @@
-"""The instructions that compute a register of a thread from its other registers."""
+"""Instructions that compute a register of a thread from its other registers."""
 
 import dataclasses
 import functools
@@ -20,13 +20,13 @@ class Operation:
     """The meaning of one kind of instruction.
 
     Args:
-      compute: a function of the instruction and its operands as numbers. It returns
-        numbers.
+      compute: function that returns the result as numbers, given the instruction and
+        its operands as numbers.
       reads: the types of the operands. ``own`` is the last type that the instruction
         names.
-      writes: the type of the result. ``own`` is as above, ``first`` is the first type
-        that the instruction names, and ``wide`` has twice the bits of ``own`` if the
-        instruction has the modifier ``wide``.
+      writes: the type of the result: ``own``, the first type that the instruction names
+        (``first``), or a type with twice the bits of ``own`` if the instruction has the
+        modifier ``wide`` (``wide``).
       accepts: the modifiers that are allowed.
     """
 
@@ -212,4 +212,4 @@ OPERATIONS = {
     "f32": _MOVES | _OF_FLOATS,
     "bf16": {"cvt": _operation(converted, *_ONE, writes="first")},
 }
-"""Operations by the family of the instruction's last type, and by its name."""
+"""Operations, keyed by the family of the instruction's last type and by its name."""
