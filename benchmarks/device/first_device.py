@@ -42,7 +42,7 @@ SECTIONS = {
 """The sections in the order in which they run, and the names of their jobs."""
 
 SHARED = ("describe", "bits")
-"""Sections that time nothing on the device, so their jobs may share it."""
+"""Sections whose jobs may share the device, because they do not time it."""
 
 SILENCE = 120.0
 """The number of seconds without an answer after which a process is killed."""
@@ -123,7 +123,7 @@ def _is_toolkit(root: pathlib.Path) -> bool:
 
 
 def environment(args: argparse.Namespace, root: str | None) -> dict[str, str]:
-    """The environment of the jobs' processes, which share the device's memory."""
+    """Return the environment for the jobs' processes, which share device memory."""
     made = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     made.pop("JAX_COMPILATION_CACHE_DIR", None)
     if args.rehearse:
@@ -139,7 +139,7 @@ def environment(args: argparse.Namespace, root: str | None) -> dict[str, str]:
 
 
 def last_line(*command: str) -> str | None:
-    """The last line that a program prints, or None if there is no such program."""
+    """Return the last line that a program prints, or None if it is not found."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -196,7 +196,7 @@ def supervised(args, entries, env, workers, start, changed) -> None:
 
 
 def device_of(args, env, start) -> tuple[dict | None, str]:
-    """A description of the device, or None and the reason why JAX cannot start."""
+    """Return ``(description, reason)``; the reason states why JAX cannot start."""
     entry = entry_of("describe", "device")
     supervised(args, [entry], env, 1, start, lambda line: None)
     if entry["status"] != DONE:

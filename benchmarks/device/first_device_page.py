@@ -23,7 +23,7 @@ def draw() -> int:
 
 
 def drawn() -> str:
-    """Return the page: its handwritten part unchanged, then a section for each device.
+    """Return the page: its unchanged handwritten part, and a section for each device.
 
     If several records come from the same device, the section shows the newest result
     of each job. Records of rehearsals come last.
@@ -41,7 +41,7 @@ def drawn() -> str:
 
 
 def article(name: str) -> str:
-    """Return the name with its article."""
+    """Return the name with its indefinite article."""
     return f"{'an' if name.startswith('H') else 'a'} {name}"
 
 
@@ -56,7 +56,7 @@ def is_good(record: dict) -> bool:
 
 
 def rendered(record: dict) -> str:
-    """The record as Markdown: its origin, its tables, and the jobs that failed."""
+    """Return the record as Markdown: its origin, its tables and the failed jobs."""
     failed = [*_errors(record["jobs"]), *_inexact(record["jobs"])]
     parts = [_origin([record])]
     if is_rehearsal(record):
@@ -83,7 +83,7 @@ def _section(group: list[dict]) -> str:
 
 
 def _newest(group: list[dict]) -> Iterable[dict]:
-    """Return the newest result of each job; a job without a result replaces none."""
+    """Return the newest result of each job. Jobs without a result replace nothing."""
     found: dict[str, dict] = {}
     for record in group:
         for job in record["jobs"]:
@@ -184,7 +184,7 @@ def _cell(found: dict | None, show: Callable[[dict], str]) -> str:
 
 
 def bits_table(jobs: list[dict]) -> str:
-    """How many numbers differ from the reference, by format and implementation."""
+    """Return a table of how many values differ from the reference."""
     trials = list(dict.fromkeys(t for job in jobs for t in job["trials"]))
     implementations = list(dict.fromkeys(t.partition(", ")[2] for t in trials))
     kinds = list(dict.fromkeys(t.partition(", ")[0] for t in trials))
@@ -208,7 +208,7 @@ def bits_table(jobs: list[dict]) -> str:
 
 
 def times_table(jobs: list[dict]) -> str:
-    """Bytes and times of a step."""
+    """Return a table of the bytes and times of steps."""
     show = lambda key, digits: lambda f: f"{f[key]:.{digits}f}"
     per = lambda key: lambda f: f"{f[key] / f['parameters']:.2f}"
     rows = []
@@ -234,7 +234,7 @@ _BYTES = ("stored", "moved")
 
 
 def training_table(jobs: list[dict]) -> str:
-    """Losses, speed and memory of the training runs."""
+    """Return a table of losses, speed and memory of the training runs."""
     rows = []
     for job in jobs:
         found = job["trials"].get("GPT-2")
@@ -265,7 +265,7 @@ def training_table(jobs: list[dict]) -> str:
 
 
 def compile_table(jobs: list[dict]) -> str:
-    """Seconds of each stage of a compilation."""
+    """Return a table of the seconds of each stage of a compilation."""
     stages = ("trace", "lower", "compile")
     rows = [[job["name"], *(_seconds(job, stage) for stage in stages)] for job in jobs]
     return (
@@ -279,7 +279,7 @@ def _seconds(job: dict, stage: str) -> str:
 
 
 def compilation(record: dict) -> str:
-    """How long the programs of a rehearsal took to compile."""
+    """Describe how long the programs of a rehearsal took to compile."""
     # fsum is exact: sums of Python 3.11 and 3.12 differ in their last digits.
     spent = {
         (_name(job), program["program"]): math.fsum(program["processor"].values())

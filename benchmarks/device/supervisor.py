@@ -39,8 +39,8 @@ class Process:
       errors: a file with the output of the process, except for its answers.
       heard: the time of its last answer.
       trial: the name of its current trial.
-      device: None, or "wanted", or "given".
-      killed: the reason for which it was killed, or None.
+      device: None, "wanted" or "given".
+      killed: the reason why it was killed, or None.
     """
 
     entry: dict

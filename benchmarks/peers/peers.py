@@ -3,8 +3,8 @@
     .venv/bin/python -m benchmarks peers --torch .venv-torch/bin/python
 
 flashoptim-jax is included if it is installed. The PyTorch libraries run in a separate
-process, with the Python that ``--torch`` names. It needs torch, and includes the
-installed ones of torch-optimi, torchao, bitsandbytes and flashoptim. Donated steps with
+process, with the Python that ``--torch`` names. It needs torch, and includes whichever
+of torch-optimi, torchao, bitsandbytes and flashoptim are installed. Donated steps with
 bfloat16 gradients are compiled for an H200, which needs the ``gpu-program`` extra.
 Everything else runs on this machine. If an optimizer cannot run, its row states why.
 """
@@ -29,7 +29,7 @@ TORCH_BASELINE = "torch AdamW, float32"
 
 
 def compiled_facts(peer: jax_peers.Peer) -> dict:
-    """Bytes and instructions of the compiled step on a leaf of 4096 x 4096."""
+    """Return bytes and instructions of the compiled step on a 4096 x 4096 leaf."""
     from tools.gpu_program import steps
     from tools.gpu_program.machine_code import instructions_per_parameter
     from tools.gpu_program.targets import gpu_mesh, lower_for

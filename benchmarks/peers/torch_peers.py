@@ -1,7 +1,7 @@
 """The PyTorch side of ``peers``. It runs in a separate process and prints JSON.
 
-It needs torch, and includes the installed ones of optimi, torchao, bitsandbytes and
-flashoptim. If an optimizer cannot run, its row states why.
+It needs torch, and includes whichever of optimi, torchao, bitsandbytes and flashoptim
+are installed. If an optimizer cannot run, its row states why.
 """
 
 import importlib.metadata
@@ -100,7 +100,7 @@ def arrays(x):
 
 
 def stored(make, dtype) -> float:
-    """Bytes of parameters and optimizer state, per parameter."""
+    """Return the bytes of parameters and optimizer state, per parameter."""
     param = parameter(np.zeros(tasks.STORED, np.float32), dtype)
     param.grad = torch.ones_like(param)
     optimizer = make([param], 1e-3)
@@ -185,7 +185,7 @@ def trained(make, dtype, seed: int) -> float:
 
 
 def step_times(names) -> dict[str, list[float]]:
-    """Seconds per step; each round times one step of every optimizer."""
+    """Return seconds per step. Each round times one step of every optimizer."""
     ready = {}
     for name in names:
         make, dtype = ROWS[name]
