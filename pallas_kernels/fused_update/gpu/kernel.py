@@ -116,7 +116,7 @@ class Kernel:
 
     @property
     def aliases(self) -> dict[int, int]:
-        """Maps the index of a result to the index of the argument that it overwrites."""
+        """Maps the index of a result to the index of the argument it overwrites."""
         reads, writes = len(self.leaf.operands), len(self.leaf.results)
         return {
             leaf * writes + i: self.first_array + leaf * reads + r.overwrites

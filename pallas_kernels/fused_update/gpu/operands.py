@@ -166,7 +166,7 @@ class Packed:
         return [Access(self.number, self.layer, *word, width) for word in words]
 
     def _place(self, chunk: Scalar) -> tuple[Scalar, typing.Any]:
-        """Return the word, and the bit in this word, at which a chunk's fields begin."""
+        """Return the word, and the bit in this word, where a chunk's fields begin."""
         start = chunk * np.int32(self._chunk_bits)
         return start >> np.int32(5), (start & np.int32(31)).astype(jnp.uint32)
 

@@ -265,7 +265,7 @@ class _Program:
         given: Sequence[tuple],
         sizes: Sequence[int],
     ) -> list:
-        """Return the next maxima over blocks. ``sizes`` begins with their block sizes."""
+        """Return the next maxima over blocks, whose sizes come first in ``sizes``."""
         body, lanes = typing.cast(BlockBody, self._body), self._block_lanes
         statistics = with_instructions(body, "statistics", self._instructions)
         left = lanes.rows_left(chunk * np.int32(lanes.tiling.chunk_rows))
