@@ -60,7 +60,7 @@ class Options(argparse.ArgumentParser):
             add(flag, type=int, default=least, help="%(default)s by default")
 
     def parse_args(self, *args, **options):
-        """Add ``is_apart``: whether an option differs from its default."""
+        """Parse, and add ``is_apart``: whether an option differs from its default."""
         found = super().parse_args(*args, **options)
         is_default = lambda name: getattr(found, name) == self.get_default(name)
         numbers = [name for name in vars(found) if name not in _OF_THE_SAME_RECORD]
@@ -165,7 +165,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 def of_seeds(
     names: Iterable[str], seeds: int, of: Callable[[str, int], dict[str, float]]
 ) -> dict[str, dict[str, list[float]]]:
-    """Make a run for each name and seed, and print its figures when it ends.
+    """Run each name with each seed, and print the figures of each run at its end.
 
     Args:
       names: the names of the runs.

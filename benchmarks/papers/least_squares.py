@@ -54,7 +54,7 @@ def problem(key):
 
 
 def gradient(w, x, y, rounded: bool):
-    """Differentiate half the squared error; if ``rounded``, round each result."""
+    """Differentiate half the squared error. If ``rounded``, round each result."""
     q = lambda a: a.astype(jnp.bfloat16).astype(jnp.float32) if rounded else a
     return q(q(x @ w - y) * x)
 

@@ -90,7 +90,7 @@ def number(row: dict, key: str, form: str = ".1f") -> str:
 
 
 def add_differences(rows: dict[str, dict]) -> None:
-    """Add the losses minus float32's in the same framework, in thousandths."""
+    """Add each loss minus the framework's float32 loss, in thousandths."""
     baseline = np.zeros(0)
     for name, row in rows.items():
         if name in (jax_peers.BASELINE, TORCH_BASELINE):

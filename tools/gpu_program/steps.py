@@ -35,7 +35,7 @@ def applied(tx):
 
 
 def with_master(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Keep float32 masters in the state; ``update`` returns copies as parameters."""
+    """Keep float32 masters in the state, so that ``update`` returns copies of them."""
 
     def init(params):
         master = jax.tree.map(lambda x: x.astype(F32), params)

@@ -124,6 +124,6 @@ def to_bfloat16(params):
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """LayerNorm without a bias, computed in float32."""
+    """Apply LayerNorm without a bias, computed in float32."""
     wide = x.astype(jnp.float32)
     return jax.nn.standardize(wide, epsilon=1e-5).astype(x.dtype) * scale

@@ -38,7 +38,7 @@ class Llama(NamedTuple):
     piece: int = 512
 
     def shapes(self) -> dict:
-        """ShapeDtypeStructs of the parameters: bfloat16 matrices, float32 scales."""
+        """Return ShapeDtypeStructs of bfloat16 matrices and float32 scales."""
         depth, width, inner = self.layers, self.width, self.inner
         keys = width // self.heads * self.shared_heads
         matrix = lambda *shape: jax.ShapeDtypeStruct(shape, BF16)
