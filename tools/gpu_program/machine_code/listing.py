@@ -30,7 +30,7 @@ class Instruction:
         self.reads = set(re.findall(r"\bU?[RP]\d+\b", f"{guard} {operands}"))
 
     def _results(self) -> tuple[list[str], list[str]]:
-        """Registers and predicates that are written, and the source operands."""
+        """Return the registers and predicates to write, and the source operands."""
         rest = list(self.operands)
         if self.base in NO_RESULT or self.target:
             return [], rest
