@@ -17,13 +17,13 @@ class LeafSet:
         return sum(map(math.prod, self.shapes))
 
     def shrunk(self, scale: int) -> "LeafSet":
-        """Return a set with every axis divided by ``scale``, to at least 1."""
+        """Return a set with every axis divided by ``scale``, but at least 1."""
         shapes = (tuple(max(1, n // scale) for n in shape) for shape in self.shapes)
         return LeafSet(self.name, tuple(shapes))
 
 
 def gpt2(width: int = 768, layers: int = 12) -> LeafSet:
-    """GPT-2 124M: 148 leaves, 124,439,808 parameters (the head is the embedding)."""
+    """Return GPT-2 124M: 148 leaves and 124,439,808 parameters, with a tied head."""
     norm = ((width,), (width,))
     block = (
         *norm,
@@ -41,7 +41,7 @@ def gpt2(width: int = 768, layers: int = 12) -> LeafSet:
 
 
 def resnet18(width: int = 64, classes: int = 1000) -> LeafSet:
-    """ResNet-18 for ImageNet: 62 leaves, 11,689,512 parameters."""
+    """Return ResNet-18 for ImageNet: 62 leaves, 11,689,512 parameters."""
     shapes = [(7, 7, 3, width), (width,), (width,)]
     into = width
     for stage in range(4):
@@ -56,7 +56,7 @@ def resnet18(width: int = 64, classes: int = 1000) -> LeafSet:
 
 
 def llama_7b() -> LeafSet:
-    """Llama 7B: 291 leaves, 6,738,415,616 parameters."""
+    """Return Llama 7B: 291 leaves, 6,738,415,616 parameters."""
     width, inner, words = 4096, 11008, 32000
     attention = ((width, width),) * 4
     block = (*attention, *((width, inner),) * 2, (inner, width), (width,), (width,))
@@ -64,7 +64,7 @@ def llama_7b() -> LeafSet:
 
 
 def resnet50() -> LeafSet:
-    """ResNet-50 for ImageNet: 161 leaves, 25,557,032 parameters."""
+    """Return ResNet-50 for ImageNet: 161 leaves, 25,557,032 parameters."""
     shapes, into = [(7, 7, 3, 64), (64,), (64,)], 64
     for stage, blocks in enumerate((3, 4, 6, 3)):
         width = 64 << stage
@@ -79,7 +79,7 @@ def resnet50() -> LeafSet:
 
 
 def vit_base(width: int = 768, layers: int = 12) -> LeafSet:
-    """ViT-B/16: 200 leaves, 86,567,656 parameters."""
+    """Return ViT-B/16: 200 leaves, 86,567,656 parameters."""
     projections = ((width, 12, 64), (12, 64)) * 3
     block = (
         *((width,), (width,)),
@@ -96,7 +96,7 @@ def vit_base(width: int = 768, layers: int = 12) -> LeafSet:
 
 
 def small_leaves() -> LeafSet:
-    """150 leaves of ten shapes, 64 to 16,384 elements: 938,880 parameters."""
+    """Return 150 leaves of ten shapes (64 to 16,384 elements): 938,880 parameters."""
     some = ((64, 128), (128,), (128, 64), (64,), (96, 96))
     others = ((64, 256), (256,), (192, 64), (192,), (80, 96))
     return LeafSet("150 small leaves", (*some, *others) * 15)

@@ -128,7 +128,7 @@ def _wrap(label, width: float) -> None:
 
 
 def looks(names: Iterable[str]) -> dict[str, dict]:
-    """Return how to draw each run: its color, marker, filling and line style."""
+    """Return the color, marker, filling and line style of each run."""
     found, counts = {}, collections.Counter[str]()
     for name in names:
         kind = next((x for x in FORMATS if x.lower() in name.lower()), "float32")
@@ -141,7 +141,7 @@ def looks(names: Iterable[str]) -> dict[str, dict]:
 
 
 def band(axes, x, curves: Sequence, **look: Any) -> None:
-    """Draw the mean of the seeds' curves, and their range."""
+    """Draw the mean and the range of the seeds' curves."""
     axes.plot(x, np.mean(curves, 0), **look)
     low, high = np.min(curves, 0), np.max(curves, 0)
     axes.fill_between(x, low, high, color=look["color"], alpha=0.15, lw=0)
@@ -163,9 +163,9 @@ def each_seed(
       found: spreads by name, from ``records.spreads`` or ``records.gaps``.
       label: the label of the values. If it contains "minus", zero has a line.
       factor: a factor that multiplies the values.
-      digits: how many digits the mean has, which is written at the right.
+      digits: the number of digits of the mean, which is written at the right.
       better: "lower" or "higher".
-      sizes: bytes by name, which are written at the right instead of the mean.
+      sizes: the bytes of each run, to write at the right instead of the mean.
     """
     for y, (name, look) in enumerate(looks(found).items()):
         values = [factor * x for x in found[name]["values"]]
@@ -207,10 +207,10 @@ def stacked(
 
     Args:
       axes: where to draw.
-      found: the sizes of the parts, by name of the run and then by part.
-      parts: the labels, by part.
+      found: the sizes of the parts, keyed by the name of the run and then by part.
+      parts: the label of each part.
       unit: the unit of the axis, which divides the sizes.
-      texts: the text at the end of each bar, by name of the run.
+      texts: the text at the end of each bar, keyed by the name of the run.
     """
     tints = dict(zip(parts, (1.0, 0.6, 0.35, 0.12), strict=False))
     for name, look in looks(found).items():

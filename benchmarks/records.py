@@ -60,7 +60,7 @@ class Options(argparse.ArgumentParser):
             add(flag, type=int, default=least, help="%(default)s by default")
 
     def parse_args(self, *args, **options):
-        """Add ``is_apart``: whether an option differs from its default."""
+        """Parse, and add ``is_apart``: whether an option differs from its default."""
         found = super().parse_args(*args, **options)
         is_default = lambda name: getattr(found, name) == self.get_default(name)
         numbers = [name for name in vars(found) if name not in _OF_THE_SAME_RECORD]
@@ -87,7 +87,7 @@ def run(
       measure: returns the figures.
       text: returns a text that shows a record.
       draw: draws a record to a path.
-      ran: where it ran; :func:`ran_here` by default.
+      ran: description of where the runs ran; :func:`ran_here` by default.
     """
     path = path_of(module, args.is_apart)
     if not args.draw:
@@ -120,7 +120,7 @@ def save(
     Args:
       path: the path from :func:`path_of`.
       args: the options.
-      ran: where it ran: :func:`ran_here`, or "compiled for an H200; not run".
+      ran: where the runs ran: :func:`ran_here`, or "compiled for an H200; not run".
       **figures: the figures.
     """
     versions = {}
@@ -142,7 +142,7 @@ def save(
 
 
 def write(path: pathlib.Path, record: dict) -> None:
-    """Write a record atomically, so that a concurrent reader finds a whole record."""
+    """Write a record atomically, so concurrent readers never see a partial record."""
     text = json.dumps(_short(record), indent=1)
     # Put lists of numbers on one line.
     lists = lambda found: " ".join(found.group().split())
@@ -156,7 +156,7 @@ def load(path: pathlib.Path) -> dict:
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Return mean, sample standard deviation, and the values, one for each seed."""
+    """Return the mean, the sample standard deviation, and the value of each seed."""
     array = np.asarray(values, np.float64)
     deviation = array.std(ddof=1) if len(array) > 1 else 0.0
     return {"mean": array.mean(), "std": deviation, "values": array}
@@ -165,7 +165,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 def of_seeds(
     names: Iterable[str], seeds: int, of: Callable[[str, int], dict[str, float]]
 ) -> dict[str, dict[str, list[float]]]:
-    """Make a run for each name and seed, and print its figures when it ends.
+    """Run each name with each seed, and print the figures of each run at its end.
 
     Args:
       names: the names of the runs.
@@ -194,13 +194,13 @@ def spreads(found: dict[str, Sequence[float]]) -> dict[str, dict]:
 
 
 def gaps(found: dict[str, Sequence[float]], base: str) -> dict[str, dict]:
-    """Return each run minus the run of the same seed named ``base``, as spreads."""
+    """Return spreads of each run minus the run ``base`` with the same seed."""
     values = {name: np.asarray(each) for name, each in found.items()}
     return {n: spread(v - values[base]) for n, v in values.items() if n != base}
 
 
 def compared(found: dict[str, dict], base: str) -> tuple[dict, dict]:
-    """Return :func:`spreads` and :func:`gaps` by figure, from :func:`of_seeds`."""
+    """Return :func:`spreads` and :func:`gaps` of each figure of :func:`of_seeds`."""
     each = found.items()
     return (
         {figure: spreads(values) for figure, values in each},

@@ -2,8 +2,8 @@
 
 A module may define two constants. ``MINUTES`` is the time that it takes on two CPU
 cores without options. ``NEEDS`` names the modules that it requires in addition to the
-package's own requirements. Both are read from the source of the module, so that a list
-of all benchmarks imports none of them.
+package's own requirements. Both are read from the source of the module, so listing the
+benchmarks does not import them.
 """
 
 import ast

@@ -4,7 +4,7 @@ import importlib.util
 
 
 def is_installed(module: str) -> bool:
-    """Whether Python can find a module or a submodule.
+    """Return whether Python can find a module or a submodule.
 
     >>> is_installed("tools"), is_installed("not_there.inside")
     (True, False)

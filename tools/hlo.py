@@ -28,11 +28,11 @@ _IN_PLACE = 'custom_call_target="ConcatBitcast"'
 _SLICES = ("slice", "dynamic-slice")
 _UPDATE = "dynamic-update-slice"
 _OF_SCALARS = (2, 4, 6)
-"""Numbers of the memories of a TPU that store semaphores and scalars."""
+"""Indices of the memories of a TPU that store semaphores and scalars."""
 
 
 def text(compiled: jax.stages.Compiled) -> str:
-    """The program as HLO."""
+    """Return the HLO text of the program."""
     found = compiled.as_text()
     if found is None:
         raise ValueError("the compiler returned no text for this program")
@@ -40,7 +40,7 @@ def text(compiled: jax.stages.Compiled) -> str:
 
 
 def memory(compiled: jax.stages.Compiled):
-    """The bytes of the program's arguments, results and temporary memory."""
+    """Return the bytes of the program's arguments, results and temporary memory."""
     found = compiled.memory_analysis()
     if found is None:
         raise ValueError("the compiler returned no memory analysis for this program")
@@ -54,9 +54,9 @@ class Instruction:
     Args:
       name: the name of the instruction.
       op: its operation, such as ``fusion``.
-      written: the arrays that it writes. A slice writes only a part of an array.
-      read: the arrays that it reads, each once and completely. A slice reads only a
-        part of an array.
+      written: the arrays that it writes, or the written part of an array for a slice.
+      read: the arrays that it reads, each once and completely, or the part of an array
+        that a slice reads.
     """
 
     name: str
@@ -66,20 +66,20 @@ class Instruction:
 
     @property
     def moved(self) -> int:
-        """Bytes read and written, including the padding of layouts.
+        """The number of bytes read and written, including the padding of layouts.
 
-        Memories for scalars are not counted.
+        Accesses to memories for scalars are not counted.
         """
         return sum(x.stored for x in self._arrays)
 
     @property
     def without_padding(self) -> int:
-        """Bytes read and written, without padding."""
+        """The number of bytes read and written, without padding."""
         return sum(x.size for x in self._arrays)
 
     @property
     def of_memory(self) -> int:
-        """Bytes read from and written to the device's memory, not to the chip's."""
+        """The number of bytes read and written in device memory, off the chip."""
         return sum(x.stored for x in self._arrays if x.space == 0)
 
     @property
@@ -89,7 +89,7 @@ class Instruction:
 
 
 def entry(compiled: jax.stages.Compiled) -> list[Instruction]:
-    """The instructions of the entry computation that do some work, in order.
+    """Return the instructions of the entry computation that do some work, in order.
 
     The start and the end of an asynchronous operation count as one instruction.
     Instructions inside loops are not included.
@@ -115,7 +115,7 @@ def entry(compiled: jax.stages.Compiled) -> list[Instruction]:
 
 
 def _moving(name: str, op: str, written, operands) -> Instruction:
-    """An instruction. Slices move only the part that they read or write."""
+    """Return an instruction. Slices only move the part that they read or write."""
     kind, read = op.removesuffix("-start"), sum(operands, ())
     if kind in _SLICES:
         read = _within(read[0], written)
@@ -126,12 +126,12 @@ def _moving(name: str, op: str, written, operands) -> Instruction:
 
 
 def _within(whole: Array, parts: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Parts of an array, in the memory of the array."""
+    """Return the parts with the memory of the whole array."""
     return tuple(dataclasses.replace(part, space=whole.space) for part in parts)
 
 
 def kernels(compiled: jax.stages.Compiled) -> list[tuple[str, int]]:
-    """``(name, bytes read and written)`` for each kernel of the entry computation.
+    """Return ``(name, bytes moved)`` for each kernel of the entry computation.
 
     Operands count in full, even if a kernel reads only a part of them. Kernels inside
     loops are not included.
@@ -154,7 +154,7 @@ class MatrixProduct(typing.NamedTuple):
 
 
 def products(compiled: jax.stages.Compiled) -> list[MatrixProduct]:
-    """All matrix products, with cuBLAS or as a dot. Products in a loop count once."""
+    """Return all cuBLAS and dot matrix products. Products in a loop count once."""
     nodes = read_nodes(text(compiled))
     types, found = _types(nodes), []
     for node in nodes:
@@ -173,13 +173,13 @@ def products(compiled: jax.stages.Compiled) -> list[MatrixProduct]:
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[str]:
-    """The collectives of the program, including the collectives in loops."""
+    """Return the collectives of the program, including the collectives in loops."""
     ops = (node.op.removesuffix("-start") for node in read_nodes(text(compiled)))
     return [op for op in ops if op in COLLECTIVES]
 
 
 def exchanged(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """The bytes of all results, by kind of collective. Results in a loop count once."""
+    """Return the bytes of results per kind of collective; loops are counted once."""
     found = collections.Counter()
     for node in read_nodes(text(compiled)):
         # The end of an asynchronous operation has the type of the result.
@@ -190,13 +190,13 @@ def exchanged(compiled: jax.stages.Compiled) -> dict[str, int]:
 
 
 def copies(compiled: jax.stages.Compiled) -> list[int]:
-    """The bytes that each copy of the program writes. A copy in a loop counts once."""
+    """Return the bytes that each copy writes. A copy in a loop counts once."""
     nodes = read_nodes(text(compiled))
     return [_bytes_of(node) for node in nodes if node.op in ("copy", "copy-start")]
 
 
 def _types(nodes: list[Node]) -> dict[str, tuple[Array, ...]]:
-    """The results of instructions by name. ``name#1`` is part 1 of a tuple."""
+    """Return the results of instructions by name. ``name#1`` is part 1 of a tuple."""
     types = {node.name: arrays(node.shape) for node in nodes}
     for name, parts in list(types.items()):
         types |= {f"{name}#{number}": (part,) for number, part in enumerate(parts)}
@@ -204,5 +204,5 @@ def _types(nodes: list[Node]) -> dict[str, tuple[Array, ...]]:
 
 
 def _bytes_of(node: Node) -> int:
-    """The bytes of the results of an instruction, without padding."""
+    """Return the bytes of the results of an instruction, without padding."""
     return sum(x.size for x in arrays(node.shape))

@@ -19,10 +19,10 @@ class Array:
 
     Args:
       dtype: HLO's name of the dtype.
-      size: the bytes of the elements.
-      stored: the bytes that the array needs in memory, including padding.
-      space: the number of its memory. 0 is the memory of the device; other memories
-        are on the chip or belong to the host.
+      size: the number of bytes of the elements.
+      stored: the number of bytes that the array needs in memory, including padding.
+      space: the index of the memory. 0 is the memory of the device; other memories are
+        on the chip or belong to the host.
     """
 
     dtype: str
@@ -32,7 +32,7 @@ class Array:
 
 
 def arrays(type_text: str) -> tuple[Array, ...]:
-    """The array that a type describes, or the arrays of a tuple.
+    """Return the array that a type describes, or the arrays of a tuple.
 
     >>> arrays("(f32[4096,8]{1,0:T(8,128)}, bf16[9]{0:T(1024)(128)(2,1)S(1)})")[1]
     Array(dtype='bf16', size=18, stored=2048, space=1)

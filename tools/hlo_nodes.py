@@ -39,7 +39,7 @@ class Node:
 
 
 def read_entry(text: str) -> list[Node]:
-    """The instructions of the entry computation, in the order in which they run.
+    """Return the instructions of the entry computation, in the order in which they run.
 
     >>> read_entry('''
     ... ENTRY %main (x: f32[2]) -> (f32[2]) {
@@ -53,6 +53,6 @@ def read_entry(text: str) -> list[Node]:
 
 
 def read_nodes(text: str) -> list[Node]:
-    """The instructions of all computations."""
+    """Return the instructions of all computations."""
     found = filter(None, map(_LINE.match, text.splitlines()))
     return [Node(x[2], x[3], x[4], x[5], x[6] or "", bool(x[1])) for x in found]

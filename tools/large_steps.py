@@ -38,7 +38,7 @@ GIB = 2**30
 MEMORY = {"H200": 139 * GIB, "v6e": 31.25 * GIB}
 """The memory that programs can use on a device, in bytes.
 
-XLA reserves a part of the 32 GiB of a v6e.
+XLA reserves part of the 32 GiB of a v6e.
 """
 
 
@@ -56,13 +56,13 @@ class Case:
     tx: typing.Any
 
     def params(self, model: Llama):
-        """The parameters, as ShapeDtypeStructs."""
+        """Return the parameters, as ShapeDtypeStructs."""
         shapes = model.shapes()
         return to_float32(shapes) if self.make_step is usual_mixed_precision else shapes
 
 
 def device_bytes(case: Case, model: Llama, where: str) -> dict[str, int]:
-    """The memory of a step on each device, from the compiled program.
+    """Return the memory of a step on each device, from the compiled program.
 
     Args:
       case: the training step and its optimizer.
@@ -99,5 +99,5 @@ def device_bytes(case: Case, model: Llama, where: str) -> dict[str, int]:
 
 
 def parameters(model: Llama) -> int:
-    """The number of parameters of a model."""
+    """Return the number of parameters of a model."""
     return sum(x.size for x in jax.tree.leaves(model.shapes()))

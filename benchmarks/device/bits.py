@@ -6,7 +6,7 @@ hyperparameters of a family are powers of two, its products are exact and no bit
 differ. Some families round, so their results may differ: the aliases with their own
 hyperparameters, the square roots of second moments, and momentum that carries rounding
 errors of the weights, because it divides by the scale of a block. For these families,
-the record only counts the numbers that differ.
+the record only counts the values that differ.
 """
 
 import functools
@@ -34,7 +34,7 @@ class Family(typing.NamedTuple):
     """A combination of weight and moment formats.
 
     Attributes:
-      make: a function that takes ``implementation=`` and returns a transformation.
+      make: a function that returns a transformation, with a keyword ``implementation``.
       exact: whether every bit must be equal to the reference.
       quantised: whether the parameters are QuantizedTensors.
     """
@@ -87,7 +87,7 @@ STEPS = 2
 
 
 def implementations(job: Job) -> list[str]:
-    """The implementations to compare with the reference, the default first."""
+    """Return the implementations to compare with the reference, the default first."""
     if not job.for_gpus:
         return ["pallas"]
     with job.target_mesh():
@@ -97,7 +97,7 @@ def implementations(job: Job) -> list[str]:
 
 
 def step_of(tx, stacked: bool) -> Callable:
-    """A step. A stack is updated layer by layer inside the backward pass."""
+    """Return a step, which updates a stack layer by layer inside the backward pass."""
     if not stacked:
         return lambda params, state, grads: lo.step(tx, params, state, grads)
 
@@ -124,7 +124,7 @@ def step_of(tx, stacked: bool) -> Callable:
 
 @functools.cache
 def start(family: Family, kind: str, small: bool) -> tuple:
-    """Parameters and state on the CPU, and gradients.
+    """Return parameters and state on the CPU, and gradients.
 
     Gradients have 8 significant bits, so their squares and sums are exact.
     """
@@ -141,19 +141,19 @@ def start(family: Family, kind: str, small: bool) -> tuple:
 
 @functools.cache
 def reference(family: Family, kind: str, small: bool) -> tuple:
-    """Parameters and state after the steps that XLA computes on the CPU."""
+    """Return parameters and state after the steps, which XLA computes on the CPU."""
     step = step_of(family.make(implementation="xla"), kind == "stacked")
     with on_cpu():
         return trained(jax.jit(step), *start(family, kind, small))
 
 
 def on_cpu():
-    """A context in which JAX uses the CPU, whatever other devices it has."""
+    """Return a context in which JAX uses the CPU, whatever other devices it has."""
     return jax.default_device(jax.devices("cpu")[0])
 
 
 def differing(got, want) -> int:
-    """The number of elements of two trees that differ in any bit."""
+    """Return the number of elements of two trees that differ in any bit."""
     count = 0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = np.atleast_1d(np.asarray(a)), np.atleast_1d(np.asarray(b))
@@ -163,7 +163,7 @@ def differing(got, want) -> int:
 
 
 def furthest(got, want) -> float:
-    """The largest difference of a weight, divided by its leaf's largest weight."""
+    """Return the largest error of a weight, divided by its leaf's largest weight."""
     wide = functools.partial(lo.lpmm.dequantize, dtype=jnp.float32)
     with on_cpu():
         a, b = (jax.tree.leaves(wide(jax.tree.map(np.asarray, x))) for x in (got, want))
@@ -172,14 +172,14 @@ def furthest(got, want) -> float:
 
 
 def trained(step, params, state, grads):
-    """Parameters and state after ``STEPS`` steps, on the host."""
+    """Return parameters and state after ``STEPS`` steps, on the host."""
     for _ in range(STEPS):
         params, state = step(params, state, grads)
     return jax.tree.map(np.asarray, (params, state))
 
 
 def compare(job: Job, family: Family, kind: str, implementation: str) -> dict:
-    """Compile the steps; if they run here, count what differs from the reference."""
+    """Compile the steps. If they run here, count differences from the reference."""
     params, state, grads = start(family, kind, job.small)
     tx = family.make(implementation=implementation)
     step = step_of(tx, kind == "stacked")

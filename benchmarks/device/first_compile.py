@@ -16,7 +16,7 @@ NAMES = ("lowbit_adamw", "optax, float32 master")
 
 
 def measure(job: Job, name: str) -> dict:
-    """Compile the step. Its seconds are in the record of the program."""
+    """Compile the step. The record of the program contains the time of each stage."""
     optimizer, leaf_set = OPTIMIZERS[name](RATE), leaf_set_of("gpt2", job.small)
     grads = structs_of(leaf_set)
     params, state = jax.eval_shape(optimizer.init, grads)

@@ -42,7 +42,7 @@ SECTIONS = {
 """The sections in the order in which they run, and the names of their jobs."""
 
 SHARED = ("describe", "bits")
-"""Sections that time nothing on the device, so their jobs may share it."""
+"""Sections whose jobs may share the device, because they do not time it."""
 
 SILENCE = 120.0
 """The number of seconds without an answer after which a process is killed."""
@@ -93,14 +93,14 @@ def _positive(text: str) -> float:
 
 
 def chosen(only: list[str] | None) -> list[dict]:
-    """The entries of the chosen jobs in the record, in order."""
+    """Return the entries of the chosen jobs in the record, in order."""
     jobs = [(section, name) for section, names in SECTIONS.items() for name in names()]
     wanted = lambda job: any(fnmatch.fnmatchcase("/".join(job), p) for p in only or "*")
     return [entry_of(*job) for job in jobs if wanted(job)]
 
 
 def cuda_toolkit() -> str | None:
-    """The root of a CUDA toolkit with ptxas and libdevice, or None.
+    """Return the root of a CUDA toolkit with ptxas and libdevice, or None.
 
     XLA and Mosaic run ptxas, and read libdevice, when they compile a program. If the
     libraries of CUDA are wheels and its compiler is not, JAX 0.11 uses the text "None"
@@ -123,7 +123,7 @@ def _is_toolkit(root: pathlib.Path) -> bool:
 
 
 def environment(args: argparse.Namespace, root: str | None) -> dict[str, str]:
-    """The environment of the jobs' processes, which share the device's memory."""
+    """Return the environment for the jobs' processes, which share device memory."""
     made = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     made.pop("JAX_COMPILATION_CACHE_DIR", None)
     if args.rehearse:
@@ -139,7 +139,7 @@ def environment(args: argparse.Namespace, root: str | None) -> dict[str, str]:
 
 
 def last_line(*command: str) -> str | None:
-    """The last line that a program prints, or None if there is no such program."""
+    """Return the last line that a program prints, or None if it is not found."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -161,7 +161,7 @@ PACKAGES = (
 
 
 def described(args: argparse.Namespace, root: str | None) -> dict:
-    """The part of the record that describes the command and the software."""
+    """Return the part of the record that describes the command and the software."""
     ask = "--query-gpu=driver_version", "--format=csv,noheader"
     return {
         # The path after --out is meaningless on another machine.
@@ -196,7 +196,7 @@ def supervised(args, entries, env, workers, start, changed) -> None:
 
 
 def device_of(args, env, start) -> tuple[dict | None, str]:
-    """A description of the device, or None and the reason why JAX cannot start."""
+    """Return ``(description, reason)``; the reason states why JAX cannot start."""
     entry = entry_of("describe", "device")
     supervised(args, [entry], env, 1, start, lambda line: None)
     if entry["status"] != DONE:

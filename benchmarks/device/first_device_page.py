@@ -23,7 +23,7 @@ def draw() -> int:
 
 
 def drawn() -> str:
-    """The page: its handwritten part unchanged, then a section for each device.
+    """Return the page: its unchanged handwritten part, and a section for each device.
 
     If several records come from the same device, the section shows the newest result
     of each job. Records of rehearsals come last.
@@ -41,22 +41,22 @@ def drawn() -> str:
 
 
 def article(name: str) -> str:
-    """The name with its article."""
+    """Return the name with its indefinite article."""
     return f"{'an' if name.startswith('H') else 'a'} {name}"
 
 
 def is_rehearsal(record: dict) -> bool:
-    """Whether the programs were only compiled."""
+    """Return whether the programs were only compiled."""
     return "not run" in record["ran"]
 
 
 def is_good(record: dict) -> bool:
-    """Whether no job failed and every result that must be exact is exact."""
+    """Return whether no job failed and every result that must be exact is exact."""
     return not any(_errors(record["jobs"])) and not any(_inexact(record["jobs"]))
 
 
 def rendered(record: dict) -> str:
-    """The record as Markdown: its origin, its tables, and the jobs that failed."""
+    """Return the record as Markdown: its origin, its tables and the failed jobs."""
     failed = [*_errors(record["jobs"]), *_inexact(record["jobs"])]
     parts = [_origin([record])]
     if is_rehearsal(record):
@@ -69,7 +69,7 @@ def rendered(record: dict) -> str:
 
 
 def _section(group: list[dict]) -> str:
-    """The records of one device, oldest first, as a section of the page."""
+    """Return the records of one device, oldest first, as a section of the page."""
     jobs = list(_newest(group))
     if is_rehearsal(group[0]):
         parts = [_filled(f"`{group[-1]['command']}`: {compilation(group[-1])}")]
@@ -83,7 +83,7 @@ def _section(group: list[dict]) -> str:
 
 
 def _newest(group: list[dict]) -> Iterable[dict]:
-    """The newest result of each job; a job without a result replaces none."""
+    """Return the newest result of each job. Jobs without a result replace nothing."""
     found: dict[str, dict] = {}
     for record in group:
         for job in record["jobs"]:
@@ -93,7 +93,7 @@ def _newest(group: list[dict]) -> Iterable[dict]:
 
 
 def _tables(jobs: list[dict]) -> Iterator[str]:
-    """A heading and a table for each section with results."""
+    """Return a heading and a table for each section with results."""
     for section, title, table in (
         ("bits", "Are the results equal to those on a CPU?", bits_table),
         ("step_times", "How long does a step take?", times_table),
@@ -106,7 +106,7 @@ def _tables(jobs: list[dict]) -> Iterator[str]:
 
 
 def _origin(group: list[dict]) -> str:
-    """The commands of the records, and the software that they ran with."""
+    """Return the commands of the records, and the software that they ran with."""
     commands = [
         f"- `{record['command']}`: {record['elapsed_seconds'] / 60:.1f} minutes"
         for record in group
@@ -144,7 +144,7 @@ def _unfinished(jobs: list[dict]) -> list[str]:
 
 
 def _errors(jobs: list[dict]) -> Iterator[str]:
-    """A line for each trial that raised an error or did not train."""
+    """Return a line for each trial that raised an error or did not train."""
     for job in jobs:
         if job["status"] == "failed" and not job["trials"]:
             yield f"{_name(job)}: {_first_line(job['reason'])}"
@@ -161,7 +161,7 @@ def _errors(jobs: list[dict]) -> Iterator[str]:
 
 
 def _inexact(jobs: list[dict]) -> Iterator[str]:
-    """A line for each trial that differs from the reference and must not."""
+    """Return a line for each trial that differs from the reference and must not."""
     for job in jobs:
         for trial, found in job["trials"].items():
             figures = found.get("figures", {})
@@ -184,7 +184,7 @@ def _cell(found: dict | None, show: Callable[[dict], str]) -> str:
 
 
 def bits_table(jobs: list[dict]) -> str:
-    """How many numbers differ from the reference, by format and implementation."""
+    """Return a table of how many values differ from the reference."""
     trials = list(dict.fromkeys(t for job in jobs for t in job["trials"]))
     implementations = list(dict.fromkeys(t.partition(", ")[2] for t in trials))
     kinds = list(dict.fromkeys(t.partition(", ")[0] for t in trials))
@@ -208,7 +208,7 @@ def bits_table(jobs: list[dict]) -> str:
 
 
 def times_table(jobs: list[dict]) -> str:
-    """Bytes and times of a step."""
+    """Return a table of the bytes and times of steps."""
     show = lambda key, digits: lambda f: f"{f[key]:.{digits}f}"
     per = lambda key: lambda f: f"{f[key] / f['parameters']:.2f}"
     rows = []
@@ -234,7 +234,7 @@ _BYTES = ("stored", "moved")
 
 
 def training_table(jobs: list[dict]) -> str:
-    """Losses, speed and memory of the training runs."""
+    """Return a table of losses, speed and memory of the training runs."""
     rows = []
     for job in jobs:
         found = job["trials"].get("GPT-2")
@@ -265,7 +265,7 @@ def training_table(jobs: list[dict]) -> str:
 
 
 def compile_table(jobs: list[dict]) -> str:
-    """Seconds of each stage of a compilation."""
+    """Return a table of the seconds of each stage of a compilation."""
     stages = ("trace", "lower", "compile")
     rows = [[job["name"], *(_seconds(job, stage) for stage in stages)] for job in jobs]
     return (
@@ -279,7 +279,7 @@ def _seconds(job: dict, stage: str) -> str:
 
 
 def compilation(record: dict) -> str:
-    """How long the programs of a rehearsal took to compile."""
+    """Describe how long the programs of a rehearsal took to compile."""
     # fsum is exact: sums of Python 3.11 and 3.12 differ in their last digits.
     spent = {
         (_name(job), program["program"]): math.fsum(program["processor"].values())

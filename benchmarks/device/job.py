@@ -85,7 +85,7 @@ class Job:
         self.has_device = True
 
     def target_mesh(self) -> contextlib.AbstractContextManager:
-        """A context that sets the mesh of the GPU to compile for, if there is one."""
+        """Return a context that sets the mesh of the GPU to compile for, if any."""
         return contextlib.nullcontext() if self.runs else jax.set_mesh(self.mesh)
 
     def compile(self, name: str, fn: Callable, *args, donate=()) -> Callable:
@@ -95,7 +95,7 @@ class Job:
           name: the name of the program in the record.
           fn: the function to compile.
           *args: its arguments, as trees of arrays or ShapeDtypeStructs.
-          donate: the numbers of the arguments to donate.
+          donate: the indices of the arguments to donate.
         """
         from tools.gpu_program.targets import trace_for
 
@@ -126,12 +126,12 @@ STAGES = ("trace", "lower", "compile")
 
 
 def _clocks() -> tuple[float, float]:
-    """Wall time, and processor time of this process and of the compilers it started."""
+    """Return the wall time, and the processor time with all started compilers."""
     return time.perf_counter(), sum(os.times()[:4])
 
 
 def seconds_of(call: Callable[[int], None], calls: int) -> float:
-    """Seconds per call. ``call(n)`` makes ``n`` calls and waits for the last one."""
+    """Return seconds per call. ``call(n)`` makes ``n`` calls and waits for the last."""
     start = time.perf_counter()
     call(calls)
     return (time.perf_counter() - start) / calls

@@ -19,9 +19,10 @@ class Optimizer(typing.NamedTuple):
     """An optimizer with the same interface for every library.
 
     Attributes:
-      init: takes bfloat16 parameters; returns the parameters in the form in which the
-        optimizer stores them, and its state.
-      step: takes parameters, state and gradients; returns new parameters and state.
+      init: function of bfloat16 parameters, which returns the parameters as the
+        optimizer stores them, and the optimizer's state.
+      step: function of parameters, state and gradients, which returns new parameters
+        and state.
       tx: the optax transformation, if there is one.
       reads_params: False if the step computes new parameters from the state alone.
     """
@@ -37,7 +38,7 @@ def _wide(tree):
 
 
 def _float32(rate) -> Optimizer:
-    """Optax with float32 parameters and moments."""
+    """Return optax's AdamW with float32 parameters and moments."""
     tx = optax.adamw(rate, weight_decay=DECAY)
 
     def step(params, state, grads):
@@ -48,7 +49,7 @@ def _float32(rate) -> Optimizer:
 
 
 def _master(rate) -> Optimizer:
-    """Optax with float32 master weights, and bfloat16 parameters for the model."""
+    """Return optax's AdamW with float32 master weights and bfloat16 parameters."""
     inside = _float32(rate)
 
     def step(params, state, grads):
@@ -72,7 +73,7 @@ def _ours(alias: Callable, rate, quantised=False, **options) -> Optimizer:
 
 
 def _flash(rate) -> Optimizer:
-    """FlashOptim's AdamW, with 24-bit weights and 8-bit moments."""
+    """Return FlashOptim's AdamW, with 24-bit weights and 8-bit moments."""
     tx = importlib.import_module("flashoptim_jax").flash_adamw(
         learning_rate=rate, weight_decay=DECAY, master_weight_bits=24
     )
@@ -98,17 +99,17 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "optax, float32": _float32,
     "flashoptim_jax": _flash,
 }
-"""Functions that take a learning rate, by name, the most important first."""
+"""Functions of a learning rate by optimizer name, the most important first."""
 
 PEER = "flashoptim_jax"
 
 
 def timed_here() -> list[str]:
-    """The names of the optimizers that can be imported here."""
+    """Return the names of the optimizers that can be imported here."""
     has_peer = importlib.util.find_spec(PEER) is not None
     return [name for name in OPTIMIZERS if has_peer or name != PEER]
 
 
 def nbytes(tree) -> int:
-    """The number of bytes in all arrays of a tree."""
+    """Return the number of bytes in all arrays of a tree."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -26,7 +26,7 @@ ROUNDS, MEASURE = 7, 0.1
 
 
 def steps_in_one(step: Callable, count: int) -> Callable:
-    """A function that runs ``count`` steps, so that one call dispatches all of them."""
+    """Return a function that runs ``count`` steps, so one call dispatches all."""
     if count == 1:
         return step
 
@@ -44,26 +44,26 @@ def steps_in_one(step: Callable, count: int) -> Callable:
 
 
 def leaf_set_of(name: str, small: bool) -> LeafSet:
-    """A set of leaves. If ``small``, 14 of its leaves at 1/64 of their widths."""
+    """Return a set of leaves. If ``small``, use 14 leaves at 1/64 of their widths."""
     if not small:
         return SETS[name]
     return LeafSet(name, SETS[name].shrunk(64).shapes[:14])
 
 
 def structs_of(leaf_set: LeafSet) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of the leaves, with dtype bfloat16."""
+    """Return the shapes of the leaves, with dtype bfloat16."""
     return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in leaf_set.shapes]
 
 
 def gradients(shapes) -> list[np.ndarray]:
-    """Gradients on the host, which repeat 2^20 normal numbers in bfloat16."""
+    """Return gradients on the host, which repeat 2^20 normal bfloat16 numbers."""
     rng = np.random.default_rng(0)
     pattern = rng.standard_normal(2**20, np.float32).astype(jnp.bfloat16)
     return [np.resize(pattern, shape) for shape in shapes]
 
 
 def timed(advance: Callable[[int], None]) -> list[float]:
-    """Seconds per call, for each round."""
+    """Return the seconds per call of each round."""
     advance(1)
     once = max(seconds_of(advance, 2), 1e-7)
     calls = max(1, min(2000, math.ceil(MEASURE / once)))
@@ -71,7 +71,7 @@ def timed(advance: Callable[[int], None]) -> list[float]:
 
 
 def time_donated(compiled: Callable, kept: tuple, *rest) -> list[float]:
-    """Seconds per call of a program that updates ``kept``, which is donated."""
+    """Return seconds per call of a program that updates ``kept``, which is donated."""
 
     def advance(calls: int) -> None:
         nonlocal kept
@@ -86,7 +86,7 @@ def measure(job: Job, optimizer: Optimizer, leaf_set: LeafSet, count: int) -> di
     """Measure the step of an optimizer on a set of leaves.
 
     Args:
-      job: compiles the program and waits for the device.
+      job: the job, which compiles the program and waits for the device.
       optimizer: the optimizer.
       leaf_set: the leaves.
       count: the number of steps per call.
@@ -117,7 +117,7 @@ def measure(job: Job, optimizer: Optimizer, leaf_set: LeafSet, count: int) -> di
 
 
 def _summary(steps, leaf_set: LeafSet, moved: int) -> dict:
-    """The median, minimum and maximum of the times."""
+    """Return the median, minimum and maximum of the times."""
     step = statistics.median(steps)
     return {
         "ms": 1e3 * step,

@@ -39,8 +39,8 @@ class Process:
       errors: a file with the output of the process, except for its answers.
       heard: the time of its last answer.
       trial: the name of its current trial.
-      device: None, or "wanted", or "given".
-      killed: the reason for which it was killed, or None.
+      device: None, "wanted" or "given".
+      killed: the reason why it was killed, or None.
     """
 
     entry: dict
@@ -232,7 +232,7 @@ def tell(process: Process, line: str) -> None:
 
 
 def entry_of(section: str, name: str) -> dict:
-    """The entry of a job in the record before it runs."""
+    """Return the entry of a job in the record before it runs."""
     return {
         "section": section,
         "name": name,

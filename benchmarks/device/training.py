@@ -31,7 +31,7 @@ ROWS = {
 
 
 def sizes(small: bool) -> tuple[GPT, int, int]:
-    """The model, the number of examples in a batch, and the number of steps."""
+    """Return the model, the number of examples in a batch, and the number of steps."""
     if small:
         return GPT(2, 64, 2, 32, "none", jnp.bfloat16), 4, 30
     return GPT(12, 768, 12, 1024, "none", jnp.bfloat16, 50257), 8, 200
@@ -41,7 +41,7 @@ def measure(job: Job, optimizer_name: str, released: bool) -> dict:
     """Compile a training step, and train if programs run here.
 
     Args:
-      job: compiles the programs and waits for the device.
+      job: the job, which compiles the programs and waits for the device.
       optimizer_name: a key of ``OPTIMIZERS``.
       released: whether the step runs inside the backward pass.
     """
@@ -78,10 +78,10 @@ def measure(job: Job, optimizer_name: str, released: bool) -> dict:
 
 
 def trained(start, step, batch: int, context: int, steps: int) -> dict:
-    """Losses, speed and peak memory of a run.
+    """Train, and return losses, speed and peak memory of the run.
 
     Args:
-      start: compiled function that takes a random key and returns parameters and state.
+      start: compiled function of a random key, which returns parameters and state.
       step: compiled training step.
       batch: the number of examples per step.
       context: the number of bytes per example.

@@ -35,7 +35,7 @@ def steps_moved(old, new) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def train(bits: int | None, rounding: str, rate: float, params, batches):
-    """Train once; return the parameters and, at ``POINTS``, the steps moved."""
+    """Train once, and return the parameters and, at ``POINTS``, the steps moved."""
     schedule = optax.cosine_decay_schedule(rate, len(batches))
     if bits is None:
         tx = optax.sgd(schedule, 0.9)

@@ -41,7 +41,7 @@ POINTS = 50
 
 
 def assignments(plan, seed: int) -> dict:
-    """Return assignments by name; the random order depends on the seed."""
+    """Return assignments by name. The random order depends on the seed."""
     found: dict = {"float32": None}
     all_low = precision.uniform(plan)
     found |= {name: choose(plan) for name, choose in BASELINES.items()}
@@ -59,7 +59,7 @@ def assignments(plan, seed: int) -> dict:
 
 
 def summary(runs: list) -> dict:
-    """Summarise an assignment from the accuracy and the steps of each seed."""
+    """Summarise an assignment, given the accuracy and the steps of each seed."""
     accuracy = [100 * float(right) for right, _ in runs]
     loss = np.stack([steps.loss for _, steps in runs])
     overflow = np.stack([steps.overflow for _, steps in runs])

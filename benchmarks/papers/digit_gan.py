@@ -4,7 +4,7 @@
 
 Lewandowski and Kosson 2023, figure 5: a DCGAN trained with Adam in bfloat16 is much
 better with 8 extra bits, and close to float32. In this benchmark, it draws digits of
-8 x 8 pixels. The Fréchet distance compares hidden units of a classifier between drawn
+8 x 8 pixels. The Fréchet distance compares the hidden units of a classifier for drawn
 and real digits. Convolutions are 2 x 2 without overlap, and activations are float32.
 """
 
@@ -80,14 +80,14 @@ def discriminate(params: dict, images: jax.Array) -> jax.Array:
 
 
 def to_depth(x: jax.Array) -> jax.Array:
-    """Move squares of 2 x 2 into channels; a matrix is then a strided convolution."""
+    """Move squares of 2 x 2 to channels, so that a matrix is a strided convolution."""
     n, height, width, channels = x.shape
     x = x.reshape(n, height // 2, 2, width // 2, 2, channels)
     return x.swapaxes(2, 3).reshape(n, height // 2, width // 2, 4 * channels)
 
 
 def to_space(x: jax.Array) -> jax.Array:
-    """Invert :func:`to_depth`; after a matrix, this is a transposed convolution."""
+    """Invert :func:`to_depth`. After a matrix, this is a transposed convolution."""
     n, height, width, channels = x.shape
     x = x.reshape(n, height, width, 2, 2, channels // 4)
     return x.swapaxes(2, 3).reshape(n, 2 * height, 2 * width, channels // 4)

@@ -69,7 +69,7 @@ RUNS = {
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def train(name: str, rate: float, params, batches):
-    """Train once; return the parameters as the network sees them."""
+    """Train once, and return the parameters as the network sees them."""
     dtype, weights = RUNS[name]
     tx = optax.sgd(optax.cosine_decay_schedule(rate, len(batches)), 0.9)
     if weights is not None:

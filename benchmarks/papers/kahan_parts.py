@@ -51,7 +51,7 @@ def optimizer(name: str, rate) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def train(name: str, rate: float, params, batches):
-    """Train once; return the parameters."""
+    """Train once, and return the parameters."""
     tx = optimizer(name, optax.cosine_decay_schedule(rate, len(batches)))
     dtype = jnp.float32 if name == "float32" else jnp.bfloat16
     params = jax.tree.map(lambda x: x.astype(dtype), params)

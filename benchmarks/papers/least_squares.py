@@ -2,11 +2,12 @@
 
     .venv/bin/python -m benchmarks least_squares
 
-Zamirai et al. 2020, figure 2: with weights rounded to nearest, the loss saturates
-magnitudes above float32's, and with only activations and gradients rounded close to it.
-The problem is the paper's: 10 dimensions, inputs of unit variance, weights from
-[0, 100), labels with noise of deviation 0.5, learning rate 0.01, one example per step.
-Two more runs use stochastic rounding and Kahan summation.
+Zamirai et al. 2020, figure 2: if weights are rounded to nearest, the loss saturates
+orders of magnitude above the float32 loss. If only activations and gradients are
+rounded, it ends close to the float32 loss. The problem is the same as in the paper: 10
+dimensions, inputs with unit variance, weights from [0, 100), labels with noise of
+standard deviation 0.5, learning rate 0.01, and one example per step. Two more runs use
+stochastic rounding and Kahan summation.
 """
 
 import functools
@@ -53,7 +54,7 @@ def problem(key):
 
 
 def gradient(w, x, y, rounded: bool):
-    """Differentiate half the squared error of an example; round each result or none."""
+    """Differentiate half the squared error. If ``rounded``, round each result."""
     q = lambda a: a.astype(jnp.bfloat16).astype(jnp.float32) if rounded else a
     return q(q(x @ w - y) * x)
 

@@ -2,7 +2,7 @@
 
     .venv/bin/python -m benchmarks loss_scales
 
-OpenSeq2Seq's automatic loss scaling: Backoff finds its scale by overflows, one at the
+OpenSeq2Seq's automatic loss scaling: Backoff finds its scale with overflows, one at the
 end of each period. LogNormal uses statistics of the gradients to keep the probability
 of an overflow under 0.001. A network learns the next byte of a text with weights,
 activations and gradients in float16, and a float32 master. Its loss is divided by 8192,
@@ -42,7 +42,7 @@ def loss_fn(params, windows):
 
 @functools.partial(jax.jit, static_argnums=0)
 def train(name: str, params, batches):
-    """Return loss, scale, skips and vanished gradients; "float32" has no scale."""
+    """Return loss, scale, skips and vanished gradients. "float32" has no scale."""
     schedule = optax.cosine_decay_schedule(RATE, len(batches))
     inner = optax.adamw(schedule, eps=1e-16)
     if name != "float32":
@@ -72,7 +72,7 @@ def train(name: str, params, batches):
 
 
 def summary(runs: list, settled: int) -> dict:
-    """Summarise a rule from the steps of each seed."""
+    """Summarise a rule, given the steps of each seed."""
     loss, scale, skipped, vanished = (
         np.stack(parts) for parts in zip(*runs, strict=True)
     )

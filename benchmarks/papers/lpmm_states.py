@@ -26,7 +26,7 @@ CODES = (("dynamic", 8), ("linear", 8), ("dynamic", 4), ("linear", 4))
 
 
 def cases(scale: float, steps: int) -> dict:
-    """Return optimizers and bits of weights by name; ``scale`` multiplies ``RATES``."""
+    """Return optimizers and weight bits by name. ``scale`` multiplies ``RATES``."""
     sgd, adam = (
         noisy_digits.rate_of(scale * rate, 1, steps) for rate in RATES.values()
     )

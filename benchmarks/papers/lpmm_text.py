@@ -2,9 +2,9 @@
 
     .venv/bin/python -m benchmarks lpmm_text
 
-LPMM, table 4: RoBERTa-Large on GLUE, trained with Adam, weights of 12, 10 and 8 bits
-and 8-bit moments. In this benchmark, a small transformer encoder distinguishes modules
-of Python's standard library. Weights are rounded stochastically or to nearest.
+LPMM, table 4: RoBERTa-Large on GLUE, trained with Adam, 8-bit moments, and weights
+of 12, 10 or 8 bits. In this benchmark, a small transformer encoder distinguishes
+modules of Python's standard library. Weights are rounded stochastically or to nearest.
 """
 
 import functools
@@ -32,7 +32,7 @@ TASK = models.ENCODER
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def train(rate: float, name: str, params, rows):
-    """Train once; return float32 parameters."""
+    """Train once, and return float32 parameters."""
     schedule = optax.linear_schedule(rate, 0.0, len(rows.labels))
     if RUNS[name] is None:
         tx = optax.adam(schedule)

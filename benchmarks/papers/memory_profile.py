@@ -28,7 +28,7 @@ PARTS = {
 
 
 def cases(steps) -> dict:
-    """Return a function that makes each step, and its optimizer."""
+    """Return the function that makes the step, and the optimizer, of each case."""
     rate, momentum = 1e-3, 0.9
     whole = lowbit_optax.extra_bits_sgd(rate, momentum, bits=16)
     eight = lowbit_optax.extra_bits_sgd(rate, momentum, bits=8)

@@ -24,7 +24,7 @@ NEEDS = ("matplotlib", "sklearn")
 
 BITS, FACTORS = (12, 10, 8), (1, 4, 16)
 SMALL = tuple(2.0**power for power in range(-12, 5))
-"""Update sizes in quantisation steps; the share below each is counted."""
+"""Update sizes in quantisation steps. The share of updates below each is counted."""
 
 
 def cases() -> dict[str, tuple[int | None, str, int]]:
@@ -38,7 +38,7 @@ def cases() -> dict[str, tuple[int | None, str, int]]:
 
 
 def optimizer(bits: int | None, rounding: str, every: int, rate: float, steps: int):
-    """Return SGD with momentum on sums of N gradients, or means at N times the rate."""
+    """Return momentum SGD for sums of N gradients, or means at N times the rate."""
     of_mean = noisy_digits.rate_of(rate, every, steps)
     if bits is None:
         tx = optax.sgd(of_mean, 0.9)
@@ -52,7 +52,7 @@ def optimizer(bits: int | None, rounding: str, every: int, rate: float, steps: i
 
 
 def shares_below(tx, every: int, rate: float, steps: int, halfway) -> np.ndarray:
-    """Return shares of hidden weights with updates below each of ``SMALL`` steps."""
+    """Return the shares of hidden weights whose updates are below each of ``SMALL``."""
     params, state = halfway
     plain = optimizer(None, "", 1, rate, steps)
     plain = lowbit_optax.accumulate_gradients(plain, every, min_size=0)

@@ -45,7 +45,7 @@ def init(key: jax.Array) -> list[dict]:
 
 
 def loss_fn(params: list[dict], images: jax.Array, labels: jax.Array):
-    """Return the mean loss in nats, and the share of right answers."""
+    """Return the mean loss in nats, and the accuracy."""
     *inner, last = params
     x = images
     for layer in inner:
@@ -84,10 +84,12 @@ def train(
     """Return the steps, and the accuracy on held-out digits in the training formats.
 
     Args:
-      rate, steps, batch: the learning rate decays from ``rate`` to 0 by a cosine.
+      rate: the initial learning rate, which decays to 0 in a cosine.
+      steps: the number of steps.
+      batch: the number of images per step.
       given: the digits from ``noisy_digits.data(NOISE)``.
-      seed: determines the initial parameters, the images and their noise.
-      assignment: the formats; None is float32.
+      seed: the seed of the initial parameters, the images and their noise.
+      assignment: the formats; None for float32.
       promotes: whether tensors that overflow are promoted.
     """
     tx = optax.sgd(optax.cosine_decay_schedule(rate, steps), 0.9)

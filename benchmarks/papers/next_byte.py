@@ -69,7 +69,7 @@ def held_out_losses(names: Iterable[str], train: Callable, args) -> dict[str, li
     Args:
       names: the names of the ways to train.
       train: ``(name, learning_rate, parameters, batches) -> parameters``.
-      args: from :func:`options`.
+      args: the parsed :func:`options`.
     """
     windows = held_out()
 

@@ -35,7 +35,7 @@ class Trained(NamedTuple):
     """The results of each seed.
 
     Attributes:
-      loss, accuracy: on held-out digits, at the end.
+      loss, accuracy: final loss and accuracy on held-out digits.
       halfway: parameters and state after half of the steps.
     """
 
@@ -60,7 +60,7 @@ def data(noise: float = NOISE) -> Data:
 
 
 def with_noise(key: jax.Array, images: jax.Array, noise: float = NOISE) -> jax.Array:
-    """Add noise of this deviation to each pixel."""
+    """Add normal noise with standard deviation ``noise`` to each pixel."""
     return images + noise * jax.random.normal(key, images.shape)
 
 
@@ -96,10 +96,10 @@ def train(
 
     Args:
       tx: the optimizer; its updates may be zero while it accumulates gradients.
-      bits: the bits of quantised weights; None is float32.
+      bits: the number of bits of quantised weights; None for float32.
       steps: the number of images.
       width: the width of the hidden layer.
-      seeds: determine the initial parameters, the images, their noise and the rounding.
+      seeds: seeds of the initial parameters, the images, their noise and the rounding.
       given: the digits from :func:`data`.
     """
     differentiate = lpmm.value_and_grad(loss_fn)
@@ -148,5 +148,5 @@ def options(doc: str | None, steps: int) -> records.Options:
 
 
 def rate_of(first: float, every: int, steps: int) -> Callable:
-    """Return a schedule that decays to 0 from N times the rate of one image."""
+    """Return a schedule that decays to 0 from N times the rate for one image."""
     return optax.cosine_decay_schedule(first * every, steps // every)

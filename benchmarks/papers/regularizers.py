@@ -34,7 +34,7 @@ KINDS = {
     "in the loss": "float16, in the loss",
     "in the loss, scaled": "float16, in the scaled loss",
 }
-"""The kinds of a run, and their labels."""
+"""The kinds of runs, and their labels."""
 PARTS = ("loss", "off", "lost")
 HALF = precision.FloatFormat.of(jnp.float16)
 
@@ -56,7 +56,7 @@ def optimizer(kind: str, strength: float, steps: int) -> optax.GradientTransform
 
 
 def in_float16(grads, params, strength: float, scale: float):
-    """Return gradients of the loss and its penalty, and the share that is lost.
+    """Return gradients of the loss plus its penalty, and the lost share of the penalty.
 
     An element of the penalty's gradient is lost if adding it does not change the sum.
     """

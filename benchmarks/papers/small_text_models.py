@@ -141,7 +141,7 @@ def _gru_init(seed: int, width: int) -> dict:
 
 
 def _gru_logits(params: dict, inputs: jax.Array) -> jax.Array:
-    """Compute the GRU of Cho et al. 2014, with the reset gate after the product."""
+    """Compute a GRU (Cho et al. 2014) with the reset gate after the product."""
     gates = params["embedding"][inputs] @ params["inputs"]
 
     def body(hidden, of_input):

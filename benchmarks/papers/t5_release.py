@@ -27,7 +27,7 @@ NEEDS = ("jax_plugins.xla_cuda12", "matplotlib")
 
 GIB, PAPER, BATCH, RATE = 2**30, -0.11, 32, 3e-3
 SIZES = (8, 32)
-"""Batch sizes whose memory is compared; larger batches have more activations."""
+"""Batch sizes to compare. Larger batches have more activations in memory."""
 
 MODES = {"without": plain, "with": release.value_and_update}
 PARTS = {
@@ -45,7 +45,7 @@ def optimizer(rate, min_size: int | None = None):
 
 
 def memory() -> dict[str, dict]:
-    """Return the bytes of the compiled steps, by batch and mode."""
+    """Return the bytes of the compiled steps, keyed by batch size and mode."""
     from tools.gpu_program.release_steps import Model, compile_step
     from tools.gpu_program.steps import bytes_of
 

@@ -34,7 +34,7 @@ RATES = {"encoder": 2e-3, "GRU": 0.3}
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def train(task: str, rate: float, name: str, params, rows):
-    """Train once; return float32 parameters."""
+    """Train once, and return float32 parameters."""
     steps = len(rows.labels)
     schedule, dtype = optax.linear_schedule(rate, 0.0, steps), jnp.float32
     is_encoder = task == "encoder"

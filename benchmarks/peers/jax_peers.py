@@ -61,7 +61,7 @@ def _plain(make, dtype) -> Peer:
 
 
 def _master() -> Peer:
-    """Usual mixed precision: float32 weights and moments, and a bfloat16 copy."""
+    """Return the usual mixed precision, with float32 state and a bfloat16 copy."""
     return Peer(
         jnp.bfloat16,
         lambda rate, params: with_master(_optax(rate)).init(params),
@@ -115,10 +115,10 @@ FLASH = "flashoptim-jax flash_adamw"
 
 
 def peers(fused_flash: bool = False) -> dict[str, Peer]:
-    """The optimizers to compare; flashoptim-jax is included if it is installed.
+    """Return the optimizers to compare, including flashoptim-jax if it is installed.
 
     Args:
-      fused_flash: whether flashoptim-jax uses its GPU kernels; otherwise it uses XLA.
+      fused_flash: if True, flashoptim-jax uses its GPU kernels instead of XLA.
     """
     into_mu = lowbit_optax.stochastic_rounding(error_feedback="mu")
     found = {
@@ -142,7 +142,7 @@ def peers(fused_flash: bool = False) -> dict[str, Peer]:
 
 
 def stored(peer: Peer) -> float:
-    """Bytes of parameters and optimizer state, per parameter."""
+    """Return the bytes of parameters and optimizer state, per parameter."""
     params = {"w": jnp.zeros(tasks.STORED, peer.dtype)}
     state = peer.init(1e-3, params)
     size = params["w"].size
@@ -159,7 +159,7 @@ def _same_bits(a, b) -> bool:
 
 
 def failures(peer: Peer) -> tuple[dict[str, float | None], str]:
-    """The error of each case, and whether a restored run ends with the same bits."""
+    """Return the error of each case, and whether a restored run is bit-identical."""
     run = jax.jit(peer.run)
     found, resume = {}, ""
     for name, case in tasks.cases().items():
@@ -183,7 +183,7 @@ def failures(peer: Peer) -> tuple[dict[str, float | None], str]:
 
 
 def losses(peer: Peer, seeds: int) -> list[float]:
-    """The final test loss for each seed."""
+    """Return the final test loss for each seed."""
     rates = jnp.asarray([tasks.rate_at(i) for i in range(tasks.STEPS)], jnp.float32)
 
     def loss_of(params, inputs, classes):
@@ -223,7 +223,7 @@ def losses(peer: Peer, seeds: int) -> list[float]:
 
 
 def time_ratios(some: dict[str, Peer]) -> dict[str, float]:
-    """The time of a donated step, divided by the time of the baseline's step.
+    """Return the time of a donated step, divided by the time of the baseline's step.
 
     Each round times one step of every optimizer. The result is the median over the
     rounds. Gradients are bfloat16 for every optimizer.
@@ -247,7 +247,7 @@ def time_ratios(some: dict[str, Peer]) -> dict[str, float]:
 
 
 def seconds_to_trace(peer: Peer, model) -> float:
-    """Seconds to trace a step on all leaves of a model to StableHLO, for a CPU."""
+    """Return seconds to trace a step on a model's leaves to StableHLO, for a CPU."""
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, peer.dtype), model)
     state = jax.eval_shape(functools.partial(peer.init, 1e-3), params)
     step = jax.jit(functools.partial(peer.step, 1e-3), donate_argnums=(0, 1))

@@ -3,8 +3,8 @@
     .venv/bin/python -m benchmarks peers --torch .venv-torch/bin/python
 
 flashoptim-jax is included if it is installed. The PyTorch libraries run in a separate
-process, with the Python that ``--torch`` names. It needs torch, and includes the
-installed ones of torch-optimi, torchao, bitsandbytes and flashoptim. Donated steps with
+process, with the Python that ``--torch`` names. It needs torch, and includes whichever
+of torch-optimi, torchao, bitsandbytes and flashoptim are installed. Donated steps with
 bfloat16 gradients are compiled for an H200, which needs the ``gpu-program`` extra.
 Everything else runs on this machine. If an optimizer cannot run, its row states why.
 """
@@ -29,7 +29,7 @@ TORCH_BASELINE = "torch AdamW, float32"
 
 
 def compiled_facts(peer: jax_peers.Peer) -> dict:
-    """Bytes and instructions of the compiled step on a leaf of 4096 x 4096."""
+    """Return bytes and instructions of the compiled step on a 4096 x 4096 leaf."""
     from tools.gpu_program import steps
     from tools.gpu_program.machine_code import instructions_per_parameter
     from tools.gpu_program.targets import gpu_mesh, lower_for
@@ -73,7 +73,7 @@ def jax_rows(seeds: int) -> dict[str, dict]:
 
 
 def torch_rows(python: str | None, seeds: int) -> dict:
-    """The rows of the PyTorch libraries, and their versions."""
+    """Return the rows of the PyTorch libraries, and their versions."""
     if python is None:
         return {"versions": {}, "rows": {"PyTorch": {"not_run": "no --torch given"}}}
     script = ROOT / "benchmarks" / "peers" / "torch_peers.py"
@@ -90,7 +90,7 @@ def number(row: dict, key: str, form: str = ".1f") -> str:
 
 
 def add_differences(rows: dict[str, dict]) -> None:
-    """Add the losses minus float32's in the same framework, in thousandths."""
+    """Add each loss minus the framework's float32 loss, in thousandths."""
     baseline = np.zeros(0)
     for name, row in rows.items():
         if name in (jax_peers.BASELINE, TORCH_BASELINE):
@@ -100,7 +100,7 @@ def add_differences(rows: dict[str, dict]) -> None:
 
 
 def sizes(rows: dict[str, dict]) -> str:
-    """A table of bytes, programs and times."""
+    """Return a table of bytes, programs and times."""
     heads = [
         *("AdamW", "stored, B", "moved, B", "temporary, B", "launches"),
         *("instructions", "s to trace", "CPU step"),
@@ -120,7 +120,7 @@ def sizes(rows: dict[str, dict]) -> str:
 
 
 def accuracies(rows: dict[str, dict]) -> str:
-    """A table of losses and errors."""
+    """Return a table of losses and errors."""
     names = list(tasks.cases())
     lines = []
     for name, row in rows.items():

@@ -21,10 +21,10 @@ def bfloat16(x) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Gradients that are known to make optimizers of few bits fail.
+    """Gradients that are known to make low-bit optimizers fail.
 
     Attributes:
-      gradients: float32 values that bfloat16 can represent, of shape
+      gradients: float32 values that bfloat16 can represent, with shape
         ``(2 * HALF, *SHAPE)``.
       rate: the learning rate.
       counted: a mask of the weights that are compared; all weights if None.
@@ -38,12 +38,12 @@ class Case:
 
 
 def start(seed: int = 0) -> np.ndarray:
-    """The initial weights of every case, which bfloat16 can represent."""
+    """Return the initial weights of every case, which bfloat16 can represent."""
     return bfloat16(np.random.default_rng(seed).standard_normal(SHAPE))
 
 
 def cases() -> dict[str, Case]:
-    """The cases by the names that the table shows."""
+    """Return the cases, keyed by the names that the table shows."""
     draws = np.random.default_rng(1).standard_normal((2 * HALF, *SHAPE))
     one = bfloat16(draws)
     outlier = np.zeros(SHAPE, bool)
@@ -63,7 +63,7 @@ def cases() -> dict[str, Case]:
 
 
 def adamw(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """The weights after half of the steps, and after all steps, of AdamW in float64."""
+    """Return float64 AdamW's weights after half of the steps and after all steps."""
     w = start().astype(np.float64)
     m, v, half = np.zeros_like(w), np.zeros_like(w), w
     for t, g in enumerate(case.gradients.astype(np.float64), 1):
@@ -76,7 +76,7 @@ def adamw(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def error(case: Case, half: np.ndarray, end: np.ndarray) -> float | None:
-    """The error of a movement, divided by the length of the movement in float64.
+    """Return the error of a movement, relative to the length of the float64 movement.
 
     0 is exact, and 1 means that the weights did not move.
 
@@ -106,7 +106,7 @@ TEST_SIZE = 4096
 
 
 def rate_at(step: int) -> float:
-    """A cosine to zero. Its last updates are far below the last bit of a weight."""
+    """Return a cosine to zero. The last updates are far below a weight's last bit."""
     return RATE * 0.5 * (1 + np.cos(np.pi * step / STEPS))
 
 
@@ -119,7 +119,7 @@ def _matrices(random) -> list[np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """Initial weights, inputs and classes of each step, and of the test."""
+    """Initial weights, and the inputs and classes of each step and of the test."""
 
     weights: list[np.ndarray]
     inputs: np.ndarray
@@ -129,7 +129,7 @@ class Training:
 
 
 def training(seed: int) -> Training:
-    """The initial weights, batches and test of one seed."""
+    """Return the initial weights, batches and test data of one seed."""
     random = np.random.default_rng(100 + seed)
     teacher = _matrices(random)
 

@@ -1,7 +1,7 @@
 """The PyTorch side of ``peers``. It runs in a separate process and prints JSON.
 
-It needs torch, and includes the installed ones of optimi, torchao, bitsandbytes and
-flashoptim. If an optimizer cannot run, its row states why.
+It needs torch, and includes whichever of optimi, torchao, bitsandbytes and flashoptim
+are installed. If an optimizer cannot run, its row states why.
 """
 
 import importlib.metadata
@@ -90,7 +90,7 @@ def set_rate(optimizer, rate):
 
 
 def arrays(x):
-    """The plain tensors inside one value of a state."""
+    """Return the plain tensors inside one value of a state."""
     if not isinstance(x, torch.Tensor):
         return []
     if hasattr(x, "__tensor_flatten__") and type(x) is not torch.Tensor:
@@ -100,7 +100,7 @@ def arrays(x):
 
 
 def stored(make, dtype) -> float:
-    """Bytes of parameters and optimizer state, per parameter."""
+    """Return the bytes of parameters and optimizer state, per parameter."""
     param = parameter(np.zeros(tasks.STORED, np.float32), dtype)
     param.grad = torch.ones_like(param)
     optimizer = make([param], 1e-3)
@@ -112,7 +112,7 @@ def stored(make, dtype) -> float:
 
 
 def masters(optimizer, param) -> np.ndarray:
-    """The weights that the next step starts from."""
+    """Return the weights that the next step starts from."""
     kept = optimizer.state.get(param, {}).get("kahan_comp")
     whole = param.detach().float()
     return (whole if kept is None else whole + kept.float()).numpy().copy()
@@ -138,7 +138,7 @@ def failures(make, dtype) -> dict:
 
 
 def resumes(make, dtype) -> str:
-    """Whether a restored run ends with the same bits as an uninterrupted run."""
+    """Return whether a restored run ends with the same bits as an uninterrupted run."""
     gradients = tasks.cases()["rate 1e-6"].gradients[:20]
 
     def run(interrupted: bool):
@@ -162,7 +162,7 @@ def resumes(make, dtype) -> str:
 
 
 def trained(make, dtype, seed: int) -> float:
-    """The final test loss."""
+    """Return the final test loss."""
     torch.manual_seed(seed)
     task = tasks.training(seed)
     params = [parameter(w, dtype) for w in task.weights]
@@ -185,7 +185,7 @@ def trained(make, dtype, seed: int) -> float:
 
 
 def step_times(names) -> dict[str, list[float]]:
-    """Seconds per step; each round times one step of every optimizer."""
+    """Return seconds per step. Each round times one step of every optimizer."""
     ready = {}
     for name in names:
         make, dtype = ROWS[name]

@@ -77,7 +77,7 @@ def cost(tx, leaf_set: LeafSet, mesh=None) -> Cost:
     Args:
       tx: the transformation.
       leaf_set: the shapes of the parameters.
-      mesh: the devices to compile for; None is this machine's.
+      mesh: the devices to compile for; None for this machine.
     """
     leaves = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in leaf_set.shapes]
     grads = {f"{number:03d}": leaf for number, leaf in enumerate(leaves)}
@@ -145,7 +145,7 @@ def training_cost(tx, *, narrow: bool) -> Cost:
 
 
 def _processor_seconds() -> float:
-    """The time of this process and of its ended children, such as ``ptxas``."""
+    """Return the CPU time of this process and its ended children, such as ``ptxas``."""
     return sum(os.times()[:4])
 
 
@@ -157,7 +157,7 @@ class _Quantized(typing.NamedTuple):
 
 
 def transformation(name: str, launcher: str | None):
-    """Return the transformation of a step; other names return ``optax.adamw``."""
+    """Return the transformation with this name, or ``optax.adamw`` for other names."""
     if name == LPMM:
         tx = lowbit_optax.lpmm_adam(RATE, implementation=launcher)
         quantize = functools.partial(lowbit_optax.lpmm.quantize_params, bits=12)

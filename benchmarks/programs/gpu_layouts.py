@@ -6,8 +6,8 @@ The first tables describe one donated step of ``lowbit_adamw`` and of
 ``extra_bits_adamw(bits=8)`` on single leaves with bfloat16 parameters and gradients, on
 1, 8 and 256 devices. They list collectives, bytes moved and temporary memory per
 parameter, machine instructions, registers, and the share of the moved bytes that are in
-accesses of 64 or 128 bits. The share exceeds 100% if threads without an element take
-part. The last table lists, for whole models, the share of the parameters in leaves
+accesses of 64 or 128 bits. The share exceeds 100% if threads without an element also
+count. The last table lists, for whole models, the share of the parameters in leaves
 where at least 95% of the bytes are in such accesses. Nothing is run. The benchmark
 takes eight minutes on one core, and needs the ``gpu-program`` extra.
 """
@@ -37,7 +37,7 @@ OPTIMIZERS = {
 WIDE = 0.95
 """The share of a wide leaf's bytes that are in accesses of 64 or 128 bits."""
 SMALLEST = 4096
-"""Leaves with fewer elements are not packed."""
+"""The minimum number of elements of a packed leaf."""
 
 MIDDLE = P(None, "d", None)
 
@@ -63,7 +63,7 @@ LEAVES = (
 
 @functools.cache
 def measured(name: str, place: Place) -> dict[str, float | str]:
-    """Return facts of the compiled step of a leaf, per parameter of a device."""
+    """Return facts about the compiled step of a leaf, per parameter of a device."""
     mesh = gpu_mesh(place.devices)
     step = lower_step(OPTIMIZERS[name], leaf(*place.shape), mesh=mesh, spec=place.spec)
     own = step.parameters / place.devices
@@ -82,7 +82,7 @@ def measured(name: str, place: Place) -> dict[str, float | str]:
 
 
 def wide_share(name: str, shapes: Sequence[tuple[int, ...]], place) -> float:
-    """Return the share of wide leaves, by parameters, among packed leaves."""
+    """Return the share of packed parameters that are in leaves with wide accesses."""
     large = [shape for shape in shapes if math.prod(shape) >= SMALLEST]
     wide = [s for s in large if measured(name, place(s))["64 and 128 bits"] >= WIDE]
     return sum(map(math.prod, wide)) / sum(map(math.prod, large))

@@ -39,7 +39,7 @@ LARGEST = {
     "1 H200": (4, 8),
     "1 v6e": (2, 4),
 }
-"""The devices of the largest models, each with two depths that always fit."""
+"""The devices, each with two depths that always fit."""
 PARTS = {
     "parameters": "parameters",
     "state": "optimizer state, extra bits",
@@ -49,7 +49,7 @@ PARTS = {
 
 
 class Compiled:
-    """Bytes of steps, each compiled once."""
+    """The number of bytes of each step. Each step is compiled once."""
 
     def __init__(self):
         self.found: dict[str, dict[str, int]] = {}
@@ -67,8 +67,8 @@ def most_layers(
 ) -> dict:
     """Find the largest number of layers whose step fits, and the bytes of the step.
 
-    The last two depths that fit predict the bytes of a layer, and thus how many more
-    layers fit. That depth is compiled too, until the next depth is known not to fit.
+    The last two depths that fit predict the bytes per layer, and so how many more
+    layers fit. This depth is compiled next, until the next depth is known not to fit.
     """
     room = large_steps.MEMORY[where.split()[1]]
     (before, layers), too_many = depths, None

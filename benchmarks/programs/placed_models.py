@@ -17,7 +17,7 @@ class Place:
     Args:
       shape: the shape of the leaf.
       devices: the number of devices.
-      spec: how the leaf is sharded, if there are several devices.
+      spec: the PartitionSpec of the leaf, if there are several devices.
     """
 
     shape: tuple[int, ...]

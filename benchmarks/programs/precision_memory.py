@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 def measure(args) -> dict:
-    """Return MiB of temporary memory, and of the tensors of the forward pass."""
+    """Return the MiB of temporary memory, and of the tensors of the forward pass."""
     model = ResNet(args.width)
     images = jax.ShapeDtypeStruct((args.batch_size, 32, 32, 3), jnp.float32)
     labels = jax.ShapeDtypeStruct((args.batch_size,), jnp.int32)

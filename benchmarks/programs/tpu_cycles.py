@@ -5,8 +5,8 @@
 The program is a step on one leaf of 4096 x 4096. Cycles are bundles of the compiler's
 static schedule per 1,024 parameters, including bundles outside of the loop. The table
 compares them with the cycles in which memory moves the bytes. For a step without
-kernels, only the latter are known. Nothing was run on a TPU. Needs the ``tpu-program``
-extra.
+kernels, only the memory's cycles are known. Nothing was run on a TPU. Needs the
+``tpu-program`` extra.
 """
 
 import argparse
@@ -36,7 +36,7 @@ COLUMNS += ("vector operations", "loads", "stores")
 
 
 def row(name: str, target: str, folder: pathlib.Path) -> tuple[dict, dict]:
-    """Return the facts of a step's kernel, and its operations by name, per 1,024."""
+    """Return a kernel's facts, and its operations by name, per 1,024 parameters."""
     shards, tilings, tiling_of = [], [], tpu.tiling_of
 
     def noted(shard):

@@ -33,7 +33,7 @@ NEEDS = ("libtpu",)
 
 TOPOLOGIES = {1: "v6e:2x2", 8: "v6e:2x4", 256: "v6e:16x16"}
 LARGE = 0.01
-"""The least share of the parameters of a large shape."""
+"""The minimum share of the parameters that have a large shape."""
 
 
 @functools.cache

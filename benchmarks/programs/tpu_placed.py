@@ -6,7 +6,7 @@ The model is the stacked layers of a Llama with 1.1 billion parameters (bfloat16
 float32). They are sharded by rows over four v6e's, on a mesh of automatic axes that is
 not set as the current mesh. The table lists bytes moved and temporary memory per
 parameter of a device, Pallas kernels, collectives, and seconds of CPU time to trace,
-lower and compile. Its rows are optax's AdamW, and ``lowbit_adamw`` with and without
+lower and compile. Its rows are AdamW from optax, and ``lowbit_adamw`` with and without
 ``param_shardings``. Nothing was run on a TPU. Needs the ``tpu-program`` extra.
 """
 
@@ -54,7 +54,7 @@ def params() -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def placed(mesh: Mesh, tree):
-    """Return the shardings of a tree by the model's names: rows over the mesh."""
+    """Return the shardings of a tree, with the rows of matrices over the mesh."""
 
     def place(path, leaf):
         name = jax.tree_util.keystr(path)

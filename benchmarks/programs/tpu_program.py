@@ -52,7 +52,7 @@ STEPS = {
     "sr_adamw": _step_of(lo.sr_adamw),
     "lpmm_adam, 12 bits": _step_of(lo.lpmm_adam, lower_lpmm_step),
 }
-"""Functions that lower a step on leaves, by name; see :func:`.steps.lower_step`."""
+"""Functions by name that lower a step on leaves; see :func:`.steps.lower_step`."""
 QUANTISED = {"lpmm_adam, 12 bits"}
 MODELS = {
     "4x4096": [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)] * 4,

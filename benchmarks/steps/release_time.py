@@ -34,7 +34,7 @@ OPTIMIZERS = {
 
 
 def loss_fn(params, h):
-    """The mean square of the output of the layers."""
+    """Return the mean square of the output of the layers."""
 
     def body(h, w):
         return jnp.tanh(h @ w.astype(h.dtype)), None
@@ -44,7 +44,7 @@ def loss_fn(params, h):
 
 
 def medians(tx, dtype, args: argparse.Namespace) -> list[float]:
-    """Seconds of process time per step, without and with release."""
+    """Return the seconds of process time per step, without and with release."""
     shape = (args.layers, args.width, args.width)
     params = {"w": (jax.random.normal(jax.random.key(0), shape) * 0.03).astype(dtype)}
     batch = jax.random.normal(jax.random.key(1), (args.batch_size, args.width))

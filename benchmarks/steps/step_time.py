@@ -55,11 +55,11 @@ def applied(tx):
 
 
 def low_bit(family: str, **options) -> dict[str, optax.GradientTransformation]:
-    """The optimizers of this package, by name.
+    """Return the optimizers of this package, by name.
 
     Args:
       family: "adamw" or "sgd".
-      **options: options of every optimizer.
+      **options: options for every optimizer.
     """
     if family == "sgd":
         options["momentum"] = MOMENTUM
@@ -147,7 +147,7 @@ def parse_arguments(argv):
 
 
 def row(variant: Variant, run: Running, running: list) -> dict[str, str]:
-    """The figures of a variant. Ratios compare it with the first of its family."""
+    """Return a variant's figures, with ratios to the first variant of its family."""
     base = next(r for v, r in running if v.family == variant.family)
     pairs = lambda some, others: zip(some, others, strict=True)
     ratio = lambda *both: statistics.median(a / b for a, b in pairs(*both))

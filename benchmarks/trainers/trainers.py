@@ -68,7 +68,7 @@ def merged(notes: list[dict]) -> dict[str, dict]:
 
 
 def lines_to_change(rows: dict[str, dict]) -> str:
-    """A program with the lines to change; trainers with the same lines share them."""
+    """Return a program with the lines to change, listed once per group of trainers."""
     trainers = {}
     for trainer, row in rows.items():
         trainers.setdefault(tuple(row["lines"]), []).append(trainer)
@@ -80,7 +80,7 @@ def lines_to_change(rows: dict[str, dict]) -> str:
 
 
 def _change(row: dict, name: str) -> str:
-    """The loss with an optimizer compared with float32's, or that the run failed."""
+    """Describe the loss relative to the float32 loss, or that the run failed."""
     found = row["ours"][name]
     if "error" in found:
         return "fails"
@@ -89,7 +89,7 @@ def _change(row: dict, name: str) -> str:
 
 
 def _restored(row: dict) -> str:
-    """The numbers of devices on which runs with every optimizer resumed correctly."""
+    """Return the device counts on which runs with every optimizer resumed correctly."""
     passed = [x.split(": ") for x in row.get("restored", ())]
     places = sorted({place for place, _ in passed})
     complete = [p for p in places if sum(x == p for x, _ in passed) == len(row["ours"])]
@@ -97,7 +97,7 @@ def _restored(row: dict) -> str:
 
 
 def table(rows: dict[str, dict]) -> str:
-    """Losses and restored checkpoints, with a line for each trainer."""
+    """Return a table of losses and restored checkpoints, with a line per trainer."""
     names = list(next(iter(rows.values()))["ours"])
     heads = ["trainer", "version", "loss with `optax.adamw`"]
     lines = []
@@ -112,7 +112,7 @@ def table(rows: dict[str, dict]) -> str:
 
 
 def bytes_stored(rows: dict[str, dict]) -> str:
-    """A sentence with the bytes per parameter of each optimizer."""
+    """Return a sentence with the bytes per parameter of each optimizer."""
     found = {"optax.adamw": [row["float32"]["bytes"] for row in rows.values()]}
     for row in rows.values():
         for name, each in row["ours"].items():
@@ -129,7 +129,7 @@ def bytes_stored(rows: dict[str, dict]) -> str:
 
 
 def failures(rows: dict[str, dict]) -> str:
-    """A list of what does not work with each trainer, or that everything does."""
+    """Return a list of the failures of each trainer, or a line that all works."""
     lines = []
     for trainer, row in rows.items():
         errors = {n: x["error"] for n, x in row["ours"].items() if "error" in x}
@@ -139,7 +139,7 @@ def failures(rows: dict[str, dict]) -> str:
 
 
 def own_tests(row: dict | None) -> str:
-    """A list of how many of Tunix's own tests pass with each optimizer."""
+    """Return a list with the number of Tunix's own tests that pass per optimizer."""
     if not row:
         return "Tunix's own tests were not run."
     lines = ["Tunix's own tests of its trainer also ran with these optimizers:", ""]
@@ -157,7 +157,7 @@ def _filled(paragraph: str) -> str:
 
 
 def generated(record: dict) -> str:
-    """The generated part of the page."""
+    """Return the generated part of the page."""
     rows = dict(record["rows"])
     own = rows.pop(OWN_TESTS, None)
     versions = ", ".join(f"{n} {v}" for n, v in record["versions"].items())
@@ -177,7 +177,7 @@ def generated(record: dict) -> str:
 
 
 def drawn(record: dict) -> str:
-    """The whole page, with the generated part replaced."""
+    """Return the whole page, with the generated part replaced."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{generated(record)}\n{END}{after}"

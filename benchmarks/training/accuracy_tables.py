@@ -1,4 +1,4 @@
-"""Test accuracy and memory of LPMM and moments of few bits, next to float32.
+"""Test accuracy and memory of LPMM and low-bit moments, compared with float32.
 
     python -m benchmarks accuracy_tables --width 8 --epochs 5 \
         --train-size 10000 --test-size 5000 --seeds 3 --output tables.json
@@ -6,7 +6,7 @@
 This command prints tables 1 to 3 of LPMM's paper at small scale: weights of 12, 10 and
 8 bits, rounded to nearest or stochastically, with an update after every microbatch or
 after N microbatches. The learning rate of SGD is proportional to N, as in the paper.
-Every row uses the same seeds and the same batches. `--rows` selects rows; the rows with
+All rows use the same seeds and batches. `--rows` selects rows; the rows with
 N = 16 are trained only if they are selected. `cifar_optimizers` documents all other
 options.
 

@@ -44,10 +44,10 @@ from tools.models.gpt import GPT
 NEEDS = ("flax", "matplotlib", "tqdm")
 
 POINTS = 100
-"""The number of points of a curve; each is the mean loss of a part of the training."""
+"""The number of points in a curve. Each is the mean loss of a part of the training."""
 
 TAIL = 10
-"""The number of last points at which the held-out loss is also measured."""
+"""The number of points, at the end, at which the held-out loss is also measured."""
 
 _KEY = jax.random.key(0)
 TORCH = pathlib.Path(__file__).parent / "text" / "torch_gpt.py"

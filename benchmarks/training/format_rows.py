@@ -26,9 +26,9 @@ class Row(NamedTuple):
 
     Attributes:
       build: a function from a schedule of learning rates to the optimizer.
-      dtype: the dtype of the weights; ``"mxfp8"`` if ``block_scale`` makes them, None
-        if ``quantize_params`` does.
-      base: the name of the float32 row to compare with; its own name for this row.
+      dtype: the dtype of the weights; ``"mxfp8"`` for weights from ``block_scale``, and
+        None for weights from ``quantize_params``.
+      base: the name of the float32 row to compare with, which may be the row itself.
       has_master: whether the state keeps the low bits of the float32 weights.
       factor: a factor that multiplies the float32 weights at the start.
     """
@@ -40,7 +40,7 @@ class Row(NamedTuple):
     factor: float = 1.0
 
     def start(self, tx, master):
-        """Return parameters and state from float32 weights; norms stay float32."""
+        """Return parameters and state, given float32 weights. Norms stay float32."""
         master = jax.tree.map(lambda x: x * self.factor, master)
         if self.dtype is None:
             params = lowbit_optax.lpmm.quantize_params(master, bits=12)
@@ -74,7 +74,7 @@ def is_norm(path: str, leaf) -> bool:
 
 
 def _summed_axis(path: str) -> int | None:
-    """Return the axis that products with this weight sum over; None for norms."""
+    """Return the axis that products with this weight sum over, or None for norms."""
     if "norm" in path:
         return None
     return -1 if "embedding" in path or "positions" in path else -2
@@ -134,12 +134,12 @@ class Run(NamedTuple):
 
 
 def figures(found: dict[str, list[Run]], rows: dict[str, Row], points: int) -> dict:
-    """Return the record of each row: its spreads, and its differences to its base.
+    """Return the record of each row: its spreads, and differences from its base.
 
     Args:
       found: for each row, a run per seed.
       rows: the rows by name.
-      points: the number of points of a curve; each is the mean loss of several steps.
+      points: the number of points in a curve. Each is the mean loss of several steps.
     """
     curves = {
         name: np.reshape([run.losses for run in runs], (len(runs), points, -1)).mean(2)

@@ -56,7 +56,7 @@ def coded(name, bits, signed):
 
 
 def dithered(x, words):
-    """Round to 15 equal steps, with dither that is subtracted again on reading."""
+    """Round to 15 equal steps, with dither that decoding subtracts again."""
     scale = largest(jnp.abs(blocks(x)))
     step = jnp.where(scale > 0, scale, 1) / 7
     dither = unit(blocks(words)) - 0.5
@@ -66,7 +66,7 @@ def dithered(x, words):
 
 
 def octaves(x, words):
-    """Round to the largest value of the block times 2^0 to 2^-14."""
+    """Round to the maximum of the block times a power of two from 2^0 to 2^-14."""
     scale, positive = largest(blocks(x)), blocks(x) > 0
     share = jnp.where(positive, blocks(x) / jnp.where(scale > 0, scale, 1), 1)
     power = jnp.clip(jnp.floor(jnp.log2(share) + unit(blocks(words))), -14, 0)
@@ -74,7 +74,7 @@ def octaves(x, words):
 
 
 def of_rank_one(x, words):
-    """Round to ``(c/15)^4`` times the smaller of the maxima of row and column."""
+    """Round to ``(c/15)^4`` times the smaller of the row's and the column's maximum."""
     scale = jnp.minimum(x.max(1, keepdims=True), x.max(0, keepdims=True))
     share, levels = x / jnp.where(scale > 0, scale, 1), jnp.float32(OF_RANK_ONE)
     below = jnp.clip(jnp.searchsorted(levels, share, side="right") - 1, 0, 14)

@@ -60,7 +60,7 @@ def names() -> list[str]:
 
 
 def moments_of(weights: str) -> tuple[str, ...]:
-    """Return the moment formats to train with: all of them for a few formats."""
+    """Return the moment formats to combine with these weights."""
     if weights in ("stochastic", "error into mu", "+8"):
         return tuple(MOMENTS)
     few = {"nearest": ("32", "8"), "+16": ("32", "8", "low"), "Kahan": ("32", "8")}
@@ -79,7 +79,7 @@ def optimizer(name: str, rate) -> optax.GradientTransformation:
 
 
 def start(name: str, tx, master):
-    """Return parameters and state from float32 weights."""
+    """Return parameters and state, given float32 weights."""
     if name.startswith("LPMM"):
         bits = int(name.split(", ")[0].split()[1])
         params = lowbit_optax.lpmm.quantize_params(master, bits=bits, min_size=0)
@@ -175,7 +175,7 @@ def loss(task: str, name: str, steps: int, seed: int) -> float:
 
 
 def front(bits: dict[str, float], loss: dict[str, float]) -> list[str]:
-    """Return the runs with a lower loss than all runs of fewer bits, in order."""
+    """Return, in order, the runs with a lower loss than all runs with fewer bits."""
     found: list[str] = []
     for name in sorted(bits, key=lambda name: (bits[name], loss[name])):
         if not found or loss[name] < loss[found[-1]]:
@@ -184,7 +184,7 @@ def front(bits: dict[str, float], loss: dict[str, float]) -> list[str]:
 
 
 def excess(runs: dict, task: str) -> dict[str, dict]:
-    """Return losses minus float32's loss, in percent of the mean float32 loss."""
+    """Return losses minus the float32 loss, in percent of the mean float32 loss."""
     values = {name: each[task]["values"] for name, each in runs.items()}
     mean = np.mean(values[FLOAT32])
     gaps = {name: (100 * np.array(v) / mean) for name, v in values.items()}

@@ -134,7 +134,7 @@ def make_trainer(model: Any, args, per_epoch: int, flip: bool) -> Trainer:
 
 
 def assign(plan: Any, job: Job) -> Any:
-    """Return the precision assignment at the start of `job`; None is float32."""
+    """Return the precision assignment at the start of `job`, or None for float32."""
     if job.assignment == "float32":
         return None
     if job.assignment == "uniform":
@@ -146,7 +146,7 @@ def assign(plan: Any, job: Job) -> Any:
 
 
 def fingerprint(assignment: Any) -> str:
-    """Return a hash, which is equal for equal assignments of one plan."""
+    """Return a hash that is equal for equal assignments of one plan."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(assignment):
         digest.update(np.asarray(leaf).tobytes())

@@ -88,7 +88,7 @@ def _excess(tx, begun, x, y, best, chosen):
 
 
 def linear(args) -> dict:
-    """Return excess losses divided by float32's, by row and learning rate."""
+    """Return excess losses relative to float32, keyed by row and learning rate."""
     found = {
         rate: {
             name: [excess(name, rate, seed, args.steps) for seed in range(args.seeds)]

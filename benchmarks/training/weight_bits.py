@@ -57,7 +57,7 @@ def loss_and_accuracy(params, x, y):
 
 
 def trained(weights, steps, train, test, key):
-    """Train, and return loss and test accuracy; ``weights`` is None for float32."""
+    """Return final loss and test accuracy; ``weights`` is None for float32."""
     inner = optax.sgd(optax.cosine_decay_schedule(0.1, steps), momentum=0.9)
     keys = jax.random.split(key, len(LAYERS))
     params = {

@@ -1,4 +1,4 @@
-"""PTX instructions as functions of arrays, and branches, for GPU kernels.
+"""Branches, and functions of arrays written with PTX instructions, for GPU kernels.
 
 The functions replace operations that Triton or Mosaic GPU compiles to several
 instructions. A 32-bit register contains one float32 or two neighbouring elements of a
@@ -18,9 +18,10 @@ from pallas_kernels import operations
 from pallas_kernels.operations import Operation
 
 Rules = Mapping[Operation | core.Primitive, Callable | None]
-"""Functions that replace operations, or primitives (called with their parameters).
+"""Functions that replace operations or primitives.
 
-An operation whose rule is None runs by its definition in :mod:`.operations`.
+A primitive's rule also receives its parameters. An operation whose rule is None runs as
+defined in :mod:`.operations`.
 """
 
 
@@ -28,9 +29,10 @@ class Instructions:
     """Elementwise operations of a launcher's kernels, written with PTX instructions.
 
     Args:
-      assembler: writes elementwise inline assembly, and has the signature of
+      assembler: function that emits elementwise inline assembly, with the signature of
         ``jax.experimental.pallas.triton.elementwise_inline_asm``.
-      rules: more rules, for primitives that the launcher lowers badly or not at all.
+      rules: more rules, for primitives that the launcher's backend lowers badly or
+        cannot lower.
     """
 
     def __init__(self, assembler: Callable, rules: Rules | None = None):
@@ -56,9 +58,9 @@ class Instructions:
           instructions: PTX in which ``$0``, ``$1``, ... are the result's registers,
             followed by the arguments' registers.
           constraints: LLVM constraints of these registers, which have 16 or 32 bits.
-          args: arrays of one shape.
+          args: arrays with equal shapes.
           dtype: dtype of the result.
-          pack: number of elements.
+          pack: number of neighbouring elements that the instructions process.
         """
         (result,) = self._assembler(
             instructions,
@@ -70,21 +72,21 @@ class Instructions:
         return result
 
     def multiply_add(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-        """``a * b + c`` with one instruction, which rounds once."""
+        """Return ``a * b + c``, rounded once, with one instruction."""
         return self.assemble("fma.rn.f32 $0, $1, $2, $3;", [a, b, c], jnp.float32)
 
     def high_product(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """The upper 32 bits of the 64-bit product of two uint32, as uint32."""
+        """Return the upper 32 bits of the 64-bit product of two uint32 arrays."""
         product = self.assemble("mul.hi.u32 $0, $1, $2;", [x, y], jnp.int32)
         return lax.bitcast_convert_type(product, jnp.uint32)
 
     def to_float32(self, x: jax.Array) -> jax.Array:
-        """bfloat16 as float32 with a shift; Triton's conversion also permutes bytes."""
+        """Convert bfloat16 to float32 with a shift; Triton would also permute bytes."""
         bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
         return lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
 
     def round_to_bfloat16(self, x: jax.Array) -> jax.Array:
-        """See :func:`.operations.round_to_bfloat16`; five instructions per pair."""
+        """See :func:`.operations.round_to_bfloat16`. Uses 5 instructions per pair."""
         # cvt returns 0x7FFF for every NaN. Adding 1 sets the sign of this pattern only.
         # prmt fills the low byte with the sign, to clear the bits that are 0 in NAN.
         return self.elementwise(
@@ -101,7 +103,7 @@ class Instructions:
         )
 
     def unless_rounded(self, x: jax.Array, rounded: jax.Array) -> jax.Array:
-        """See :func:`.operations.unless_rounded`; two NaNs return ``rounded``."""
+        """See :func:`.operations.unless_rounded`. Returns ``rounded`` for two NaNs."""
         return self.elementwise(
             "{ .reg .b32 pair, low, high; .reg .pred first, second;"
             " cvt.rn.bf16x2.f32 pair, $3, $2;"
@@ -148,16 +150,16 @@ class Instructions:
         return lax.bitcast_convert_type(x, jnp.int32)
 
     def smaller(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """See :func:`.operations.smaller`; Hopper has a minimum of three integers."""
+        """See :func:`.operations.smaller`. Hopper has a minimum of three integers."""
         bits = (lax.bitcast_convert_type(a, jnp.int32) for a in (x, y))
         return lax.bitcast_convert_type(jnp.minimum(*bits), jnp.float32)
 
     def larger_before(
         self, number: int, end: jax.Array, x: jax.Array, y: jax.Array
     ) -> jax.Array:
-        """int32 ``max(x, y)`` where ``number < end``, and ``x`` elsewhere.
+        """Return int32 ``max(x, y)`` where ``number < end``, and ``x`` elsewhere.
 
-        A selection would need one more instruction.
+        A select would need one more instruction.
         """
         return self.assemble(
             f"{{ .reg .pred exists; setp.gt.s32 exists, $1, {number};"
@@ -167,8 +169,8 @@ class Instructions:
         )
 
     def lowest_bits(self, count: jax.Array) -> jax.Array:
-        """uint32 with its lowest ``count`` bits set: none below 0, all from 32 up."""
-        # In PTX, a shift by 32 or more returns 0.
+        """Return uint32 words in which the lowest ``count`` bits are set."""
+        # A shift by 32 or more returns 0 in PTX, so counts above 32 set all bits.
         mask = self.assemble(
             "{ .reg .b32 low; max.s32 low, $1, 0;"
             " shl.b32 low, -1, low; not.b32 $0, low; }",
@@ -178,7 +180,7 @@ class Instructions:
         return lax.bitcast_convert_type(mask, jnp.uint32)
 
     def power_of_five(self, n: jax.Array) -> jax.Array:
-        """See :func:`.operations.power_of_five`; looks up two bytes in two tables."""
+        """See :func:`.operations.power_of_five`. Looks up both bytes in tables."""
         powers = [0, *(5**i for i in range(7))]
         low, high = (
             [
@@ -187,8 +189,8 @@ class Instructions:
             ]
             for shift in (0, 8)
         )
-        # prmt uses the digits of n as selectors. Except for the lowest digit, they are
-        # 0 or 8, which select bytes that are 0.
+        # prmt uses the hexadecimal digits of n as selectors. All digits except the
+        # lowest are 0 or 8, and select bytes that are 0.
         power = self.assemble(
             "{ .reg .b32 low, high;"
             f" prmt.b32 low, {low[0]}, {low[1]}, $1;"
@@ -200,9 +202,9 @@ class Instructions:
         return power.astype(jnp.float32)
 
     def opaque(self, x: jax.Array, mark: int) -> jax.Array:
-        """The same array, copied with an instruction whose text contains ``mark``.
+        """Copy an array with an instruction whose text contains ``mark``.
 
-        Different marks keep LLVM from merging the branches that contain them.
+        LLVM does not merge branches that contain different marks.
         """
         bits = 8 * x.dtype.itemsize
         pattern = lax.bitcast_convert_type(x, f"int{bits}")
@@ -227,15 +229,16 @@ class Instructions:
 def by_branches(
     number: jax.Array | np.int32, choices: range, function: Callable, *args
 ):
-    """``function(choice, *args)`` with a static choice, by a tree of branches.
+    """Return ``function(number, *args)``, with one branch for each possible number.
 
-    Triton's backend compiles ``lax.switch`` to a chain of branches, which takes several
-    times as long to compile.
+    The branches form a binary tree, and each calls the function with a static number.
+    Triton compiles ``lax.switch`` to a chain of branches, which takes several times as
+    long to compile.
 
     Args:
-      number: int32 scalar, the choice.
-      choices: the possible choices.
-      function: called with a choice, an int, and with ``args``.
+      number: int32 scalar.
+      choices: the possible values of ``number``.
+      function: called with an int from ``choices`` and with ``args``.
       *args: arrays.
     """
     if len(choices) == 1:

@@ -19,7 +19,7 @@ def _multiply(x: jax.Array, y: jax.Array, **_) -> jax.Array:
 
 
 def _power(x: jax.Array, y: int, **_) -> jax.Array:
-    # Like XLA, multiply the repeated squares that the exponent's bits select.
+    # Like XLA, multiply the repeated squares for which the exponent has a 1 bit.
     made, square, rest = None, x, abs(y)
     while rest:
         if rest & 1:
@@ -69,7 +69,7 @@ def _select(which: jax.Array, *cases: jax.Array, **params) -> jax.Array:
 
 
 def _called(primitive, *args, **params) -> jax.Array:
-    """Compute a function of floats that Pallas does not lower, but MLIR provides."""
+    """Compute a function of floats that MLIR provides but Pallas does not lower."""
     dtype, shape = args[0].dtype, args[0].shape
     if not jnp.issubdtype(dtype, jnp.floating) or not shape:
         return primitive.bind(*args, **params)

@@ -1,7 +1,8 @@
-"""Loads and stores in Mosaic GPU of a thread's four elements in global memory.
+"""Loads and stores of a thread's four elements in global memory, for Mosaic GPU.
 
-If the elements are aligned neighbours in memory, they are one access of 4 to 16 bytes,
-and four accesses otherwise. Pallas has no masks and no offsets per thread here.
+If the elements are aligned neighbours in memory, one instruction accesses all of them
+(4 to 16 bytes). Otherwise, each element needs its own instruction. Pallas does not
+support masks or offsets per thread with Mosaic GPU.
 """
 
 import dataclasses
@@ -20,8 +21,9 @@ class Form:
       dtype: dtype of the elements.
       width, tiles: see :class:`pallas_kernels.fused_update.gpu.operands.Access`.
       has_mask: whether the access has a mask.
-      layer_size: elements of a layer; None if the array is not a stack of layers.
-      mark: a comment in the assembly next to the instructions.
+      layer_size: number of elements in a layer; None if the array is not a stack of
+        layers.
+      mark: comment to add to the instructions' assembly.
     """
 
     dtype: jnp.dtype
@@ -36,7 +38,9 @@ class Form:
         return 8 * self.dtype.itemsize
 
     def places(self, pointer, offset, *rest) -> list[tuple[typing.Any, typing.Any]]:
-        """The address of each element of a register, with its mask or None.
+        """Return ``(address, mask)`` for each element of a register.
+
+        The masks are None if the access has no mask.
 
         Args:
           pointer: pointer to the array.
@@ -61,11 +65,12 @@ class Form:
 
 
 def load(form: Form, pointer, *place):
-    """Load elements into a register; for ``place`` see :meth:`Form.places`."""
+    """Load elements into a register. See :meth:`Form.places` for ``place``."""
     bits, places = form.bits, form.places(pointer, *place)
     if form.tiles:
         (address, mask), *_ = places
-        # The block's first thread loads for its warp, since it may overwrite the value.
+        # The block's first thread may overwrite the value, so it also loads it, and
+        # then sends it to the other threads of its warp.
         together = min(form.tiles, registers.WARP)
         if together > 1:
             mask = registers.both(mask, registers.is_first_of(together))

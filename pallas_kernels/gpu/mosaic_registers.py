@@ -1,9 +1,10 @@
 """Mosaic GPU arrays as one register per thread, for code that Pallas cannot express.
 
-Pallas has no masked loads and stores, no inline assembly and no shuffles for Mosaic
-GPU. Its ``inline_mgpu`` runs functions that write MLIR, the compiler's intermediate
-representation. This is the only module that writes MLIR. Each thread of a warpgroup has
-4 neighbouring elements of an array, as one MLIR vector: *the register* of the array.
+For Mosaic GPU, Pallas has no masked loads and stores, no inline assembly and no
+shuffles. Its ``inline_mgpu`` runs functions that emit MLIR, the compiler's intermediate
+representation. This is the only module that emits MLIR. Each thread of a warpgroup
+holds 4 neighbouring elements of an array in one MLIR vector, which this module calls
+*the register* of the array.
 """
 
 import functools
@@ -25,13 +26,13 @@ from jax.extend.mlir.dialects import math as functions
 from jaxlib.mlir.dialects import gpu, llvm
 
 THREADS = 128
-"""Threads of a warpgroup, which runs one program."""
+"""Number of threads in a warpgroup, which runs one program."""
 
 COLUMNS = 4
-"""Elements of a register."""
+"""Number of elements in a register."""
 
 WARP = 32
-"""Threads of a warp, which can exchange values."""
+"""Number of threads in a warp. These threads can exchange values."""
 
 FUNCTIONS = {
     p.cbrt_p: functions.cbrt,
@@ -42,11 +43,11 @@ FUNCTIONS = {
     p.pow_p: functions.powf,
     p.tan_p: functions.tan,
 }
-"""MLIR functions for primitives on float32 that Pallas does not lower."""
+"""MLIR functions for float32 primitives that Pallas does not lower."""
 
 
 def layout(shape: tuple[int, ...]):
-    """The layout of an array with 512 elements: four neighbours for each thread."""
+    """Return the layout of a 512-element array, with four neighbours per thread."""
     if math.prod(shape) != THREADS * COLUMNS:
         raise ValueError(f"layout: shape must have 512 elements, got {list(shape)}")
     return pallas.Layout.WG_STRIDED(shape, vec_size=COLUMNS)
@@ -55,12 +56,12 @@ def layout(shape: tuple[int, ...]):
 def per_thread(
     function: Callable, arrays: Sequence[jax.Array], shape, dtype, refs: Sequence = ()
 ) -> jax.Array:
-    """An array whose registers are a function of the registers of other arrays.
+    """Return an array whose registers are a function of other arrays' registers.
 
     Args:
-      function: called with the references' pointers and with the arrays' registers;
-        returns a register.
-      arrays: arrays with this shape, or scalars.
+      function: called with pointers to ``refs`` and with the arrays' registers; returns
+        a register.
+      arrays: arrays with the shape ``shape``, or scalars.
       shape, dtype: shape and dtype of the result.
       refs: references to flat arrays in global memory.
     """
@@ -104,13 +105,13 @@ def _inline(function, arrays, shape, refs, dtype):
 
 
 def elements(register) -> list:
-    """The elements of a register in their order, as single values."""
+    """Return the elements of a register as a list of single values."""
     (count,) = ir.VectorType(register.type).shape
     return [_extract(register, i) for i in range(count)]
 
 
 def register(values: Sequence):
-    """The register with these elements, which are values of one type."""
+    """Return a register with these elements, which must have equal types."""
     kind = ir.VectorType.get((len(values),), values[0].type)
     made = llvm.mlir_undef(kind)
     for i, value in enumerate(values):
@@ -120,12 +121,12 @@ def register(values: Sequence):
 
 
 def bits_type(bits: int):
-    """The MLIR type of integers with this number of bits, signed or unsigned."""
+    """Return the MLIR type of integers with ``bits`` bits, signed or unsigned."""
     return ir.IntegerType.get_signless(bits)
 
 
 def constant(value: int, kind):
-    """An integer constant of an MLIR type."""
+    """Return an integer constant of the MLIR type ``kind``."""
     return arith.constant(kind, ir.IntegerAttr.get(kind, value))
 
 
@@ -137,12 +138,12 @@ def assembly(
     *,
     acts: bool = False,
 ) -> list:
-    """Inline assembly of values.
+    """Emit inline assembly, and return its results.
 
     Args:
       instructions: PTX.
       results: MLIR types of the results, in the order of ``$0``, ``$1``, ...
-      args: values.
+      args: values of the arguments.
       constraints: LLVM constraints.
       acts: whether the assembly has side effects.
     """
@@ -162,17 +163,17 @@ def assembly(
 
 
 def element_type(dtype):
-    """The MLIR type for a NumPy dtype."""
+    """Return the MLIR type for a NumPy dtype."""
     return mosaic.utils.dtype_to_ir_type(np.dtype(dtype))
 
 
 def bits_of(value) -> int:
-    """The number of bits of a value that is not a vector."""
+    """Return the number of bits of a value that is not a vector."""
     return mosaic.utils.bitwidth(value.type)
 
 
 def words(register, bits: int = 32) -> list:
-    """The register as integers with this number of bits, the first elements lowest."""
+    """Return a register as integers of ``bits`` bits, with first elements lowest."""
     (count,) = ir.VectorType(register.type).shape
     width = mosaic.utils.bitwidth(ir.VectorType(register.type).element_type)
     kind = ir.VectorType.get((count * width // bits,), bits_type(bits))
@@ -180,7 +181,7 @@ def words(register, bits: int = 32) -> list:
 
 
 def joined(values: Sequence, element):
-    """A register of elements of this type, from single elements or from wider words."""
+    """Return a register of the type ``element``, made from elements or wider words."""
     held = register(values)
     kind = ir.VectorType.get((COLUMNS,), element)
     return held if held.type == kind else vector.bitcast(kind, held)
@@ -192,29 +193,29 @@ def _extract(value, i: int):
 
 
 def thread_number():
-    """The number of the thread in its warpgroup."""
+    """Return the index of the thread in its warpgroup."""
     return arith.andi(_thread_of_block(), constant(THREADS - 1, bits_type(32)))
 
 
 def _thread_of_block():
-    """The number of the thread in its block, which can have several warpgroups."""
+    """Return the index of the thread in its block of one or more warpgroups."""
     return arith.index_cast(bits_type(32), gpu.thread_id(gpu.Dimension.x))
 
 
 def is_first_of(threads: int):
-    """Whether the thread is the first of ``threads`` neighbours, a power of two."""
+    """Return whether a thread is the first of ``threads`` (2^n) neighbours."""
     kind = bits_type(32)
     rest = arith.andi(thread_number(), constant(threads - 1, kind))
     return arith.cmpi(arith.CmpIPredicate.eq, rest, constant(0, kind))
 
 
 def largest(a, b):
-    """The larger of two signed integers."""
+    """Return the larger of two signed integers."""
     return arith.maxsi(a, b)
 
 
 def first_thread(value, threads: int):
-    """The integer of the first of ``threads`` neighbours in a warp."""
+    """Return the value of the first of ``threads`` neighbours in a warp."""
     kind, bits = bits_type(32), bits_of(value)
     lane = arith.andi(thread_number(), constant(-threads % WARP, kind))
     wide = value if bits == 32 else arith.extui(kind, value)
@@ -225,11 +226,11 @@ def first_thread(value, threads: int):
 
 
 def other_warp(pointer, value):
-    """The number of the other warp in a pair of neighbouring warps.
+    """Return the value of the other warp in a pair of neighbouring warps.
 
     Args:
       pointer: pointer to shared memory with an int32 per warp.
-      value: a 32-bit number, equal in all threads of a warp.
+      value: a 32-bit value, equal in all threads of a warp.
     """
     kind, bytes_ = bits_type(32), 4
     warp = arith.shrui(_thread_of_block(), constant(5, kind))
@@ -243,32 +244,32 @@ def other_warp(pointer, value):
 
 
 def other_thread(value, distance: int):
-    """The int32 of the thread whose number differs in the bit ``distance``."""
+    """Return the int32 of the thread whose index differs in the bit ``distance``."""
     return mosaic.utils.shfl_bfly(value, distance)
 
 
 def both(a, b):
-    """The conjunction of two masks; None is a mask that is always true."""
+    """Return the conjunction of two masks; ``a`` may be None for a true mask."""
     return b if a is None else arith.andi(a, b)
 
 
 def widened(value):
-    """A non-negative integer as 64 bits."""
+    """Convert a non-negative integer to 64 bits."""
     return arith.extui(bits_type(64), value)
 
 
 def product(value, factor: int):
-    """A non-negative int32 times a constant, as 64 bits."""
+    """Return the 64-bit product of a non-negative int32 and a constant."""
     return arith.muli(widened(value), constant(factor, bits_type(64)))
 
 
 def address(pointer, place, bits: int):
-    """The address of an element of an array.
+    """Return the address of an element of an array.
 
     Args:
-      pointer: pointer to the array, or to an element to start from.
-      place: number of the element, an int or a value with 32 or 64 bits.
-      bits: bits of an element.
+      pointer: pointer to the array, or to the element at which to start counting.
+      place: index of the element, an int or a value with 32 or 64 bits.
+      bits: number of bits of an element.
     """
     flags, kind = llvm.GEPNoWrapFlags.none, bits_type(bits)
     places, constants = (
@@ -278,14 +279,14 @@ def address(pointer, place, bits: int):
 
 
 def load(address, mask, bits: int, count: int, mark: str) -> list:
-    """Load ``count`` words from global memory; they are 0 if the mask is off.
+    """Load ``count`` words from global memory. They are 0 where the mask is False.
 
     Args:
       address: address of the first word.
-      mask: a condition, or None.
-      bits: bits of a word: 8, 16 or 32.
+      mask: a condition, or None to always load.
+      bits: number of bits of a word: 8, 16 or 32.
       count: 1, 2 or 4.
-      mark: a comment in the assembly next to the instruction.
+      mark: comment to add to the assembly.
     """
     letter, many = _form(bits, count)
     places = _list(f"${i}" for i in range(count))
@@ -304,7 +305,7 @@ def load(address, mask, bits: int, count: int, mark: str) -> list:
 
 
 def store(address, words: Sequence, mask, mark: str) -> None:
-    """Store words to global memory if the mask is on; see :func:`load`."""
+    """Store words to global memory if the mask is True. See :func:`load`."""
     bits, count = bits_of(words[0]), len(words)
     if bits < 16:
         words = [arith.extui(bits_type(16), x) for x in words]
@@ -331,14 +332,14 @@ def _list(places) -> str:
 def assembler(
     instructions: str, *, args, constraints: str, pack: int, result_shape_dtypes
 ) -> list[jax.Array]:
-    """The assembler of :class:`.instructions.Instructions`, with one result."""
+    """Emit inline assembly with one result, for :class:`.Instructions`."""
     (like,) = result_shape_dtypes
     made = functools.partial(_assembled, instructions, constraints, like.dtype, pack)
     return [per_thread(made, args, like.shape, like.dtype)]
 
 
 def _assembled(instructions: str, constraints: str, dtype, pack: int, *given):
-    """A register made from ``pack`` elements of other registers at a time."""
+    """Run assembly on ``pack`` elements of the registers at a time."""
     kinds = [each.strip() for each in constraints.split(",")]
     count = sum(kind.startswith("=") for kind in kinds)
     element = element_type(dtype)
@@ -352,7 +353,7 @@ def _assembled(instructions: str, constraints: str, dtype, pack: int, *given):
 
 
 def _columns(register, pack: int) -> list[list]:
-    """The arguments of each piece of assembly; pairs of 16 bits share a register."""
+    """Return the arguments of each piece of assembly; 16-bit pairs are one word."""
     values = elements(register)
     width = bits_of(values[0])
     if pack == 2 and width == 16:
@@ -361,7 +362,7 @@ def _columns(register, pack: int) -> list[list]:
 
 
 def _type_of(kind: str):
-    """The MLIR type of a result with this constraint."""
+    """Return the MLIR type of a result with the LLVM constraint ``kind``."""
     letter = kind.removeprefix("=")
     if letter == "f":
         return ir.F32Type.get()

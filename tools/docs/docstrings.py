@@ -53,7 +53,7 @@ def as_markdown(text: str) -> str:
 
 
 def _link(role: re.Match[str]) -> str:
-    """A link to a name, which is plain code if the reference does not document it."""
+    """Return a link to a name, or the name as code if the reference lacks it."""
     name = role[1]
     is_whole = name.startswith(("lowbit_optax", "pallas_kernels"))
     target = name if is_whole else f"lowbit_optax.{name}"

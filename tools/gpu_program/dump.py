@@ -17,7 +17,7 @@ class Dump:
     Args:
       compiled: the program.
       ptx: the PTX of its kernels, except for Mosaic's.
-      mosaic: Mosaic's kernels, by the names of the instructions that launch them.
+      mosaic: Mosaic's kernels, keyed by the name of the instruction that launches them.
       thunks: the launches and copies of the program in order, with their grids.
       annotations: the instructions to which the thunks belong.
       hlo: the scheduled instructions.

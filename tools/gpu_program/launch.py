@@ -6,7 +6,7 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel: its blocks, the threads of a block, and shared memory.
+    """One launch of a kernel, with its grid, its block size and its shared memory.
 
     A launch inside a loop of the program counts once.
     """

@@ -28,7 +28,7 @@ class MosaicKernel:
       ptx: the source of the kernel.
       launch: the grid.
       arguments: for each parameter of the kernel, the index of an operand or result of
-        the call. Results are numbered after the operands.
+        the call. Indices of results follow the indices of operands.
     """
 
     name: str
@@ -42,7 +42,7 @@ _known: dict[str, MosaicKernel] = {}
 
 
 def dumped_to(folder: str) -> contextlib.AbstractContextManager:
-    """A context in which Mosaic writes the kernels that it compiles into a folder."""
+    """Return a context in which Mosaic writes its compiled kernels to a folder."""
     wanted = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1"}
     return mock.patch.dict(os.environ, wanted)
 
@@ -64,7 +64,7 @@ def remember(hlo: str, folder: str) -> None:
 
 
 def kernels_of(hlo: str) -> dict[str, MosaicKernel]:
-    """The Mosaic kernels of a program, by the names of the calling instructions.
+    """Return the Mosaic kernels of a program, keyed by the calling instruction.
 
     Args:
       hlo: the HLO of the compiled program.

@@ -26,7 +26,7 @@ BF16 = jnp.bfloat16
 MIB = 2**20
 
 MEMORY_FIRST: dict[str, str | bool] = {"xla_gpu_enable_latency_hiding_scheduler": False}
-"""Make XLA schedule for little memory, which is the default before JAX 0.12.
+"""Options that make XLA schedule for low memory use, the default before JAX 0.12.
 
 The other scheduler hides communication, and ignores memory until it is nearly full. For
 example, it computes the gradient of a layer while the layer's weights are still needed.
@@ -41,7 +41,7 @@ class Model:
       loss_fn: a function of parameters and a batch.
       params: ShapeDtypeStructs; ``["layers"]`` is stacked.
       batch: a ShapeDtypeStruct.
-      carry: the bytes that one layer passes to the next.
+      carry: the number of bytes that one layer passes to the next.
       layers: the number of layers.
     """
 
@@ -58,7 +58,7 @@ class Model:
 
 
 def matrices(layers=12, width=4096, batch=512, remat=True) -> Model:
-    """Layers ``tanh(h @ w)``. If ``remat``, the backward pass recomputes each layer."""
+    """Return layers ``tanh(h @ w)``. If ``remat``, backpropagation recomputes them."""
 
     def loss_fn(params, h):
         body = lambda h, w: (jnp.tanh(h @ w), None)
@@ -74,7 +74,7 @@ def matrices(layers=12, width=4096, batch=512, remat=True) -> Model:
 def transformer(
     layers=12, width=2048, heads=16, context=1024, batch=4, remat=True
 ) -> Model:
-    """The GPT of ``tools/models``."""
+    """Return the GPT of ``tools/models``."""
     gpt = GPT(layers, width, heads, context, "full" if remat else "none", BF16)
     params = jax.eval_shape(lambda: to_bfloat16(gpt.init(jax.random.key(0))))
     tokens = jax.ShapeDtypeStruct((batch, context + 1), jnp.int32)
@@ -82,7 +82,7 @@ def transformer(
 
 
 def plain(loss_fn: Callable, tx: optax.GradientTransformation) -> Callable:
-    """A training step that computes all gradients, and then runs the optimizer."""
+    """Return a training step that computes all gradients, then runs the optimizer."""
 
     def train_step(params, opt_state, batch):
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
@@ -92,7 +92,7 @@ def plain(loss_fn: Callable, tx: optax.GradientTransformation) -> Callable:
 
 
 def plain_scaled(loss_fn: Callable, tx: optax.GradientTransformation) -> Callable:
-    """The same with a scaled loss, for an optimizer inside ``with_loss_scale``."""
+    """Return a :func:`plain` step with a scaled loss, for ``with_loss_scale``."""
 
     def train_step(params, opt_state, batch):
         differentiate = lowbit_optax.scaled_value_and_grad(loss_fn)
@@ -103,7 +103,7 @@ def plain_scaled(loss_fn: Callable, tx: optax.GradientTransformation) -> Callabl
 
 
 def in_float16(model: Model) -> Model:
-    """The model with float16 arrays instead of bfloat16 arrays."""
+    """Return the model with float16 arrays instead of bfloat16 arrays."""
 
     def cast(x):
         dtype = jnp.float16 if x.dtype == BF16 else x.dtype
@@ -116,7 +116,7 @@ def in_float16(model: Model) -> Model:
 def usual_mixed_precision(
     loss_fn: Callable, tx: optax.GradientTransformation
 ) -> Callable:
-    """A step of optax on float32 parameters, with gradients of a bfloat16 copy."""
+    """Return an optax step on float32 parameters, with gradients of a bfloat16 copy."""
 
     def train_step(params, opt_state, batch):
         copies = to_bfloat16(params)
@@ -129,7 +129,7 @@ def usual_mixed_precision(
 
 
 def to_float32(params):
-    """The shapes of parameters, with dtype float32."""
+    """Return the shapes of parameters, with dtype float32."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
 
 
@@ -144,7 +144,7 @@ class CompiledStep:
 
     Args:
       program: the step.
-      stored: bytes of parameters and state.
+      stored: the number of bytes of parameters and state.
     """
 
     program: jax.stages.Compiled
@@ -152,12 +152,12 @@ class CompiledStep:
 
     @functools.cached_property
     def temporary(self) -> int:
-        """Bytes of temporary memory."""
+        """The number of bytes of temporary memory."""
         return memory(self.program).temp_size_in_bytes
 
     @functools.cached_property
     def peak(self) -> int:
-        """Bytes of arguments, results and temporary memory."""
+        """The number of bytes of arguments, results and temporary memory."""
         found = memory(self.program)
         held = found.argument_size_in_bytes + found.output_size_in_bytes
         return held - found.alias_size_in_bytes + found.temp_size_in_bytes
@@ -203,7 +203,7 @@ def compile_placed(
 
     Args:
       step: the training step.
-      tx: its optimizer.
+      tx: the optimizer of the step.
       params: ShapeDtypeStructs.
       of_params: the NamedShardings of ``params``.
       batch: a ShapeDtypeStruct with its NamedSharding.

@@ -43,20 +43,22 @@ _ONE_BY_ONE: dict[str, str | bool] = {
 """Options that do not combine collectives.
 
 XLA combines collectives of up to 30 MB. In these small models, it would combine the
-gathers of all layers, which it does not do in a large model.
+gathers of all layers, which it would not do in a large model.
 """
 
 _MATRICES = {"qkv": "in", "mixed": "out", "up": "in", "down": "out"}
 
 
 def mesh_of(data: int, model: int) -> Mesh:
-    """A mesh of H200s with the axes ``data`` and ``model``."""
+    """Return a mesh of H200s with the axes ``data`` and ``model``."""
     devices = gpu_mesh(data * model).devices.reshape(data, model)
     return Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
 def blocks(batch: int, is_scanned: bool) -> Model:
-    """Four transformer blocks without biases. The backward pass recomputes each block.
+    """Return a model of four transformer blocks without biases.
+
+    The backward pass recomputes each block.
 
     Args:
       batch: the batch size of all devices together.

@@ -20,12 +20,12 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def fast(tx):
-    """A step that calls ``lowbit_optax.step``."""
+    """Return a step that calls ``lowbit_optax.step``."""
     return lambda params, state, grads: lowbit_optax.step(tx, params, state, grads)
 
 
 def applied(tx):
-    """A step that calls ``update`` and ``apply_updates``, as programs with optax do."""
+    """Return a step that calls ``update`` and ``apply_updates``, as with optax."""
 
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
@@ -35,7 +35,7 @@ def applied(tx):
 
 
 def with_master(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The usual mixed precision. ``update`` returns copies of float32 masters."""
+    """Keep float32 masters in the state, so that ``update`` returns copies of them."""
 
     def init(params):
         master = jax.tree.map(lambda x: x.astype(F32), params)
@@ -53,7 +53,7 @@ def with_master(inner: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def replaced(tx):
-    """A step for transformations whose updates are the new parameters.
+    """Return a step for transformations whose updates are the new parameters.
 
     An example is :func:`with_master`.
     """
@@ -71,7 +71,7 @@ class OptimizerStep:
     Args:
       lowered: the step.
       parameters: the number of parameters.
-      stored: the bytes of the parameters and the state.
+      stored: the number of bytes of the parameters and the state.
     """
 
     lowered: jax.stages.Lowered
@@ -113,12 +113,12 @@ class OptimizerStep:
 
     @property
     def moved(self) -> float:
-        """Bytes that the kernels read and write, per parameter."""
+        """The number of bytes that the kernels read and write, per parameter."""
         return sum(size for _, size in self.launches) / self.parameters
 
     @property
     def temporary(self) -> float:
-        """Bytes of temporary memory per parameter."""
+        """The number of bytes of temporary memory per parameter."""
         return memory(self.compiled).temp_size_in_bytes / self.parameters
 
     @property
@@ -134,9 +134,9 @@ def lower_step(
 
     Args:
       tx: a transformation.
-      params: a tree of ShapeDtypeStructs, or of QuantizedTensors of them.
-      grads: a tree of ShapeDtypeStructs; if None, ``params``, which then must not
-        contain QuantizedTensors.
+      params: a tree of ShapeDtypeStructs, or of QuantizedTensors that contain them.
+      grads: a tree of ShapeDtypeStructs; if None, ``params``, which must not contain
+        QuantizedTensors then.
       make_step: :func:`fast` or :func:`applied`.
       mesh: the devices; if None, one H200.
       spec: see ``targets.trace_for``.
@@ -166,7 +166,7 @@ def lower_lpmm_step(tx, like, bits=12, block_size=2048, **options) -> OptimizerS
 
 
 def quantized_like(like, bits=12, block_size=2048):
-    """QuantizedTensors with the shapes of a tree of ShapeDtypeStructs."""
+    """Return QuantizedTensors with the shapes of a tree of ShapeDtypeStructs."""
     options = {"bits": bits, "block_size": block_size}
     return jax.eval_shape(
         lambda x: lowbit_optax.lpmm.quantize_params(x, **options), like
@@ -174,17 +174,17 @@ def quantized_like(like, bits=12, block_size=2048):
 
 
 def bytes_of(*trees) -> int:
-    """The bytes of all arrays in the trees."""
+    """Return the number of bytes of all arrays in the trees."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trees))
 
 
 def leaf(*shape, dtype=BF16) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a leaf."""
+    """Return the shape and dtype of a leaf."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def gpt2():
-    """GPT-2's 148 leaves, 124M parameters."""
+    """Return the 148 leaves of GPT-2, with 124M parameters."""
 
     def linear(rows, columns):
         return {"weight": leaf(rows, columns), "bias": leaf(columns)}
@@ -207,7 +207,7 @@ def gpt2():
 
 
 def bytes_of_accesses(kernel: Kernel, bits: int, store: bool | None = None) -> float:
-    """Bytes that all threads of a kernel move in accesses of a given width.
+    """Return the bytes that a kernel's threads move in accesses of the given width.
 
     Args:
       kernel: the kernel.

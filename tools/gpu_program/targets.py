@@ -1,8 +1,8 @@
 """Lower and compile programs for GPUs on a machine without a GPU.
 
-XLA's CUDA compiler needs only a description of the device. It needs the ``gpu-program``
-extra, or jax's plugin for CUDA 13 and ptxas, and no other part of CUDA. The result is
-the real XLA:GPU program, with its fusions, buffer assignment and collectives.
+XLA's CUDA compiler needs only a description of the device. Install the ``gpu-program``
+extra, or jax's plugin for CUDA 13 and ptxas; no other part of CUDA is needed. The
+result is the real XLA:GPU program, with its fusions, buffer assignment and collectives.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ class Architecture:
       capability: the compute capability, such as "9.0".
       fpus: the number of float32 lanes of a streaming multiprocessor.
       threads: the maximum number of threads of a streaming multiprocessor.
-      shared_memory: the bytes of shared memory of a streaming multiprocessor.
-      of_a_block: the bytes of shared memory that one block can use.
+      shared_memory: the number of bytes of shared memory in a streaming multiprocessor.
+      of_a_block: the number of bytes of shared memory that one block can use.
     """
 
     capability: str
@@ -56,7 +56,7 @@ class Target:
     Args:
       name: the name of the product.
       kind: JAX's ``device_kind``.
-      architecture: its architecture.
+      architecture: the architecture of the GPU.
       cores: the number of streaming multiprocessors.
       bandwidth: the memory bandwidth in bytes per second.
       memory: the size of the memory in bytes.
@@ -153,7 +153,7 @@ TARGETS = {target.name: target for target in (H100, H200, B200)}
 def gpu_mesh(
     count: int = 1, axis: AxisType = AxisType.Auto, target: Target = H200
 ) -> Mesh:
-    """A mesh of ``count`` GPUs, at most 8 per host, with one axis ``d``."""
+    """Return a mesh of ``count`` GPUs with the axis ``d``, at most 8 GPUs per host."""
     of_a_host = min(count, 8)
     if count % of_a_host:
         raise ValueError(
@@ -175,16 +175,15 @@ def trace_for(
     spec: P | Callable[[typing.Any], P] | None = None,
     donate: Sequence[int] = (),
 ) -> jax.stages.Traced:
-    """Trace ``fn`` for a mesh. Call ``lower()`` of the result under ``jax.set_mesh``.
+    """Trace ``fn`` for a mesh. Call the result's ``lower()`` under ``jax.set_mesh``.
 
     Args:
       mesh: the devices, from :func:`gpu_mesh`.
-      fn: a function of ``args``. An output is sharded like arguments of its shape.
+      fn: a function of ``args``. Each output is sharded like arguments of its shape.
       *args: trees of arrays or ShapeDtypeStructs.
       spec: the PartitionSpec of every array of rank 2 or more, or a function that
-        takes such an array and returns its PartitionSpec. If None, all arrays are
-        replicated.
-      donate: the numbers of the arguments to donate.
+        returns the PartitionSpec of such an array. If None, all arrays are replicated.
+      donate: the indices of the arguments to donate.
     """
     out = NamedSharding(mesh, P())
     if spec is not None:  # the specs depend on the shapes of the outputs
@@ -195,7 +194,7 @@ def trace_for(
 
 
 def shardings_for(mesh: Mesh, tree, spec: P | Callable[[typing.Any], P] | None):
-    """The NamedShardings that :func:`trace_for` uses for the arrays of a tree."""
+    """Return the NamedShardings that :func:`trace_for` uses for a tree of arrays."""
 
     def of(x) -> NamedSharding:
         chosen = P()
@@ -207,13 +206,13 @@ def shardings_for(mesh: Mesh, tree, spec: P | Callable[[typing.Any], P] | None):
 
 
 def placed(tree, shardings) -> typing.Any:
-    """A tree of ShapeDtypeStructs with these shardings."""
+    """Return a tree of ShapeDtypeStructs with these shardings."""
     place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
     return jax.tree.map(place, tree, shardings)
 
 
 def shards(tree, shardings) -> typing.Any:
-    """The ShapeDtypeStructs of the shards that one device stores."""
+    """Return the ShapeDtypeStructs of the shards that one device stores."""
     shard = lambda x, where: jax.ShapeDtypeStruct(where.shard_shape(x.shape), x.dtype)
     return jax.tree.map(shard, tree, shardings)
 

@@ -10,7 +10,7 @@ from tools.models.llama import rms_norm
 
 
 def unrolled_matrices(layers=12, width=2048, batch=256, remat=False) -> Model:
-    """Layers ``tanh(h @ w)``. If ``remat``, the backward pass recomputes each layer."""
+    """Return layers ``tanh(h @ w)``. If ``remat``, backpropagation recomputes them."""
     layer = lambda h, w: jnp.tanh(h @ w)
     layer = jax.checkpoint(layer) if remat else layer
 
@@ -27,7 +27,7 @@ def unrolled_matrices(layers=12, width=2048, batch=256, remat=False) -> Model:
 def tied_transformer(
     layers=4, width=512, heads=8, context=256, batch=4, words=8192
 ) -> Model:
-    """A GPT-like transformer whose last matrix is its embedding."""
+    """Return a GPT-like transformer whose last matrix is its embedding."""
 
     def block(x, p):
         split = jnp.split(rms_norm(x, p["norm_1"]) @ p["qkv"], 3, axis=-1)
@@ -64,7 +64,7 @@ def tied_transformer(
 
 
 def resnet18(batch=256) -> Model:
-    """ResNet-18 for 32x32 images, with batch statistics."""
+    """Return a ResNet-18 for 32x32 images, with batch statistics."""
     from tools.models.resnet import ResNet, cast_weights
 
     net = ResNet(dtype=BF16)

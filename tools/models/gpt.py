@@ -20,7 +20,7 @@ REMAT = {
     "none": lambda body: body,
     "full": jax.checkpoint,
 }
-"""Which part of a layer is recomputed during the backward pass."""
+"""The parts of a layer that the backward pass recomputes, by name."""
 
 
 class GPT(NamedTuple):
@@ -45,7 +45,7 @@ class GPT(NamedTuple):
     vocabulary: int = BYTES
 
     def init(self, key: jax.Array, dtype: Any = jnp.float32) -> dict:
-        """Random parameters: matrices in `dtype`, and scales of norms in float32."""
+        """Return random parameters: matrices in `dtype`, norm scales in float32."""
         depth, width = self.layers, self.width
         keys = iter(jax.random.split(key, 6))
 
@@ -71,7 +71,7 @@ class GPT(NamedTuple):
         }
 
     def logits(self, params: dict, tokens: jax.Array) -> jax.Array:
-        """float32 [batch, length, vocabulary] for int32 tokens [batch, length]."""
+        """Return float32 [batch, length, vocabulary] for int32 [batch, length]."""
 
         @REMAT[self.remat]
         def body(x, layer):
@@ -88,7 +88,7 @@ class GPT(NamedTuple):
         return (x @ embedding.T).astype(jnp.float32)
 
     def loss(self, params: dict, tokens: jax.Array) -> jax.Array:
-        """The mean loss in nats per byte. Each byte is predicted from earlier bytes.
+        """Return the mean loss in nats per byte of predicting each next byte.
 
         Args:
             params: parameters from `init`, which may be quantised.
@@ -124,6 +124,6 @@ def to_bfloat16(params):
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """LayerNorm without a bias, computed in float32."""
+    """Apply LayerNorm without a bias, computed in float32."""
     wide = x.astype(jnp.float32)
     return jax.nn.standardize(wide, epsilon=1e-5).astype(x.dtype) * scale

@@ -38,7 +38,7 @@ class Llama(NamedTuple):
     piece: int = 512
 
     def shapes(self) -> dict:
-        """ShapeDtypeStructs of the parameters: bfloat16 matrices, float32 scales."""
+        """Return ShapeDtypeStructs of bfloat16 matrices and float32 scales."""
         depth, width, inner = self.layers, self.width, self.inner
         keys = width // self.heads * self.shared_heads
         matrix = lambda *shape: jax.ShapeDtypeStruct(shape, BF16)
@@ -61,7 +61,7 @@ class Llama(NamedTuple):
         }
 
     def loss(self, params: dict, tokens: jax.Array) -> jax.Array:
-        """The mean loss in nats per token. Each token is predicted from earlier tokens.
+        """Return the mean loss in nats per token of predicting each next token.
 
         Args:
             params: arrays with the shapes of `shapes`.
@@ -134,7 +134,7 @@ def whole(x: jax.Array) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
-    """RMSNorm, which is computed in float32."""
+    """Apply RMSNorm, computed in float32."""
     wide = x.astype(F32)
     mean = jnp.mean(wide * wide, -1, keepdims=True)
     return (wide * jax.lax.rsqrt(mean + 1e-5) * scale).astype(x.dtype)
@@ -149,7 +149,7 @@ def _rows() -> P | None:
 
 
 def _turned(x: jax.Array) -> jax.Array:
-    """Rotary position embedding: rotate the halves of each head by the position."""
+    """Apply the rotary position embedding to the halves of each head."""
     length, half = x.shape[1], x.shape[-1] // 2
     rates = 500000.0 ** (-jnp.arange(half) / half)
     angles = jnp.arange(length)[:, None, None] * rates

@@ -37,7 +37,7 @@ class SqueezeNet(nn.Module):
     """SqueezeNet with BatchNorm, three max pools and no dropout, as usual on CIFAR-10.
 
     Attributes:
-        width: a factor for all numbers of channels.
+        width: a factor that multiplies the number of channels of every layer.
         stem_stride: the stride of the first convolution; 2 halves the image.
         dtype: the dtype of the computation; parameters are initialised in float32.
     """
@@ -48,7 +48,7 @@ class SqueezeNet(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
-        """Logits, float32 [batch, 10], of images [batch, 32, 32, 3]."""
+        """Compute float32 logits [batch, 10] for images [batch, 32, 32, 3]."""
 
         def fire(squeezed, expanded):
             channels = (max(1, round(n * self.width)) for n in (squeezed, expanded))

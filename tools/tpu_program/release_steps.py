@@ -16,14 +16,14 @@ Space = jax.memory.Space
 
 
 def is_stack(x) -> bool:
-    """Whether an array of a state is a stack of layers, and not a blank."""
+    """Return whether an array of a state is a stack of layers, rather than a blank."""
     return x.ndim == 3 and x.dtype not in (NOT_HELD, NO_RESIDUAL)
 
 
 def moved_whole(loss_fn: Callable, tx) -> Callable:
-    """A step without gradient release, which moves the whole state from the host.
+    """Return a step that moves the whole state from the host, and back after the step.
 
-    After the step, it moves the state back.
+    The step does not use gradient release.
     """
     step = plain(loss_fn, tx)
 
@@ -48,17 +48,17 @@ class HostStep:
 
     @property
     def arguments(self) -> int:
-        """Bytes of the arguments on the device: parameters, state and batch."""
+        """The number of bytes of parameters, state and batch on the device."""
         return memory(self.program).argument_size_in_bytes
 
     @property
     def temporary(self) -> int:
-        """Bytes of temporary memory on the device."""
+        """The number of bytes of temporary memory on the device."""
         return memory(self.program).temp_size_in_bytes
 
     @property
     def host(self) -> int:
-        """Bytes of arguments and temporary memory on the host."""
+        """The number of bytes of arguments and temporary memory on the host."""
         found = memory(self.program)
         return found.host_argument_size_in_bytes + found.host_temp_size_in_bytes
 
@@ -70,7 +70,7 @@ class HostStep:
 
     @functools.cached_property
     def copied_slices(self) -> int:
-        """The number of asynchronous copies of slices from and to host memory."""
+        """The number of asynchronous copies of slices to and from host memory."""
         lines = text(self.program).splitlines()
         starts = ("dynamic-slice-start(", "dynamic-update-slice-start(")
         return sum("S(5)" in x and any(s in x for s in starts) for x in lines)

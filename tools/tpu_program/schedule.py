@@ -53,10 +53,10 @@ def request_schedules() -> pathlib.Path:
 
 
 def parts_of(folder: pathlib.Path, kernel: str = "fused_update") -> dict[int, Part]:
-    """The bundles of the kernel that was compiled last, by depth.
+    """Return the bundles of the last compiled kernel, keyed by depth.
 
-    Bundles at depth 0 run once, and at depth 1 once per program. Depth 2 has the loops
-    of each program; see :func:`loops_of`.
+    Bundles at depth 0 run once, and bundles at depth 1 run once per program. Bundles at
+    depth 2 belong to the loops of each program; see :func:`loops_of`.
 
     Raises:
       FileNotFoundError: if no such kernel was compiled since :func:`request_schedules`.
@@ -68,17 +68,16 @@ def parts_of(folder: pathlib.Path, kernel: str = "fused_update") -> dict[int, Pa
 
 
 def loops_of(folder: pathlib.Path, kernel: str = "fused_update") -> list[Part]:
-    """The loops of each program of the kernel that was compiled last, in order."""
+    """Return the loops of each program of the last compiled kernel, in order."""
     runs = _runs(folder, kernel)
     return [part for depth, label, part in runs if depth == 2 and label == _LOOP]
 
 
 def _runs(folder: pathlib.Path, kernel: str) -> list[tuple[int, str | None, Part]]:
-    """Consecutive bundles of one depth or of one loop.
+    """Group consecutive bundles that belong to the same depth and loop.
 
     Returns:
-      For each group of bundles, its depth, the label of its first bundle, and the
-      bundles.
+      ``(depth, label of the first bundle, bundles)`` for each group.
     """
     schedule = _last(folder, f"*{kernel}*final_bundles.txt", "schedule-analysis")
     used = _last(folder, f"*{kernel}*final_hlo-static-per-bundle-utilization.txt")
@@ -109,7 +108,7 @@ def _runs(folder: pathlib.Path, kernel: str) -> list[tuple[int, str | None, Part
 
 
 def _last(folder: pathlib.Path, pattern: str, but: str = "\n") -> pathlib.Path:
-    """The last file that matches a pattern and does not contain ``but``."""
+    """Return the last file that matches a pattern and does not contain ``but``."""
     found = sorted(x for x in folder.glob(pattern) if but not in x.name)
     if not found:
         raise FileNotFoundError(f"no schedule {pattern} in {folder}")

@@ -65,7 +65,7 @@ class TpuStep(OptimizerStep):
 
     @property
     def moved(self) -> float:
-        """Bytes of the operands and results of all instructions, per parameter.
+        """The bytes of operands and results of all instructions, per parameter.
 
         They include the padding of layouts, and arrays in the device's memory and on
         the chip.
@@ -74,12 +74,12 @@ class TpuStep(OptimizerStep):
 
     @property
     def without_padding(self) -> float:
-        """Bytes of operands and results without padding, per parameter."""
+        """The bytes of operands and results without padding, per parameter."""
         return self._sum(lambda x: x.without_padding)
 
     @property
     def of_memory(self) -> float:
-        """Bytes of operands and results in the device's memory, per parameter."""
+        """The bytes of operands and results in the device's memory, per parameter."""
         return self._sum(lambda x: x.of_memory)
 
     def _sum(self, size) -> float:
@@ -87,12 +87,12 @@ class TpuStep(OptimizerStep):
 
     @property
     def peak(self) -> float:
-        """The peak of memory in use, including arguments, in bytes per parameter."""
+        """The peak memory use, including arguments, in bytes per parameter."""
         return hlo.memory(self.compiled).peak_memory_in_bytes / self.parameters
 
     @property
     def copied(self) -> float:
-        """Bytes that ``copy`` operations write, per parameter."""
+        """The number of bytes that ``copy`` operations write, per parameter."""
         return sum(hlo.copies(self.compiled)) / self.parameters
 
     @property
@@ -106,12 +106,12 @@ def lower_step(tx, params, make_step=fast, mesh=None, spec=None, grads=None) -> 
 
     Args:
       tx: a transformation.
-      params: a tree of ShapeDtypeStructs, or of QuantizedTensors of them.
+      params: a tree of ShapeDtypeStructs, or of QuantizedTensors that contain them.
       make_step: a function from ``tools.gpu_program.steps``.
       mesh: the devices; if None, one v6e.
       spec: see ``tools.gpu_program.targets.trace_for``.
-      grads: a tree of ShapeDtypeStructs; if None, ``params``, which then must not
-        contain QuantizedTensors.
+      grads: a tree of ShapeDtypeStructs; if None, ``params``, which must not contain
+        QuantizedTensors then.
     """
     mesh = tpu_mesh() if mesh is None else mesh
     start = time.perf_counter()

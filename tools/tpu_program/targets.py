@@ -1,8 +1,8 @@
 """Describe TPUs, so that JAX can compile programs for them without a device.
 
-``libtpu`` compiles for a named topology. It needs the ``tpu-program`` extra. The result
-is the real XLA:TPU program, with its fusions, layouts, buffer assignment, collectives
-and Pallas kernels.
+``libtpu``, from the ``tpu-program`` extra, compiles for a named topology. The result is
+the real XLA:TPU program, with its fusions, layouts, buffer assignment, collectives and
+Pallas kernels.
 
 The functions of ``tools.gpu_program.targets`` also lower and compile for these meshes.
 """
@@ -46,10 +46,10 @@ def tpu_mesh(
     names: Sequence[str] = ("d",),
     axis: AxisType = AxisType.Auto,
 ) -> Mesh:
-    """A mesh of the first devices of a topology.
+    """Return a mesh of the first devices of a topology.
 
     Args:
-      topology: such as ``v5e:2x2``, ``v6e:16x16`` or ``tpu7x:2x2x1``.
+      topology: the topology, such as ``v5e:2x2``, ``v6e:16x16`` or ``tpu7x:2x2x1``.
       shape: the shape of the mesh.
       names: the names of its axes.
       axis: the type of its axes.

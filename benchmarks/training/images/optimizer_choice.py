@@ -55,7 +55,7 @@ def _master_copy(inner: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def _with_moments(o: Options, mu: int, nu: int) -> optax.GradientTransformation:
-    """Returns `lowbit_adamw` with other numbers of bits for the moments."""
+    """Returns `lowbit_adamw` with `mu` and `nu` bits for the moments."""
     return lowbit_optax.lowbit(
         _adamw(o),
         weights=lowbit_optax.extra_bits(8),
@@ -99,7 +99,7 @@ LABELS = {
     "lpmm_sgd": "LPMM",
     "lpmm_adam": "LPMM",
 }
-"""Labels by name: `<method>_<family>` and `lpmm_adam`; `sgd` and `adamw` are optax."""
+"""Labels by name (`<method>_<family>`, `lpmm_adam`). `sgd` and `adamw` are optax."""
 
 BUILT_HERE = {
     "sgd": _sgd,
@@ -125,7 +125,7 @@ COMPARED = ("", "nearest_", "sr_", "kahan_", "extra_bits_", "lowbit_")
 
 
 def build(name: str, options: Options) -> optax.GradientTransformation:
-    """Returns the optimizer `name`, on means of `options.microbatches` gradients.
+    """Returns the optimizer `name`, for means of `options.microbatches` gradients.
 
     Accumulators are float32 for plain optax (`optax.MultiSteps`), and 8-bit otherwise.
     The loss scale is outermost, so the accumulators add unscaled gradients. They skip

@@ -86,7 +86,7 @@ def _finite(value: Any) -> Any:
 
 
 def write(path: pathlib.Path, **document: Any) -> None:
-    """Writes a JSON file with the command; numbers that are not finite are null."""
+    """Writes a JSON file with the command. Numbers that are not finite become null."""
     document = {"command": records.command(), **document}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_finite(document), indent=1) + "\n", encoding="utf-8")

@@ -41,7 +41,7 @@ class Run(NamedTuple):
         seed: determines the initial weights, the order of the images and their
             augmentation.
         epochs: the number of passes over the training images.
-        stop_after: the maximal number of steps, or None.
+        stop_after: the maximum number of steps, or None.
         batch_size: images per step. An epoch skips images that do not fill a batch.
     """
 
@@ -51,7 +51,7 @@ class Run(NamedTuple):
     batch_size: int
 
     def steps_per_epoch(self, images: int) -> int:
-        """Returns the number of whole batches in this number of images."""
+        """Returns the number of whole batches in `images` images."""
         return images // self.batch_size
 
 
@@ -95,7 +95,7 @@ def loss_scale(state: TrainState) -> LossScaleState | None:
 
 
 def make_loss_fn(model: nn.Module) -> Callable:
-    """`(params, batch_stats, images, labels) -> (loss, (logits, batch_stats))`."""
+    """Returns `(params, batch_stats, images, labels) -> (loss, (logits, stats))`."""
 
     def loss_fn(params, batch_stats, images, labels):
         logits, updates = model.apply(
@@ -115,7 +115,7 @@ def make_train_step(
 ) -> Callable[..., tuple[TrainState, tuple[jax.Array, jax.Array]]]:
     """Returns the jitted `(state, key, images, labels) -> (state, (loss, accuracy))`.
 
-    `images` are uint8. `key` is the same for all steps, and each step folds its number
+    `images` are uint8. `key` is the same for all steps, and each step folds its index
     into the key. The state is donated.
     """
     loss_of = make_loss_fn(model)

@@ -16,7 +16,7 @@ from tools import is_installed
 from tools.models.gpt import GPT
 
 B1, B2, DECAY, CLIP = 0.9, 0.95, 0.1, 1.0
-"""AdamW's options in all rows, and in PyTorch; usual values for language models."""
+"""The options of AdamW in all rows and in PyTorch: common language-model values."""
 
 
 def loss_and_grads(loss_fn: Callable, params, tokens):
@@ -82,8 +82,8 @@ _float32 = format_rows.of_float32
 
 ROWS = {
     "float32": _float32(adamw),
-    # These rows show how far apart two runs end if their initial weights differ in the
-    # last bits of float32, or in the last bits of bfloat16.
+    # These rows show how far apart two runs end if their initial weights differ only in
+    # the last bits of float32, or of bfloat16.
     "float32, start times 1 + 2^-20": _float32(adamw, factor=1 + 2.0**-20),
     "float32, start times 1 + 2^-9": _float32(adamw, factor=1 + 2.0**-9),
     "bfloat16, nearest": Row(

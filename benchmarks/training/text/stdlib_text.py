@@ -50,7 +50,7 @@ def random_windows(text: np.ndarray, seed: tuple, count: int, length: int):
 
 
 def even_windows(text: np.ndarray, count: int, length: int) -> np.ndarray:
-    """Return windows at even distances over the text, int32 [count, length]."""
+    """Return evenly spaced windows of the text, int32 [count, length]."""
     starts = np.linspace(0, len(text) - length, count).astype(int)
     return _windows(text, starts, length)
 

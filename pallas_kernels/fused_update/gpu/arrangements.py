@@ -8,12 +8,12 @@ import jax
 class Arrangement(typing.Protocol):
     """The arrangement of a program's lanes in arrays, which depends on the launcher.
 
-    The tiles of a block are neighbours, in the order of their numbers.
+    The tiles of a block are neighbours, sorted by index.
 
     *Arrays of lanes* have the shape :attr:`shape`. *Arrays of blocks* have an element
-    for each of the program's largest blocks, and *arrays of parts* for each smaller
-    block in them. They may have fewer elements than there are lanes, and :meth:`spread`
-    makes them broadcast. Flat tilings have neither blocks nor parts.
+    for each of the program's largest blocks, and *arrays of parts* have an element for
+    each smaller block in them. Both may have fewer elements than there are lanes;
+    :meth:`spread` makes them broadcast. Flat tilings have neither blocks nor parts.
     """
 
     @property
@@ -22,40 +22,40 @@ class Arrangement(typing.Protocol):
         ...
 
     def flat(self) -> jax.Array:
-        """int32 array of lanes: the lanes' numbers in a flat tiling."""
+        """Return the indices of a flat tiling's lanes, as an int32 array of lanes."""
         ...
 
     def blocks(self) -> jax.Array:
-        """int32 array of blocks: the numbers of the program's largest blocks."""
+        """Return the indices of the largest blocks, as an int32 array of blocks."""
         ...
 
     def parts(self, count: int) -> jax.Array:
-        """int32 array of parts: their numbers in a block, which has ``count`` parts."""
+        """Return the indices of the ``count`` parts in a block, as an int32 array."""
         ...
 
     def columns(self) -> jax.Array:
-        """int32 array of lanes: the column of each lane in its tile."""
+        """Return the column of each lane in its tile, as an int32 array of lanes."""
         ...
 
     def carried(self, x: jax.Array) -> jax.Array:
-        """The array of lanes, with the layout and the sign of its dtype.
+        """Return an array of lanes with the canonical layout and sign of its dtype.
 
         Loops need this for arrays that they carry, and comparisons depend on the sign.
         """
         ...
 
     def spread(self, x: jax.Array) -> jax.Array:
-        """A scalar or an array, in a shape that broadcasts to arrays of lanes."""
+        """Reshape a scalar or an array so that it broadcasts to arrays of lanes."""
         ...
 
     def over_parts(self, x: jax.Array) -> jax.Array:
-        """A scalar or an array of blocks, in a shape that broadcasts to parts."""
+        """Reshape a scalar or array of blocks so that it broadcasts to parts."""
         ...
 
     def expand(self, x: jax.Array) -> jax.Array:
-        """A scalar or an array, broadcast to an array of lanes."""
+        """Broadcast a scalar or an array to an array of lanes."""
         ...
 
     def maxima(self, x: jax.Array, parts: int) -> jax.Array:
-        """An array of parts: the maxima of ``x`` over the ``parts`` of each block."""
+        """Return the maxima of ``x`` over each of the ``parts`` parts of each block."""
         ...

@@ -1,23 +1,25 @@
 """The arguments and results of a GPU kernel, and the terms that describe its work.
 
-A kernel runs as *programs*, the instances of Pallas's grid: a block of threads with
-Triton, a warpgroup with Mosaic GPU. A program's arrays have one element per *lane*, and
-its lanes go down *rows*, one element per row. A *chunk* is the rows that the code of
-the kernel unrolls; there is a loop if a program has several. There are two tilings:
+A kernel runs as *programs*, the instances of Pallas's grid. A program is a block of
+threads with Triton, and a warpgroup with Mosaic GPU. A program's arrays have one
+element per *lane*. Each lane processes several *rows*, one element per row. A *chunk*
+is a group of rows that the kernel's code unrolls; if a program has several chunks, it
+loops over them. There are two tilings:
 
 - *Flat*, for leaves without packed fields and blocks: the lanes of a row are
   consecutive in memory.
-- *By blocks*: a thread has 4 lanes, which are neighbouring columns, and goes down 8
+- *By blocks*: a thread has 4 lanes, which are neighbouring columns, and processes 8
   rows, or 16 or 32 if the bit offsets of fields repeat only then. It therefore has all
-  words of its fields, at static bit offsets, and whole tiles of
-  :mod:`pallas_kernels.layout`, whose maxima need no other thread. It loads and stores 4
-  elements at once if the number of columns is a multiple of 4. The tiles of a block are
-  in Z-order, so that every smaller block is a run of tiles, and a leaf may have blocks
-  of several sizes.
+  words of its fields, at static bit offsets. It also has whole tiles of
+  :mod:`pallas_kernels.layout`, so it can compute their maxima without other threads. It
+  loads and stores 4 elements at once if the number of columns is a multiple of 4. The
+  tiles of a block are in Z-order, so every smaller block is a run of tiles, and a leaf
+  may have blocks of several sizes.
 
-Offsets into arrays are int32, so an array has fewer than 2^31 elements. The *index* of
-an element is its row-major position in the leaf, modulo 2^32. In a shard, it is the
-index of the shard's first element plus a distance, computed with the leaf's strides.
+Offsets into arrays are int32, so an array must have fewer than 2^31 elements. The
+*index* of an element is its row-major position in the leaf, modulo 2^32. In a shard, it
+is the index of the shard's first element plus a distance computed with the leaf's
+strides.
 """
 
 import dataclasses
@@ -42,21 +44,21 @@ from pallas_kernels.fused_update.spec import (
     result_shapes,
 )
 
-# Surplus programs return at once. At most an eighth of the programs are surplus.
+# Surplus programs return immediately. At most an eighth of the programs are surplus.
 _STEPS_OF_A_DOUBLING = 8
 
 
 class Shared(typing.NamedTuple):
-    """The first arguments of a kernel, in their order; all its leaves share them.
+    """The first arguments of a kernel, in order. All leaves of the kernel share them.
 
     Each field is an array, a reference to one, or None if the kernel does not need it.
-    XLA would have to launch a kernel to write a constant array instead.
+    To pass a constant array instead of None, XLA would have to launch another kernel.
 
     Args:
-      rows: the row of the table of scalars for each leaf.
+      rows: for each leaf, the index of its row in the table of scalars.
       bases: the indices of the shards' first elements.
-      layer: the layer of the stacks, an int32 vector with one element.
-      numbers: the table of the leaves' numbers, see :mod:`.numbers`.
+      layer: the index of the layer in stacks, an int32 vector with one element.
+      numbers: the table of the leaves' sizes and strides; see :mod:`.numbers`.
       table: the table of scalars, as a vector.
     """
 
@@ -73,10 +75,10 @@ class Kernel:
 
     Args:
       body, when, interpret: see :class:`.spec.Call`.
-      leaf: the first leaf, without arrays; all have the same kinds of operands and
-        results.
-      tiling: the tiling of every leaf; of the first, if there is a table of numbers.
-      numbers: the table of the leaves' numbers; None if they are constants.
+      leaf: the first leaf, without arrays; all leaves have the same kinds of operands
+        and results.
+      tiling: the tiling of all leaves, or of the first leaf if ``numbers`` is not None.
+      numbers: the table of the leaves' sizes and strides; None if they are constants.
       programs: the number of programs.
       leaves: the number of leaves.
       shared: the tree structure of :class:`Shared`, which omits fields that are None.
@@ -114,7 +116,7 @@ class Kernel:
 
     @property
     def aliases(self) -> dict[int, int]:
-        """The number of the argument that each result overwrites, by result."""
+        """Maps the index of a result to the index of the argument it overwrites."""
         reads, writes = len(self.leaf.operands), len(self.leaf.results)
         return {
             leaf * writes + i: self.first_array + leaf * reads + r.overwrites
@@ -124,10 +126,10 @@ class Kernel:
         }
 
     def named(self, refs: Iterable) -> tuple[Shared, list[list], list[list]]:
-        """References to the shared arguments, and to each leaf's operands and results.
+        """Return ``(shared, operands, results)``, the last two with a list per leaf.
 
         Args:
-          refs: references to all arguments and then to all results, in their order.
+          refs: references to all arguments and then to all results, in order.
         """
         refs, leaves = iter(refs), range(self.leaves)
         take = lambda count: list(itertools.islice(refs, count))
@@ -139,10 +141,10 @@ class Kernel:
 def prepare(
     size: Sharing, call: Call
 ) -> tuple[Kernel, tuple[jax.ShapeDtypeStruct, ...], list[jax.Array]]:
-    """The kernel of a call, the shapes of its results, and its arguments.
+    """Return the kernel of a call, the shapes of its results, and its arguments.
 
-    The arguments are the shared ones, and then all arrays of each leaf. Arrays are
-    flat; stacks consist of flat layers.
+    The arguments are the shared arguments, followed by all arrays of each leaf. Arrays
+    are flat; stacks consist of flat layers.
     """
     shards, leaf = call.shards, call.shards[0].leaf
     tilings = size.common_tilings(shards)
@@ -164,7 +166,7 @@ def prepare(
         interpret=call.interpret,
     )
     arrays = [
-        # The layer has an index of its own: a stack may have more than 2^31 elements.
+        # Keep the axis of layers, because a stack may have more than 2^31 elements.
         x.reshape((x.shape[0], -1) if i in leaf.in_stacks else -1)
         for shard in shards
         for i, x in enumerate(shard.leaf.arrays)
@@ -184,13 +186,13 @@ def prepare(
 
 
 def shaped(written: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Array]:
-    """The results in the shapes of the leaves' arrays."""
+    """Return the results, reshaped to the shapes of the leaves' arrays."""
     shapes = [shape for shard in shards for shape in result_shapes(shard)]
     return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
 
 
 def _bases(shards: Sequence[Shard]) -> jax.Array | None:
-    """The indices of the shards' first elements; None if all are 0."""
+    """Return the indices of the shards' first elements, or None if all are 0."""
     bases = [shard.base for shard in shards]
     if all(base is None for base in bases):
         return None
@@ -200,7 +202,7 @@ def _bases(shards: Sequence[Shard]) -> jax.Array | None:
 def _table(
     tilings: Sequence[Tiling], room: tuple[int, int]
 ) -> tuple[Table | None, jax.Array | None, int]:
-    """``(table, words, programs)`` of a kernel; no table if numbers are constants."""
+    """Return ``(table, words, programs)``; the first two are None if not needed."""
     first, programs = tilings[0], [tiling.programs for tiling in tilings]
     is_many_small = first.is_small and len(tilings) > 1
     if all(tiling == first for tiling in tilings) and not is_many_small:
@@ -211,9 +213,9 @@ def _table(
 
 
 def _rounded(programs: int) -> int:
-    """The number of programs, rounded up to one of a few values per doubling.
+    """Round the number of programs up to one of eight values per doubling.
 
-    XLA compiles kernels with the same text once if their numbers of programs are equal.
+    XLA compiles kernels once if they have the same text and number of programs.
     """
     unit = 2 ** max(0, programs.bit_length() - _STEPS_OF_A_DOUBLING.bit_length())
     return math.ceil(programs / unit) * unit

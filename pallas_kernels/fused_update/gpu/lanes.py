@@ -32,11 +32,12 @@ class Row:
     """One row of a program's lanes.
 
     Args:
-      number: the row's number in its chunk.
-      index, offset: the elements' indices in the leaf, and offsets in plain arrays.
+      number: the index of the row in its chunk.
+      index: the elements' indices in the leaf.
+      offset: the elements' offsets in plain arrays.
       exists: mask of the lanes that have an element; None if all have one.
-      readable: mask of the offsets that can be read, even if the element belongs to
-        another lane; None if all can.
+      readable: mask of the lanes whose offsets can be read, even if they are offsets of
+        another lane's elements; None if all can be read.
     """
 
     number: int
@@ -58,9 +59,8 @@ class Lanes:
       index: uint32, the lanes' indices in row 0.
       row_stride: the distance between the offsets of consecutive rows.
       row_index: the distance between the indices of consecutive rows, modulo 2^32.
-      inside: mask of the lanes that exist in row 0; None if all do.
-      readable: mask of the lanes whose offsets can be read, including those of elements
-        of other lanes; None if all can.
+      inside: mask of the lanes that exist in row 0; None if all exist.
+      readable: see :class:`Row`.
     """
 
     tiling: Tiling
@@ -72,7 +72,7 @@ class Lanes:
     readable: jax.Array | None
 
     def rows(self, chunk: Scalar) -> list[Row]:
-        """The rows of the chunk with this number."""
+        """Return the rows of the chunk with the index ``chunk``."""
         tiling, start = self.tiling, chunk * np.int32(self.tiling.chunk_rows)
         count, stride = tiling.chunk_rows, self.row_stride
         offsets = offsets_of_rows(self.first, start, stride, count, tiling)
@@ -89,7 +89,7 @@ class Lanes:
     def _exist(
         self, start: Scalar, offsets: Sequence[jax.Array]
     ) -> Sequence[jax.Array | None]:
-        """For each row from ``start``, the mask of lanes that exist; None for all."""
+        """Return masks of the lanes that exist in each row, starting at ``start``."""
         raise NotImplementedError
 
 
@@ -98,7 +98,7 @@ class FlatLanes(Lanes):
     """One program's lanes in a flat tiling.
 
     Args:
-      size: the number of elements, where lanes end; None if all lanes exist.
+      size: the number of elements of the array; None if all lanes exist.
     """
 
     size: Scalar | None
@@ -115,14 +115,14 @@ class BlockLanes(Lanes):
 
     Args:
       arrangement: the arrangement of the lanes in arrays.
-      numbers: the numbers of the leaf's shape.
-      lead, row, column: int32, the lanes' positions in row 0: the number of the matrix,
-        of the row in it, and of the element in the row. The lead is None if all
-        matrices count as one.
-      program: int32 scalar, the program's number in the leaf.
-      numbers_of_blocks: int32 array of blocks, the numbers of the program's largest
+      numbers: the leaf's sizes and strides.
+      lead: int32, the index of each lane's matrix; None if all matrices count as one.
+      row, column: int32, each lane's row and column in its matrix, for row 0 of the
+        program.
+      program: int32 scalar, the index of the program in the leaf.
+      numbers_of_blocks: int32 array of blocks, the indices of the program's largest
         blocks in the leaf.
-      exist: mask of the largest blocks that exist; None if all do.
+      exist: mask of the largest blocks that exist; None if all exist.
     """
 
     tiling: BlockTiling
@@ -136,7 +136,7 @@ class BlockLanes(Lanes):
     exist: jax.Array | None
 
     def blocks_of(self, block_size: int) -> "BlockPlaces":
-        """The places of the blocks of this size in the program's largest blocks."""
+        """Return the places of blocks of this size in the program's largest blocks."""
         arrangement, tiling = self.arrangement, self.tiling
         height, width = block_shape(block_size)
         exist, number = self.exist, self.numbers_of_blocks
@@ -147,8 +147,8 @@ class BlockLanes(Lanes):
         row = step * np.int32(tiling.step_rows // height)
         of_block = functools.partial(BlockPlaces, self, block_size)
         if block_size == tiling.block_size:
-            # Numbers of blocks can be their offsets. If the blocks of a program are in
-            # one row, computing most of each offset as a scalar is cheaper.
+            # Indices of blocks can be their offsets. If the blocks of a program are in
+            # one row, it is cheaper to compute most of each offset as a scalar.
             has_end = self.numbers.all_blocks is not None
             is_next = has_end and height == tiling.step_rows
             is_next = is_next and lead is None and piece is None
@@ -170,7 +170,7 @@ class BlockLanes(Lanes):
     def words(
         self, bits: int, start: Scalar, count: int
     ) -> list[tuple[jax.Array, jax.Array | None]]:
-        """The offsets and the mask for each of ``count`` words from ``start``."""
+        """Return ``(offsets, mask)`` of each of ``count`` words, from ``start``."""
         tiling, stride = self.tiling, self.row_stride
         height, words = period(bits)
         row = lax.div(self.row, jnp.full_like(self.row, height)) * np.int32(words)
@@ -186,9 +186,9 @@ class BlockLanes(Lanes):
         return list(zip(offsets, masks, strict=True))
 
     def rows_left(self, start: Scalar) -> jax.Array | None:
-        """The number of rows from ``start``, perhaps negative; None if all exist.
+        """Return the number of rows left from ``start``, or None if all rows exist.
 
-        It does not depend on whether a lane is beyond the last column.
+        The number can be negative. It ignores whether a lane is beyond the last column.
         """
         rows, row = self.numbers.rows, self.row + start
         if rows is None:
@@ -206,7 +206,7 @@ class BlockLanes(Lanes):
             return [self.inside] * len(offsets)
         left = self.arrangement.expand(left)
         if self.inside is not None:
-            # Each mask is then one comparison, however often it is used.
+            # Each row's mask is then a single comparison.
             left = self.arrangement.carried(jnp.where(self.inside, left, np.int32(0)))
         return [left > np.int32(number) for number in range(len(offsets))]
 
@@ -215,15 +215,16 @@ class BlockLanes(Lanes):
 class BlockPlaces:
     """The places of a program's blocks in arrays with one element per block.
 
-    Arrays have an element for each of the largest blocks or of their parts, or
+    Arrays have an element for each of the largest blocks or for each of their parts, or
     broadcast to this shape.
 
     Args:
       lanes: the program's lanes.
-      block_size: elements of a block.
-      lead, row, place: int32, the number of the matrix, of the row of blocks in it, and
-        of the block in this row. The lead is None if all matrices count as one.
-      inside: mask of the blocks that exist in row 0; None if all do.
+      block_size: number of elements in a block.
+      lead: int32, the index of each block's matrix; None if all matrices count as one.
+      row: int32, the index of each block's row of blocks in its matrix.
+      place: int32, the index of each block in its row.
+      inside: mask of the blocks that exist in row 0; None if all exist.
       offset: int32, the blocks' offsets if they are known; None to compute them from
         lead, row and place.
     """
@@ -237,7 +238,7 @@ class BlockPlaces:
     offset: jax.Array | None = None
 
     def of_chunk(self, chunk: Scalar) -> tuple[jax.Array, jax.Array | None]:
-        """Offsets of the blocks in a chunk of rows, and the mask of existing ones."""
+        """Return ``(offsets, mask)`` of the blocks in a chunk of rows."""
         tiling, all_numbers = self.lanes.tiling, self.lanes.numbers
         numbers = all_numbers.by_size[self.block_size]
         row, offset, mask = self.row + chunk, self.offset, self.inside
@@ -253,7 +254,7 @@ class BlockPlaces:
         return offset, mask
 
     def maxima(self, x: jax.Array) -> jax.Array:
-        """The maximum of an array of lanes over each block."""
+        """Return the maxima of an array of lanes over each block."""
         parts = self.lanes.tiling.block_size // self.block_size
         return self.lanes.arrangement.maxima(x, parts)
 
@@ -265,14 +266,14 @@ def lanes_of(
     base: jax.Array,
     numbers: Numbers,
 ) -> Lanes:
-    """The lanes of one program.
+    """Return the lanes of one program.
 
     Args:
       tiling: the tiling of the leaf or shard.
       arrangement: the arrangement of the lanes in arrays.
-      program: int32 scalar, the program's number in the leaf.
+      program: int32 scalar, the index of the program in the leaf.
       base: uint32 scalar, the index of the array's first element.
-      numbers: the numbers of the leaf's shape.
+      numbers: the leaf's sizes and strides.
     """
     if isinstance(tiling, BlockTiling):
         of_blocks = typing.cast(BlockNumbers, numbers)
@@ -290,7 +291,7 @@ def _block_lanes(
     base: jax.Array,
     numbers: BlockNumbers,
 ) -> BlockLanes:
-    """The lanes of one program in a tiling by blocks; see :func:`lanes_of`."""
+    """Return the lanes of one program in a tiling by blocks; see :func:`lanes_of`."""
     spread = arrangement.spread
     number = program * np.int32(tiling.blocks_at_once) + arrangement.blocks()
     # Spread before the arithmetic, because Triton changes the layout of spread arrays.
@@ -348,6 +349,6 @@ def _block_lanes(
 def _both(
     inside: jax.Array | None, other: jax.Array, arrangement: Arrangement
 ) -> jax.Array:
-    """The conjunction of two masks; None is a mask of all lanes."""
+    """Return the conjunction of two masks; ``inside`` may be None for all lanes."""
     other = arrangement.expand(other)
     return other if inside is None else other & inside

@@ -1,6 +1,6 @@
 """The launcher that runs fused updates as Pallas kernels with Mosaic GPU.
 
-It is for Hopper and Blackwell. The code of the kernel is in :mod:`.program`.
+It supports Hopper and Blackwell GPUs. The code of the kernel is in :mod:`.program`.
 """
 
 import functools
@@ -27,11 +27,11 @@ from pallas_kernels.layout import TILE_COLUMNS
 # A program is a warpgroup: 128 threads with four lanes each.
 _SIZE = Sharing(flat_width=512, flat_rows=4, small_width=512, lanes=128)
 
-# With fewer programs, each is a block, and has a multiprocessor of its own.
+# With fewer programs, each program is a block and gets its own multiprocessor.
 _FEW_PROGRAMS = 528
 
-# If an element keeps at most this many numbers until the maxima are known, a thread
-# needs at most 128 registers.
+# A thread needs at most 128 registers if each of its elements keeps at most this many
+# values until the maxima are known.
 _MAX_WAITING = 2
 
 _WARPS_OF_A_WARPGROUP = 4
@@ -40,7 +40,7 @@ max_leaves, groups, programs = _SIZE.max_leaves, _SIZE.groups, _SIZE.programs
 
 
 def update(call: Call) -> list[jax.Array]:
-    """See :func:`.triton.update`; Mosaic GPU kernels cannot be interpreted."""
+    """See :func:`.triton.update`. Mosaic GPU kernels do not support ``interpret``."""
     if call.interpret:
         raise NotImplementedError("Mosaic GPU kernels can only run on CUDA devices")
     kernel, written, args = prepare(_SIZE, call)
@@ -48,7 +48,7 @@ def update(call: Call) -> list[jax.Array]:
 
 
 def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
-    """The kernel's results, some of which overwrite operands."""
+    """Run the kernel and return its results, some of which overwrite operands."""
     overwritten = kernel.aliases
     programs = kernel.programs
     warpgroups = 1 if programs < _FEW_PROGRAMS else _warpgroups(kernel)
@@ -71,7 +71,7 @@ def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
         kernel_name=kernel.name,
     )
     arrays = {number: args[number] for number in overwritten.values()}
-    # References to new results need initial values, which nothing reads.
+    # References to new results need initial values, but the kernel never reads them.
     blank = {i: jnp.zeros(x.shape, x.dtype) for i, x in enumerate(new)}
 
     def in_place(refs) -> None:
@@ -90,12 +90,12 @@ def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
 
 
 def _warpgroups(kernel: Kernel) -> int:
-    """The number of programs in a block of threads.
+    """Return the number of programs in a block of threads.
 
-    The compiler assumes one block per multiprocessor, and then gives each thread as
-    many registers as it likes: 217 in a kernel that needs 128. In a block of 512
-    threads, none can have more than 128, and 16 warps share a multiprocessor. Kernels
-    that need more registers have 256 threads.
+    The compiler assumes that a multiprocessor runs one block, so it does not economize
+    on registers: it allocates 217 per thread in a kernel that needs 128. In a block of
+    512 threads, a thread cannot have more than 128, and 16 warps share a
+    multiprocessor. Kernels that need more registers use blocks of 256 threads.
     """
     tiling = kernel.tiling
     if isinstance(tiling, FlatTiling) or not tiling.block_sizes:

@@ -1,4 +1,4 @@
-"""How a Mosaic GPU program arranges its lanes in arrays, and loads and stores them."""
+"""The arrangement of lanes in arrays for Mosaic GPU, with loads and stores."""
 
 import dataclasses
 import functools
@@ -17,8 +17,8 @@ from pallas_kernels.layout import TILE_COLUMNS
 class Threads:
     """The arrangement of a program's lanes: each thread has four neighbouring lanes.
 
-    All arrays are arrays of lanes, and values per block are equal in all lanes of the
-    block. See :class:`.arrangements.Arrangement`.
+    All arrays are arrays of lanes. If an array contains one value per block, all lanes
+    of the block have this value. See :class:`.arrangements.Arrangement`.
 
     Args:
       tiling: the tiling of the leaf or shard.
@@ -50,7 +50,8 @@ class Threads:
         return registers.per_thread(_columns, [], self.shape, jnp.int32)
 
     def carried(self, x: jax.Array) -> jax.Array:
-        # A loop's result must have the type of its input, but a selection is unsigned.
+        # The result of a loop must have the type of its input, but Pallas treats the
+        # result of a select as unsigned.
         return registers.per_thread(lambda register: register, [x], self.shape, x.dtype)
 
     def spread(self, x: jax.Array) -> jax.Array:
@@ -71,7 +72,7 @@ class Threads:
         return registers.per_thread(make, [x], self.shape, jnp.int32, refs)
 
     def _threads(self) -> jax.Array:
-        """The number of each lane's thread."""
+        """Return the index of each lane's thread."""
         return registers.per_thread(_thread, [], self.shape, jnp.int32)
 
 
@@ -87,12 +88,12 @@ def _columns():
 
 
 def _bits(count: int) -> int:
-    """The base-2 logarithm of a power of two."""
+    """Return the base-2 logarithm of a power of two."""
     return count.bit_length() - 1
 
 
 def _maximum(threads: int, register):
-    """The maximum over the elements of ``threads`` neighbouring threads."""
+    """Return the maximum over the elements of ``threads`` neighbouring threads."""
     value = functools.reduce(registers.largest, registers.elements(register))
     distance = 1
     while distance < threads:
@@ -102,7 +103,7 @@ def _maximum(threads: int, register):
 
 
 def _maximum_of_two_warps(pointer, register):
-    """The maximum over the threads of two neighbouring warps."""
+    """Return the maximum over the threads of two neighbouring warps."""
     (value, *_) = registers.elements(_maximum(registers.WARP, register))
     other = registers.other_warp(pointer, value)
     return registers.register([registers.largest(value, other)] * registers.COLUMNS)
@@ -121,8 +122,8 @@ def store(shape: tuple[int, ...], ref, access, value, leaf: int) -> None:
 
 
 def _form(ref, access, leaf: int) -> mosaic_access.Form:
-    # The leaf's number makes instructions different. Otherwise, LLVM would merge the
-    # loads of different leaves into one load with a selected address.
+    # The leaf's index makes the instructions of each leaf unique. Otherwise, LLVM would
+    # merge the loads of different leaves into one load with a selected address.
     return mosaic_access.Form(
         ref.dtype,
         access.width,

@@ -1,10 +1,10 @@
-"""The numbers of a leaf's shape that its kernel needs, such as sizes and strides.
+"""The sizes and strides of a leaf that its kernel needs, called *numbers* here.
 
-They are constants if all leaves of a kernel are equal. Leaves with different shapes
-share a kernel that reads each leaf's numbers from a table. The text of such a kernel
-does not depend on any shape, and XLA compiles equal texts once. The kernel does not
-divide, because the table has a multiplier and a shift for each divisor, the ones that
-compilers use to divide by a constant.
+They are constants if all leaves of a kernel have equal shapes. Leaves with different
+shapes share a kernel that reads each leaf's numbers from a table. The text of such a
+kernel does not depend on any shape, and XLA compiles kernels with equal texts once. For
+each divisor, the table has a multiplier and a shift, so the kernel needs no division
+instruction. Compilers use the same method to divide by constants.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ Scalar = jax.Array | np.int32
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A number of a shape, from 0 to 2^32 - 1; a divisor is from 1 to 2^31 - 1.
+    """A size or stride. Divisors are from 1 to 2^31 - 1, other numbers below 2^32.
 
     Args:
-      value: the number.
-      multiple: a common factor of this number in all leaves of the kernel. It is
-        static, so that the compiler can use it.
+      value: the size or stride.
+      multiple: a common divisor of this number in all leaves of the kernel. It is
+        static, so the compiler can use it.
       divides: whether kernels divide by the number.
     """
 
@@ -39,25 +39,25 @@ class Number:
 
     @property
     def words(self) -> tuple[int, ...]:
-        """The number's words in a table."""
+        """The words that store the number in a table."""
         word = self.value // self.multiple
         return (word, *_reciprocal(self.value)) if self.divides else (word,)
 
 
 def _reciprocal(by: int) -> tuple[int, int]:
-    """``(m, s)``: ``x // by == (2 * x * m >> 32) >> s`` for x from 0 to 2^31 - 1."""
+    """Return ``(m, s)`` with ``x // by == (2 * x * m >> 32) >> s`` if 0 <= x < 2^31."""
     shift = (by - 1).bit_length()
     return -(-(2 ** (31 + shift)) // by), shift
 
 
 @dataclasses.dataclass(frozen=True)
 class Divisor:
-    """A number that divides arrays of non-negative int32.
+    """A divisor of non-negative int32 arrays.
 
     Args:
-      by: the number.
+      by: the divisor.
       reciprocal: uint32 scalars, see :func:`_reciprocal`; None to divide by ``by``.
-      instructions: the launcher's, needed if there is a reciprocal.
+      instructions: the launcher's instructions, which the reciprocal needs.
     """
 
     by: Scalar
@@ -65,7 +65,7 @@ class Divisor:
     instructions: Instructions | None = None
 
     def divide(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The quotient and the remainder."""
+        """Return the quotient and the remainder."""
         if not isinstance(self.by, jax.Array) and self.by == 1:
             return x, jnp.zeros_like(x)
         by = jnp.full_like(x, self.by)
@@ -82,7 +82,7 @@ class FlatNumbers(typing.NamedTuple):
     """The numbers of a flat tiling; see :class:`BlockNumbers`.
 
     Args:
-      size: elements of the array; None if every lane has an element.
+      size: number of elements in the array; None if every lane has an element.
     """
 
     size: typing.Any
@@ -92,8 +92,8 @@ class SizeNumbers(typing.NamedTuple):
     """The numbers for blocks of one size; see :class:`BlockNumbers`.
 
     Args:
-      rows: rows of blocks in one matrix; None if nothing depends on them.
-      blocks: blocks in one piece of a row.
+      rows: number of rows of blocks in a matrix; None if the kernel does not need it.
+      blocks: number of blocks in a piece of a row.
     """
 
     rows: typing.Any
@@ -103,23 +103,24 @@ class SizeNumbers(typing.NamedTuple):
 class BlockNumbers(typing.NamedTuple):
     """The numbers of a :class:`.tiling.BlockTiling`, which defines steps and pieces.
 
-    Each field is a :class:`Number`; in a kernel, it is a scalar or a :class:`Divisor`.
-    It is None if it is not needed, so that kernels neither read nor compare it.
+    Each field is a :class:`Number` outside of kernels, and a scalar or a
+    :class:`Divisor` in a kernel. Fields that a kernel does not need are None.
 
     Args:
-      blocks: largest blocks in one piece of a row.
-      all_blocks: largest blocks in all pieces, steps and matrices; None if all programs
-        have their full number of blocks.
-      row_stride: elements from one row to the next; None for a folded vector.
-      pieces: pieces in a row; None if there is one.
-      columns: columns in a piece; None if no lane needs them.
-      steps: steps in one matrix; None if all matrices count as one.
-      lead_stride: elements from one matrix to the next; None if all matrices count as
-        one.
-      rows: rows in one matrix, or elements of a folded vector; None if the last step
-        has all its rows.
-      word_rows: rows of words in one matrix, for each width of fields.
-      by_size: :class:`SizeNumbers` for each size of blocks.
+      blocks: number of largest blocks in a piece of a row.
+      all_blocks: number of largest blocks in the whole array; None if all programs have
+        their full number of blocks.
+      row_stride: distance between consecutive rows, in elements; None for a folded
+        vector.
+      pieces: number of pieces in a row; None if it is 1.
+      columns: number of columns in a piece; None if no lane needs it.
+      steps: number of steps in a matrix; None if all matrices count as one.
+      lead_stride: distance between consecutive matrices, in elements; None if all
+        matrices count as one.
+      rows: number of rows in a matrix, or of elements in a folded vector; None if the
+        last step has all its rows.
+      word_rows: number of rows of words in a matrix, keyed by field width.
+      by_size: :class:`SizeNumbers`, keyed by block size.
       row_index, lead_index, piece_index: the distances between the indices of
         consecutive rows, matrices and pieces, modulo 2^32; None if indices follow from
         offsets.
@@ -144,9 +145,9 @@ Numbers = FlatNumbers | BlockNumbers
 
 
 def constants(numbers: Numbers) -> Numbers:
-    """The numbers of equal leaves as constants, which speed up divisions.
+    """Return the numbers of equal leaves as constants, which speed up divisions.
 
-    Numbers above 2^31 - 1, such as indices, keep their 32 bits as int32.
+    Numbers of 2^31 or more, such as indices, are reinterpreted as int32.
     """
 
     def constant(number: Number) -> Scalar | Divisor:
@@ -157,7 +158,7 @@ def constants(numbers: Numbers) -> Numbers:
 
 
 class Entry(typing.NamedTuple):
-    """How a table stores a number of every leaf; see :class:`Number`."""
+    """Describes how a table stores one of the numbers; see :class:`Number`."""
 
     multiple: int
     divides: bool
@@ -165,10 +166,10 @@ class Entry(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of the leaves' numbers, in which a program finds its leaf.
+    """A table with the numbers of several leaves, in which a program finds its leaf.
 
     Args:
-      entries: how the numbers of a leaf are stored, in their order.
+      entries: how the table stores each number of a leaf.
       structure: the tree structure of a leaf's numbers.
       leaves: the number of leaves.
     """
@@ -179,25 +180,29 @@ class Table:
 
     @classmethod
     def of(cls, numbers: Sequence[Numbers]) -> "Table":
-        """The table for leaves with these numbers, which have the same structure."""
+        """Return a table for leaves whose numbers have the same tree structure."""
         first, structure = jax.tree.flatten(numbers[0])
         entries = tuple(Entry(x.multiple, x.divides) for x in first)
         return cls(entries, structure, len(numbers))
 
     @staticmethod
     def words(numbers: Sequence[Numbers], programs: Sequence[int]) -> jax.Array:
-        """uint32: the program at which each leaf ends, and then each leaf's numbers."""
+        """Return the uint32 words of the table.
+
+        They are the index at which each leaf's programs end, followed by all numbers.
+        """
         rows = [word for x in jax.tree.leaves(list(numbers)) for word in x.words]
         words = [*itertools.accumulate(programs), *rows]
-        # A custom_partitioning only supports scalar constants. XLA joins them here.
+        # Functions with custom_partitioning only support scalar constants, so XLA
+        # concatenates them.
         return lax.concatenate([lax.full((1,), x, jnp.uint32) for x in words], 0)
 
     def find(self, ref, program: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """``(leaf, program, exists)``: a program's leaf, its number there, and a flag.
+        """Return ``(leaf, program, exists)``, with the program's index in its leaf.
 
         Args:
-          ref: reference to the words.
-          program: int32 scalar, the program's number in the kernel.
+          ref: reference to the words of the table.
+          program: int32 scalar, the index of the program in the kernel.
         """
         ends = [ref[np.int32(i)].astype(jnp.int32) for i in range(self.leaves)]
         leaf, first = jnp.int32(0), jnp.int32(0)
@@ -208,7 +213,7 @@ class Table:
         return leaf, program - first, program < ends[-1]
 
     def read(self, ref, leaf: jax.Array, instructions: Instructions | None) -> Numbers:
-        """The numbers of a leaf."""
+        """Read the numbers of a leaf from the table."""
         width = sum(3 if entry.divides else 1 for entry in self.entries)
         first = np.int32(self.leaves) + leaf * np.int32(width)
         words = (ref[first + np.int32(i)] for i in range(width))

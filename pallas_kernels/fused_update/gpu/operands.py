@@ -1,7 +1,7 @@
 """Loads and stores of a program's arrays, including arrays of packed fields.
 
-A kernel may update many leaves, because a launch takes some microseconds, many times as
-long as the update of a small leaf. Each leaf gets as many programs as it needs. A
+A kernel launch takes a few microseconds, much longer than the update of a small leaf,
+so a kernel may update many leaves. Each leaf gets as many programs as it needs. A
 program selects the arrays of its leaf with a tree of branches, one tree for its loads
 and one for its stores. The code between loads and stores, which is nearly all of the
 kernel, is the same for all leaves.
@@ -25,16 +25,17 @@ from pallas_kernels.layout import is_unrolled, period
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """Elements of one array of a leaf.
+    """Elements to load from, or store to, one array of a leaf.
 
     Args:
-      number: the number of the operand or result.
-      layer: int32 scalar, the layer of a stack; None if the array is not a stack.
+      number: the index of the operand or result.
+      layer: int32 scalar, the index of a layer; None if the array is not a stack.
       offset: int32, the elements' offsets in the array, or in its layer.
-      mask: mask of the elements that exist; None if all do.
-      width: the number of neighbouring lanes whose elements are always neighbours,
-        aligned to this number. Either all of these elements exist, or none.
-      tiles: tiles of a block, for an array with one element per block; None for others.
+      mask: mask of the elements that exist; None if all exist.
+      width: each group of this many neighbouring lanes accesses neighbouring elements,
+        aligned to their number. Either all elements of a group exist, or none.
+      tiles: number of tiles in a block if the array has one element per block, and None
+        otherwise.
     """
 
     number: int
@@ -53,13 +54,15 @@ class Memory:
     """The arrays of a program's leaf, and the functions that load and store them.
 
     Args:
-      leaf: int32 scalar, the leaf's number in the kernel.
-      operands, results: for each leaf, references to its flat arrays, which are
-        ``[layers, size]`` for stacks.
-      load_from, store_to: the launcher's functions. Their arguments are a reference, an
-        access, for ``store_to`` the value, and the number of the leaf.
-      mark: copies an array with instructions that contain a number, see
-        :meth:`_marked`; None if the launcher does not need it.
+      leaf: int32 scalar, the index of the leaf in the kernel.
+      operands, results: for each leaf, references to its flat arrays. Stacks have the
+        shape ``[layers, size]``.
+      load_from: function of the launcher that loads elements, called with a reference,
+        an access and the index of the leaf.
+      store_to: function of the launcher that stores elements, called with a reference,
+        an access, the value and the index of the leaf.
+      mark: function that copies an array with an instruction that contains an integer,
+        see :meth:`_marked`; None if the launcher does not need it.
     """
 
     leaf: jax.Array | np.int32
@@ -71,15 +74,15 @@ class Memory:
 
     @property
     def has_branches(self) -> bool:
-        """Whether loads and stores are in branches; their number should be small."""
+        """Whether loads and stores are in branches, of which there should be few."""
         return len(self.operands) > 1
 
     def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
         """Load elements of operands.
 
-        For blocks of two sizes, the values per block are loaded in branches of their
-        own. Triton cannot compile one conditional that returns both ("requires the same
-        encoding for all operands and results").
+        If there are blocks of two sizes, separate branches load the values per block of
+        each size. Triton cannot compile one conditional that returns both ("requires
+        the same encoding for all operands and results").
         """
         kinds, loaded = [access.tiles for access in accesses], {}
         is_marked = self.has_branches and self.mark is not None
@@ -114,11 +117,11 @@ class Memory:
         return by_branches(self.leaf, range(len(self.operands)), function, *args)
 
     def _marked(self, values: Sequence[jax.Array], number: int) -> tuple:
-        """The values of a branch, with one of them marked with its number.
+        """Return the values of a branch, with a mark on one of them.
 
-        Without the mark, LLVM would merge the loads of all branches into one, and
-        select each array's address from the addresses of all leaves: 12 instructions
-        per parameter for 12 leaves of AdamW.
+        The mark contains the index of the leaf. Without it, LLVM would merge the loads
+        of all branches into one, and select each array's address from the addresses of
+        all leaves, which takes 12 instructions per parameter for 12 leaves of AdamW.
         """
         mark = self.mark
         if mark is None or not self.has_branches:
@@ -131,19 +134,19 @@ class Memory:
 class Packed:
     """The words of a packed operand or result.
 
-    If the bit offsets of fields repeat after a few rows, the loop's body unrolls these
-    rows, and every offset is static. For other widths (offsets of odd ones repeat after
-    32 rows), unrolling the whole period would compile slowly and spill registers. The
-    fields of a chunk may then begin anywhere in a word. The chunk's words are shifted
-    as one number, so that offsets within the chunk are static again, and a word that a
-    chunk does not fill is carried to the next chunk.
+    If the bit offsets of fields repeat within a chunk, they are all static. For other
+    field widths, unrolling the whole period would compile slowly and spill registers
+    (the offsets of odd widths repeat after 32 rows). The fields of a chunk may then
+    begin anywhere in a word. The chunk's words are shifted as one large integer, so
+    offsets within the chunk are static again. If a chunk fills a word only partly, the
+    loop carries this word to the next chunk.
 
     Args:
-      number: the number of the operand or result.
-      layer: the layer of the stack; None if it is not a stack.
+      number: the index of the operand or result.
+      layer: the index of the layer; None if the array is not a stack.
       lanes: the program's lanes.
       bits: width of a field.
-      instructions: the launcher's; None if XLA runs the operations.
+      instructions: the launcher's instructions; None if XLA runs the operations.
     """
 
     number: int
@@ -157,25 +160,25 @@ class Packed:
         return self.lanes.tiling.chunk_rows * self.bits
 
     def _accesses(self, start: Scalar, count: int = 1) -> list[Access]:
-        """Accesses to ``count`` words, from word ``start`` of each lane."""
+        """Return accesses to ``count`` words of each lane, from word ``start``."""
         words = self.lanes.words(self.bits, start, count)
         width = self.lanes.tiling.word_width
         return [Access(self.number, self.layer, *word, width) for word in words]
 
     def _place(self, chunk: Scalar) -> tuple[Scalar, typing.Any]:
-        """The word in which a chunk's fields begin, and the bit in the word."""
+        """Return the word, and the bit in this word, where a chunk's fields begin."""
         start = chunk * np.int32(self._chunk_bits)
         return start >> np.int32(5), (start & np.int32(31)).astype(jnp.uint32)
 
     def loads(self, chunk: Scalar) -> list[Access]:
-        """Accesses to the words that contain the fields of a chunk."""
+        """Return accesses to the words that contain the fields of a chunk."""
         size = self._chunk_bits
         if is_unrolled(self.bits):
             count = size // 32
             return self._accesses(chunk * np.int32(count), count)
         first, _ = self._place(chunk)
-        # The array may end after the chunk's last word. This word is then read again,
-        # and its bits are beyond the chunk's fields.
+        # The array may end after the chunk's last word. The next access then reads this
+        # word again, but no field of the chunk uses the result.
         last = (chunk * np.int32(size) + np.int32(size - 1)) >> np.int32(5)
         chunks = period(self.bits)[0] // self.lanes.tiling.chunk_rows
         most = max((size * i % 32 + size + 31) // 32 for i in range(chunks))
@@ -185,7 +188,7 @@ class Packed:
         ]
 
     def aligned(self, chunk: Scalar, words: Sequence[jax.Array]) -> list[jax.Array]:
-        """The words of :meth:`loads`, shifted so that the chunk's fields come first."""
+        """Shift the words of :meth:`loads` so that the chunk's fields come first."""
         if is_unrolled(self.bits):
             return list(words)
         _, shift = self._place(chunk)
@@ -195,23 +198,23 @@ class Packed:
         return [x | y for x, y in zip(below, above, strict=False)] + below[-1:]
 
     def field(self, words: Sequence[jax.Array], row: int) -> jax.Array:
-        """The fields of a row of the chunk, from its :meth:`aligned` words."""
+        """Return the fields of one of the chunk's rows from :meth:`aligned` words."""
         return get_field(words, row, self.bits)
 
     def first_carry(self) -> jax.Array | None:
-        """The first carry of the loop over chunks: an empty word, or None."""
+        """Return the initial carry of the loop over chunks, an empty word or None."""
         if is_unrolled(self.bits):
             return None
         return self.carried(jnp.zeros(self.lanes.arrangement.shape, jnp.uint32))
 
     def carried(self, word: jax.Array | None) -> jax.Array | None:
-        """An open word in the layout in which a loop can carry it; None stays None."""
+        """Convert a partly filled word, or None, so that a loop can carry it."""
         return None if word is None else self.lanes.arrangement.carried(word)
 
     def stores(
         self, chunk: Scalar, fields: Sequence, carry: jax.Array | None
     ) -> tuple[Stores, jax.Array | None]:
-        """Stores of the words that a chunk fills, and the word that it leaves open."""
+        """Return stores of the words that a chunk fills, and any partly filled word."""
         if carry is not None:
             return self._full_words(chunk, fields, carry)
         words = put_fields(fields, self.bits)
@@ -246,14 +249,15 @@ class Packed:
     def _without_padding(
         self, chunk: Scalar, words: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """The chunk's words with zeros in fields below the last row, as in ``pack``."""
+        """Set fields below the last row to 0 in the chunk's words, as ``pack`` does."""
         chunk_rows = np.int32(self.lanes.tiling.chunk_rows)
         left = self.lanes.rows_left(chunk * chunk_rows)
         if left is None:
             return list(words)
         # Lanes that do not exist write no words, so their bits do not matter.
         bits = jnp.minimum(left, chunk_rows) * np.int32(self.bits)
-        # Assembly in Triton needs arrays; a count is a scalar if all lanes have it.
+        # Triton's inline assembly needs arrays, but a count that all lanes have in
+        # common is a scalar.
         of_lanes = self.instructions if bits.ndim else None
         lowest_bits = (of_lanes or xla).lowest_bits
         expand = self.lanes.arrangement.expand if bits.ndim else (lambda mask: mask)

@@ -1,18 +1,19 @@
-"""Peephole rules: shorter machine code for groups of operations in an update's body.
+"""Peephole rules, which shorten the code for groups of operations in an update's body.
 
-**Square roots, and quotients with them.** Triton needs four instructions for a float32
+**Square roots and quotients.** Triton needs four instructions for a float32
 square root and eight for a quotient, because both also work near the ends of float32's
 range. Three kinds of divisors are known to be far from these ends, and need no scaling:
 
-- The root of a normal number, which is between 2^-63 and 2^64.
-- The sum of such a root with a scalar or with another root.
-- At most a quarter of a maximum with a constant that is not small.
+- The square root of a normal number, which is between 2^-63 and 2^64.
+- The sum of such a root and a scalar or another root.
+- The product of a factor of at most 1/4 and ``maximum(x, c)``, if the constant ``c``
+  is not too small.
 
-Results are as precise as Triton's (2 units in the last place), but the root of a
-subnormal number is 0, and its reciprocal is infinite.
+Results are as precise as Triton's (2 units in the last place), except that the root of
+a subnormal number is 0, and its reciprocal is infinite.
 
-If no peephole rule applies to an operation, the launcher's rule for it does, if there
-is one (:class:`pallas_kernels.gpu.instructions.Instructions`).
+If no peephole rule applies to an operation, the launcher's rule is used, if it has one
+(:class:`pallas_kernels.gpu.instructions.Instructions`).
 """
 
 import functools
@@ -37,11 +38,11 @@ _SMALLEST = 2.0**-126  # float32's smallest normal number
 def with_peephole_rules(
     function: Callable, instructions: Instructions | None
 ) -> Callable:
-    """An elementwise function, with the rules of this module and of a launcher.
+    """Apply the rules of this module and of a launcher to an elementwise function.
 
     Args:
       function: maps trees of arrays to a tree of arrays.
-      instructions: the launcher's; None if XLA runs the operations.
+      instructions: the launcher's instructions; None if XLA runs the operations.
     """
     if instructions is None:
         return function
@@ -68,9 +69,9 @@ def with_instructions(
     method: typing.Literal["__call__", "statistics"],
     instructions: Instructions | None,
 ) -> Callable:
-    """A method of an update's body, with the rules of :func:`with_peephole_rules`.
+    """Return a method of an update's body, transformed by :func:`with_peephole_rules`.
 
-    It is jitted, so that JAX traces it once for all rows, and for all kernels with
+    The result is jitted, so JAX traces it once for all rows, and for all kernels with
     equal bodies.
     """
     function = getattr(body, method)
@@ -83,7 +84,7 @@ def with_instructions(
 
 
 class _Evaluation:
-    """The evaluation of a jaxpr; no division by ``are_divisors`` needs scaling."""
+    """Evaluates a jaxpr. Divisions by inputs in ``are_divisors`` need no scaling."""
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class _Evaluation:
         return x * self._approximate("rcp", y)
 
     def _sum(self, eqn, *_):
-        """Only records that a root's sum with a scalar, or a root, is a divisor too."""
+        """Record that a divisor plus a scalar or another divisor is a divisor."""
         divisors = [self.is_divisor(atom) for atom in eqn.invars]
         numbers = [not self._before_broadcast(x).aval.shape for x in eqn.invars]
         is_moderate = all(map(any, zip(divisors, numbers, strict=True)))
@@ -162,7 +163,7 @@ class _Evaluation:
             self._divisors.add(eqn.outvars[0])
 
     def _product(self, eqn, *_):
-        """Only records that a part of a maximum with a constant is a divisor too."""
+        """Record that a factor times a maximum with a constant is a divisor."""
         maximum, factor = self._call(eqn.invars[0]), self._constant(eqn.invars[1])
         if maximum is None or maximum.primitive is not p.max_p or factor is None:
             return
@@ -182,7 +183,7 @@ class _Evaluation:
         return None if isinstance(atom, core.Literal) else self._calls.get(atom)
 
     def _before_broadcast(self, atom) -> typing.Any:
-        """The operand of the broadcast that makes the atom, or the atom itself."""
+        """Return the operand if the atom is the result of a broadcast, or the atom."""
         eqn = self._call(atom)
         if eqn is not None and eqn.primitive is p.broadcast_in_dim_p:
             return eqn.invars[0]
@@ -207,6 +208,6 @@ _RULES: Mapping[operations.Operation | core.Primitive, Callable] = {
 
 
 def _is_single(eqn) -> bool:
-    """Whether an equation's inputs are float32 and its output is not a scalar."""
+    """Return whether all inputs are float32 and the output is not a scalar."""
     is_float32 = all(atom.aval.dtype == jnp.float32 for atom in eqn.invars)
     return bool(eqn.outvars[0].aval.shape) and is_float32

@@ -1,4 +1,4 @@
-"""Positions of blocks and elements in a leaf, computed from their numbers."""
+"""Positions of blocks and elements in a leaf, computed from their indices."""
 
 import typing
 from collections.abc import Callable
@@ -17,10 +17,10 @@ class Place(typing.NamedTuple):
     """Positions of blocks, as int32 arrays of blocks or of lanes, or as scalars.
 
     Args:
-      lead: the number of the matrix; None if all matrices count as one.
-      step: the number of the step down the matrix.
-      piece: the number of the piece in the row; None if there is one.
-      block: the number of the block in the piece.
+      lead: the index of the matrix; None if all matrices count as one.
+      step: the index of the step in the matrix.
+      piece: the index of the piece in the row; None if a row has one piece.
+      block: the index of the block in the piece.
     """
 
     lead: jax.Array | None
@@ -32,17 +32,17 @@ class Place(typing.NamedTuple):
 def place_of(
     tiling: BlockTiling, numbers: BlockNumbers, program: jax.Array, start: jax.Array
 ) -> Place:
-    """The positions of the blocks with the numbers ``start`` in a program."""
+    """Return the positions of the blocks with the indices ``start`` in a program."""
     at_once = tiling.blocks_at_once
     if numbers.all_blocks is None and tiling.blocks % at_once == 0:
-        # The program's blocks are in one row, so most of the numbers are scalars.
+        # The program's blocks are in one row, so most of the values are scalars.
         of_a_row = Divisor(np.int32(tiling.blocks // at_once))
         rest, part = of_a_row.divide(program)
         block = part * np.int32(at_once) + start
     else:
         number = program * np.int32(at_once) + start
         if numbers.all_blocks is not None:
-            # Blocks beyond the last get the position of the last, which can be read.
+            # Blocks beyond the last one get its position, which can be read.
             number = jnp.minimum(number, numbers.all_blocks - np.int32(1))
         rest, block = numbers.blocks.divide(number)
     piece = lead = None
@@ -54,11 +54,11 @@ def place_of(
 
 
 def z_order(number: jax.Array, row_first: bool) -> tuple[jax.Array, jax.Array]:
-    """Row and column of the parts of a block, which are in Z-order.
+    """Return the rows and columns of parts of a block, given their Z-order indices.
 
     The blocks of :mod:`pallas_kernels.layout` double alternately in columns and in
-    rows. The bits of a part's number, from the lowest, therefore belong alternately to
-    its column and to its row.
+    rows. Starting from the lowest, the bits of a part's index therefore belong
+    alternately to its column and to its row (first to the row if ``row_first``).
     """
     places = [jnp.zeros_like(number), jnp.zeros_like(number)]
     for bit in range((MAX_BLOCK_SIZE // TILE_SIZE).bit_length()):
@@ -77,14 +77,15 @@ def index_of(
     row: jax.Array,
     column: jax.Array,
 ) -> jax.Array:
-    """The elements' indices in the leaf, minus the index of the shard's first element.
+    """Return the elements' indices in the leaf, minus the shard's first index.
 
     Args:
       tiling: the tiling of the shard.
-      numbers: the numbers of its shape.
+      numbers: the shard's sizes and strides.
       spread: see :meth:`.arrangements.Arrangement.spread`.
       place: the positions of the elements' blocks.
-      row, column: the elements' rows in the matrix, and columns in the piece of a row.
+      row: the elements' rows in the matrix.
+      column: the elements' columns in the piece of a row.
     """
     row_axis, total = tiling.layout.row_axis, column.astype(jnp.uint32)
     total = spread(_scaled(row, numbers.row_index)) + total
@@ -105,7 +106,7 @@ def _scaled(number: jax.Array, stride: Scalar) -> jax.Array:
 
 
 def _counted(tiling: BlockTiling, axes: range, number: jax.Array) -> jax.Array:
-    """The index of a number that enumerates some axes of the shard."""
+    """Return the index in the leaf of position ``number`` in the shard's ``axes``."""
     total = jnp.zeros_like(number, jnp.uint32)
     for axis in reversed(axes):
         place = number
@@ -119,7 +120,7 @@ def _counted(tiling: BlockTiling, axes: range, number: jax.Array) -> jax.Array:
 def offsets_of_rows(
     first: jax.Array, start: Scalar, stride: Scalar, count: int, tiling: Tiling
 ) -> list[jax.Array]:
-    """Offsets of ``count`` rows from ``start``; ``first`` has the offsets of row 0."""
+    """Return the offsets of ``count`` rows. ``first`` has the offsets of row 0."""
     if isinstance(start, jax.Array):  # otherwise there is one chunk, which starts at 0
         first = first + start * stride
     first = _bounded(first, tiling)
@@ -127,11 +128,11 @@ def offsets_of_rows(
 
 
 def _bounded(offset: jax.Array, tiling: Tiling) -> jax.Array:
-    """The same offset, in a form that tells the compiler that it is below 2^30.
+    """Return ``offset`` with a hint to the compiler that it is below 2^30.
 
-    A constant that is added to it then cannot wrap around, and becomes part of load and
-    store instructions. The compiler knows that offsets are neighbours only if the
-    numbers in which they differ are added before this.
+    Adding a constant to such an offset cannot overflow, so the constant becomes part of
+    load and store instructions. The compiler recognizes offsets as neighbours only if
+    the terms in which they differ are already part of ``offset``.
     """
     if not tiling.is_below_2_30:
         return offset

@@ -1,7 +1,8 @@
-"""The code of a program: it finds its leaf, loads, runs the update's body, and stores.
+"""The code of a program.
 
-:mod:`.lanes` computes the offsets of the elements, and :mod:`.operands` selects the
-leaf's arrays. The body is elementwise. No code here depends on the launcher.
+A program finds its leaf, loads the operands, runs the update's elementwise body, and
+stores the results. :mod:`.lanes` computes the offsets of the elements, and
+:mod:`.operands` selects the leaf's arrays. No code here depends on the launcher.
 """
 
 import functools
@@ -54,12 +55,14 @@ def run_program(
 
     Args:
       kernel: the kernel.
-      program: int32 scalar, the program's number in the kernel.
+      program: int32 scalar, the index of the program in the kernel.
       refs: references to the kernel's arguments, and then to all results.
       arrangement: the arrangement of the program's lanes in arrays.
-      instructions: the launcher's; None if XLA runs the operations.
-      load, store, mark: see :class:`.operands.Memory`.
-      guard: a function that runs the update that it receives, or skips it.
+      instructions: the launcher's instructions; None if XLA runs the operations.
+      load: see ``load_from`` of :class:`.operands.Memory`.
+      store: see ``store_to`` of :class:`.operands.Memory`.
+      mark: see :class:`.operands.Memory`.
+      guard: function that receives the update as a function, and calls it or skips it.
     """
     shared, operands, results = kernel.named(refs)
     leaf, exists = np.int32(0), None
@@ -88,7 +91,7 @@ def run_program(
         _Program(kernel, lanes, memory, layer, scalars, instructions).update()
 
     if kernel.when is not None:
-        # Results overwrite operands, which keep their values if nothing is written.
+        # Results overwrite operands, so skipping the stores keeps the old values.
         proceeds = scalars[kernel.when] != np.uint32(0)
         exists = proceeds if exists is None else exists & proceeds
     if exists is None:
@@ -98,7 +101,7 @@ def run_program(
 
 
 class _Program:
-    """The update of a program's lanes; ``scalars`` are the body's."""
+    """Updates the lanes of one program. ``scalars`` are arguments of the body."""
 
     def __init__(
         self,
@@ -129,7 +132,7 @@ class _Program:
         return typing.cast(BlockLanes, self._lanes)
 
     def _array(self, number: int, like: Operand | Result, operand: int | None):
-        """How to access an operand, or a result that overwrites ``operand``."""
+        """Return the accessor of an operand, or of a result that replaces one."""
         layer = self._layer if operand in self._leaf.in_stacks else None
         if like.block_size is not None:
             places = self._block_lanes.blocks_of(like.block_size)
@@ -162,7 +165,7 @@ class _Program:
         lax.scan(step, (jnp.int32(0), carry), length=chunks)
 
     def _update_chunk(self, chunk: Scalar, carry: list) -> list:
-        """Update the chunk with this number, and return the words it leaves open."""
+        """Update the chunk with this index, and return its partly filled words."""
         rows, memory = self._lanes.rows(chunk), self._memory
         wanted = self._words_and_blocks(chunk)
         loaded = self._load(wanted | (self._plain(rows) if self._reads_at_once else {}))
@@ -184,7 +187,7 @@ class _Program:
                 else:
                     fields[x.number].append(value)
             if not memory.has_branches:
-                # Write the latest results first. In the other order, kernels with
+                # Write the last results first. In the original order, kernels with
                 # float16 weights need up to 29 more registers.
                 memory.store(stores[::-1])
                 stores = []
@@ -196,7 +199,7 @@ class _Program:
         return [open_word for _, open_word in full]
 
     def _words_and_blocks(self, chunk: Scalar) -> "_Accesses":
-        """Accesses to the chunk's packed operands and per-block operands."""
+        """Return accesses to the chunk's packed operands and per-block operands."""
         wanted = {}
         for number, x in enumerate(self._reads):
             if isinstance(x, Packed):
@@ -207,7 +210,7 @@ class _Program:
         return wanted
 
     def _plain(self, rows: Sequence[Row]) -> "_Accesses":
-        """Accesses to all other operands of these rows."""
+        """Return accesses to all other operands of these rows."""
         return {
             (number, row.number): x.access(row)
             for row in rows
@@ -220,7 +223,7 @@ class _Program:
         return dict(zip(wanted, values, strict=True))
 
     def _values(self, row: Row, loaded) -> list[jax.Array]:
-        """A row's elements for each operand that is not per block."""
+        """Return a row's elements for each operand that is not per block."""
         return [
             x.field(loaded[number, 0], row.number)
             if isinstance(x, Packed)
@@ -235,8 +238,8 @@ class _Program:
         """Compute the maxima over blocks.
 
         Returns:
-          ``(run, stores)``: the body as a function of a row, with what it needs of the
-          row's blocks, and the stores of the per-block results.
+          ``(run, stores)``: the body as a function of a row, with the values of the
+          row's blocks already passed, and the stores of the per-block results.
         """
         body = typing.cast(BlockBody, self._body)
         expand = self._block_lanes.arrangement.expand
@@ -262,7 +265,7 @@ class _Program:
         given: Sequence[tuple],
         sizes: Sequence[int],
     ) -> list:
-        """The next maxima over blocks, whose sizes are the first of ``sizes``."""
+        """Return the next maxima over blocks, whose sizes come first in ``sizes``."""
         body, lanes = typing.cast(BlockBody, self._body), self._block_lanes
         statistics = with_instructions(body, "statistics", self._instructions)
         left = lanes.rows_left(chunk * np.int32(lanes.tiling.chunk_rows))
@@ -287,13 +290,14 @@ class _Program:
 
 
 _Accesses = dict[tuple[int, int], Access]
-"""Accesses for loads, by the number of the operand, and of the row or word."""
+"""Accesses for loads, keyed by the indices of the operand and of its row or word."""
 
 
 class _Plain(typing.NamedTuple):
     """An operand or result with one element for each element of the leaf.
 
-    If programs write it (``is_written``), no program reads elements of another.
+    If ``is_written``, programs write the array, so they do not read each other's
+    elements.
     """
 
     number: int
@@ -302,20 +306,20 @@ class _Plain(typing.NamedTuple):
     is_written: bool
 
     def access(self, row: Row) -> Access:
-        """The elements of a row of lanes."""
+        """Return the access to the elements of a row of lanes."""
         mask = row.exists if self.is_written else row.readable
         return Access(self.number, self.layer, row.offset, mask, self.width)
 
 
 class _Repeated(typing.NamedTuple):
-    """An operand with a single element along some axes of the leaf, ``repeated``."""
+    """An operand with a single element along the axes ``repeated`` of the leaf."""
 
     number: int
     tiling: Tiling
     repeated: tuple[int, ...]
 
     def access(self, row: Row) -> Access:
-        """The elements that a row of lanes reads."""
+        """Return the access to the elements that a row of lanes reads."""
         rest, place, stride = row.offset.astype(jnp.uint32), jnp.int32(0), 1
         axes = enumerate(self.tiling.shape)
         runs = itertools.groupby(axes, lambda axis: axis[0] in self.repeated)
@@ -340,7 +344,7 @@ class _PerBlock(typing.NamedTuple):
     places: BlockPlaces
 
     def access(self, chunk: Scalar) -> Access:
-        """The blocks in a chunk of rows."""
+        """Return the access to the values of the blocks in a chunk of rows."""
         tiles = self.places.block_size // TILE_SIZE
         place = self.places.of_chunk(chunk)
         return Access(self.number, self.layer, *place, tiles=tiles)

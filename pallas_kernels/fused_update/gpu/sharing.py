@@ -1,7 +1,7 @@
 """The choice of the leaves that share a kernel.
 
-Leaves can share a kernel whose text does not depend on their shapes. It reads the
-numbers in which the shapes differ from a table (:mod:`.numbers`).
+Leaves with different shapes can share a kernel that reads their sizes and strides from
+a table (:mod:`.numbers`). The text of the kernel then does not depend on the shapes.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ from pallas_kernels.fused_update.gpu.numbers import Table
 from pallas_kernels.fused_update.gpu.tiling import FlatTiling, ProgramSize, Tiling
 from pallas_kernels.fused_update.spec import Leaf, Shard
 
-# Loads and stores of a kernel. More of them take disproportionately long to compile: a
-# Triton kernel with 240 takes 4 seconds, and one with 480 takes 10. The limit is lower
-# for large leaves, because a launch is a small part of their time.
+# The maximum number of loads and stores in a kernel. Compile time grows faster than
+# their number: a Triton kernel with 240 takes 4 seconds, and one with 480 takes 10. The
+# limit is lower for large leaves, because a launch is a small part of their time.
 _MAX_ACCESSES, _MAX_ACCESSES_OF_LARGE = 250, 170
 _LARGE = 2**17
 _LEAST_LEAVES = 3
@@ -26,7 +26,7 @@ class Sharing(ProgramSize):
     """The sizes of a launcher's programs, and the leaves that share its kernels."""
 
     def common_tilings(self, shards: Sequence[Shard]) -> list[Tiling]:
-        """The tilings of leaves that share a kernel; only their numbers differ."""
+        """Return the tilings with which leaves can share one kernel."""
         tilings = [self.tiling(shard) for shard in shards]
         if len(shards) == 1 or not tilings[0].is_small:
             return tilings
@@ -39,7 +39,7 @@ class Sharing(ProgramSize):
         return [dataclasses.replace(tiling, program=small) for tiling in tilings]
 
     def max_leaves(self, leaves: Sequence[Leaf]) -> int:
-        """The maximum number of these leaves for one kernel."""
+        """Return the maximum number of these leaves that one kernel should update."""
         shards = [Shard(leaf, leaf.shape) for leaf in leaves]
         rows = max(x.chunk_rows for x in self.common_tilings(shards))
         accesses = 0
@@ -55,12 +55,12 @@ class Sharing(ProgramSize):
         return max(1, max(_LEAST_LEAVES, most // accesses) // cost)
 
     def programs(self, leaves: Sequence[Leaf]) -> int:
-        """The number of programs in a kernel for these leaves."""
+        """Return the number of programs in a kernel for these leaves."""
         shards = [Shard(leaf, leaf.shape) for leaf in leaves]
         return sum(tiling.programs for tiling in self.common_tilings(shards))
 
     def groups(self, shards: Sequence[Shard]) -> list[list[int]]:
-        """The numbers of the leaves, or shards of leaves, that share each kernel.
+        """Return a list per kernel with the indices of the shards that share it.
 
         All leaves must have the same kinds of operands and results.
         """
@@ -73,7 +73,7 @@ class Sharing(ProgramSize):
 
 
 def kind_of(tiling: Tiling) -> typing.Hashable:
-    """A key that is equal for tilings of leaves that can share a kernel."""
+    """Return a key that is equal for tilings of leaves that can share a kernel."""
     if isinstance(tiling, FlatTiling):
         if tiling.is_small:
             return "small"
@@ -89,5 +89,5 @@ def kind_of(tiling: Tiling) -> typing.Hashable:
 
 
 def kind_of_leaf(leaf: Leaf) -> typing.Hashable:
-    """The key of a whole leaf, for programs of any size."""
+    """Return the key of an unsharded leaf; it does not depend on program sizes."""
     return kind_of(ProgramSize(1, 1, 1, 1).tiling(Shard(leaf, leaf.shape)))

@@ -1,4 +1,4 @@
-"""How leaves are divided into programs, lanes and rows (defined in :mod:`.kernel`)."""
+"""The division of leaves into programs, lanes and rows, defined in :mod:`.kernel`."""
 
 import dataclasses
 import functools
@@ -31,13 +31,14 @@ class ProgramSize:
     """The size of a launcher's programs.
 
     Args:
-      flat_width, flat_rows: lanes and rows in flat tilings.
-      small_width: lanes in flat tilings of small leaves that share a kernel; these have
-        one row.
-      lanes: groups of 4 lanes in tilings by blocks; each group is one tile wide.
-      cost_of_two: compile time of a load or store for blocks of two sizes, relative to
-        blocks of one size.
-      aligned: the largest alignment of a flat leaf, in elements.
+      flat_width, flat_rows: number of lanes and of rows in flat tilings.
+      small_width: number of lanes in flat tilings of small leaves that share a kernel;
+        these tilings have one row.
+      lanes: number of groups of 4 lanes in tilings by blocks. A group is as wide as a
+        tile.
+      cost_of_two: compile time of a load or store if a leaf has blocks of two sizes,
+        relative to a leaf with blocks of one size.
+      aligned: the largest alignment to use in flat tilings, in elements.
     """
 
     flat_width: int
@@ -48,7 +49,7 @@ class ProgramSize:
     aligned: int = TILE_COLUMNS
 
     def tiling(self, shard: Shard) -> "Tiling":
-        """The tiling of a leaf's shard."""
+        """Return the tiling of a shard."""
         leaf, shape = shard.leaf, shard.shape
         if not leaf.has_words_or_blocks and shape[1:] == leaf.shape[1:]:
             return FlatTiling(self, shape)
@@ -57,7 +58,7 @@ class ProgramSize:
 
 @dataclasses.dataclass(frozen=True)
 class FlatTiling:
-    """The tiling of a leaf, or of a shard contiguous in it, without words and blocks.
+    """The tiling of a contiguous leaf or shard without packed fields and blocks.
 
     Args:
       program: the size of programs.
@@ -72,25 +73,25 @@ class FlatTiling:
 
     @property
     def size(self) -> int:
-        """Elements of the array."""
+        """The number of elements in the array."""
         return math.prod(self.shape)
 
     @property
     def width(self) -> int:
-        """The number of neighbouring lanes with neighbouring elements, aligned to it.
+        """The size of aligned groups of lanes whose elements are neighbours.
 
-        Either all of these lanes exist, or none.
+        Either all lanes of a group exist, or none.
         """
         return math.gcd(self.program.aligned, self.size)
 
     @property
     def row_stride(self) -> int:
-        """Elements from one row to the next."""
+        """The distance between consecutive rows, in elements."""
         return self.program.flat_width
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of a program, which are one chunk."""
+        """The number of rows in a program, which has one chunk."""
         return self.program.flat_rows
 
     @property
@@ -99,7 +100,7 @@ class FlatTiling:
 
     @property
     def programs(self) -> int:
-        """Programs of the leaf."""
+        """The number of programs for the leaf."""
         return math.ceil(self.size / self.program_size)
 
     @property
@@ -113,7 +114,7 @@ class FlatTiling:
         return self.size <= 2**30
 
     def numbers(self, are_equal: bool) -> FlatNumbers:
-        """The numbers of the shape that lanes need.
+        """Return the sizes and strides that lanes need.
 
         Args:
           are_equal: whether all leaves of the kernel have this tiling.
@@ -128,16 +129,16 @@ class BlockTiling:
     """The tiling of a leaf with words or blocks, or of a shard that is not contiguous.
 
     The axes before the rows enumerate *matrices*. Each matrix is divided into *steps*
-    of :attr:`step_rows` rows, and its rows into *pieces*, which consist of the largest
-    blocks (tiles if nothing is per block). A program has :attr:`blocks_at_once` of
-    these blocks.
+    of :attr:`step_rows` rows. Each row is divided into *pieces*, which consist of the
+    largest blocks, or of tiles if there are no blocks. A program updates
+    :attr:`blocks_at_once` of these blocks.
 
     Args:
       program: the size of programs.
       shape: shape of the array on this device.
       leaf_shape: shape of the whole leaf.
-      packed: widths of the packed fields, empty if nothing is packed.
-      block_sizes: sizes of the blocks for which arrays have one element each.
+      packed: widths of the packed fields; empty if no array is packed.
+      block_sizes: the block sizes of the arrays with one element per block.
     """
 
     program: ProgramSize
@@ -160,26 +161,26 @@ class BlockTiling:
 
     @property
     def rows(self) -> int:
-        """Rows of one matrix."""
+        """The number of rows in a matrix."""
         length = self.shape[self.layout.row_axis]
         return math.ceil(length / FOLD) if self.layout.is_folded else length
 
     @functools.cached_property
     def row_stride(self) -> int:
-        """Elements from one row to the next."""
+        """The distance between consecutive rows, in elements."""
         if self.layout.is_folded:
             return FOLD
         return math.prod(self.shape[self.layout.row_axis + 1 :])
 
     def index_stride(self, axis: int) -> int:
-        """The row-major stride of an axis in the leaf, modulo 2^32."""
+        """Return the row-major stride of an axis in the leaf, modulo 2^32."""
         return math.prod(self.leaf_shape[axis + 1 :]) % 2**32
 
     @functools.cached_property
     def pieces(self) -> tuple[int, int]:
-        """``(count, columns)``: the pieces of a row, and the columns of a piece.
+        """``(count, columns)``: the numbers of pieces in a row and columns in a piece.
 
-        Rows are one piece if no tile or block crosses the end of the leaf's last axis.
+        A row is one piece if no tile or block crosses the end of the leaf's last axis.
         """
         if self.layout.is_folded:
             return 1, FOLD
@@ -192,33 +193,33 @@ class BlockTiling:
 
     @property
     def block_size(self) -> int:
-        """Elements of the largest blocks, or of a tile if there are none."""
+        """The size of the largest blocks, or of a tile if there are no blocks."""
         return max(self.block_sizes, default=TILE_SIZE)
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """Rows and columns of the largest blocks."""
+        """The number of rows and columns in a largest block."""
         return block_shape(self.block_size)
 
     @property
     def tiles(self) -> int:
-        """Tiles in one of the largest blocks."""
+        """The number of tiles in a largest block."""
         return self.block_size // TILE_SIZE
 
     @property
     def blocks(self) -> int:
-        """Largest blocks in one piece of a row."""
+        """The number of largest blocks in a piece of a row."""
         return self.blocks_of(self.block_size)
 
     def blocks_of(self, block_size: int) -> int:
-        """Blocks of this size in one piece of a row."""
+        """Return the number of blocks of this size in a piece of a row."""
         return math.ceil(self.pieces[1] / block_shape(block_size)[1])
 
     @functools.cached_property
     def width(self) -> int:
-        """The number of neighbouring lanes with neighbouring elements, aligned to it.
+        """The size of aligned groups of lanes whose elements are neighbours.
 
-        Either all of these lanes exist, or none.
+        Either all lanes of a group exist, or none.
         """
         if self.layout.is_folded and self.shape[-1] % TILE_COLUMNS:
             return 1
@@ -226,76 +227,77 @@ class BlockTiling:
 
     @property
     def word_width(self) -> int:
-        """The same number for words; see :attr:`width`."""
+        """Like :attr:`width`, for the words of packed fields."""
         lengths = self.row_stride, self.pieces[1]
         return 1 if any(length % TILE_COLUMNS for length in lengths) else TILE_COLUMNS
 
     @property
     def blocks_at_once(self) -> int:
-        """Largest blocks in one program."""
+        """The number of largest blocks in a program."""
         return self.program.lanes // self.tiles
 
     @property
     def programs(self) -> int:
-        """Programs of the leaf."""
+        """The number of programs for the leaf."""
         return math.ceil(self.all_blocks / self.blocks_at_once)
 
     @property
     def all_blocks(self) -> int:
-        """Largest blocks in all pieces, steps and matrices."""
+        """The number of largest blocks in all pieces, steps and matrices."""
         return self.lead * self.steps * self.pieces[0] * self.blocks
 
     @functools.cached_property
     def lane_rows(self) -> int:
-        """Rows of a lane."""
+        """The number of rows that a lane processes."""
         return math.lcm(TILE_ROWS, *(period(bits)[0] for bits in self.packed))
 
     @property
     def chunks(self) -> int:
-        """The chunks of a lane's rows; if there are several, a loop updates them.
+        """The number of chunks in a lane; see :class:`.operands.Packed`.
 
-        See :class:`.operands.Packed`. Leaves with several chunks do not share kernels,
-        because each iteration of the loop would branch.
+        If there are several, a loop updates them. Leaves with several chunks do not
+        share kernels, because each iteration of the loop would branch.
         """
         return self.lane_rows // self.chunk_rows
 
     @property
     def step_rows(self) -> int:
-        """Rows of a step: the rows of a lane, or of a largest block if it is higher."""
+        """The number of rows in a lane or a largest block, whichever has more rows."""
         return max(self.lane_rows, self.block_shape[0])
 
     @property
     def steps(self) -> int:
-        """The number of steps in one matrix; the last may have fewer rows."""
+        """The number of steps in a matrix. The last step may have fewer rows."""
         return math.ceil(self.rows / self.step_rows)
 
     def word_rows(self, bits: int) -> int:
-        """Rows of words in one matrix."""
+        """Return the number of rows of words in a matrix."""
         return self._share(word_rows(self.layout.rows, bits))
 
     def block_rows(self, block_size: int) -> int:
-        """Rows of blocks in one matrix."""
+        """Return the number of rows of blocks in a matrix."""
         return self._share(math.ceil(self.layout.rows / block_shape(block_size)[0]))
 
     def _share(self, rows: int) -> int:
-        """The shard's share of the leaf's rows of words or blocks."""
+        """Return the shard's share of the leaf's rows of words or blocks."""
         axis = self.layout.row_axis
         return rows * self.shape[axis] // self.leaf_shape[axis]
 
     @functools.cached_property
     def is_whole(self) -> bool:
-        """Whether indices differ from offsets in plain arrays only by a constant.
+        """Whether indices and offsets in plain arrays differ only by a constant.
 
-        False for several chunks: a loop needs fewer registers if it counts both.
+        It is False for several chunks, because a loop that increments both the index
+        and the offset needs fewer registers.
         """
         return self.chunks == 1 and self.shape[1:] == self.leaf_shape[1:]
 
     @functools.cached_property
     def is_one_matrix(self) -> bool:
-        """Whether its matrices, one below the other, count as one matrix."""
+        """Whether all matrices are treated as one matrix, one below the other."""
         if self.cuts_rows or self.chunks > 1:
-            # The remainder of a division by the number of steps has bounds, with which
-            # masks and loops need fewer registers.
+            # Dividing by the number of steps gives a bounded remainder. The bounds let
+            # masks and loops use fewer registers.
             return False
         if self.lead == 1:
             return True
@@ -313,17 +315,17 @@ class BlockTiling:
         return self.rows % self.step_rows > 0
 
     def cuts_words(self, bits: int) -> bool:
-        """Whether the last step lacks rows of words."""
+        """Return whether the last step lacks rows of words."""
         rows = self.steps * self.step_rows
         return rows * bits != self.word_rows(bits) * WORD
 
     def cuts_block_rows(self, block_size: int) -> bool:
-        """Whether the last step lacks rows of blocks."""
+        """Return whether the last step lacks rows of blocks."""
         rows = self.steps * self.step_rows
         return rows != self.block_rows(block_size) * block_shape(block_size)[0]
 
     def cuts_blocks(self, block_size: int) -> bool:
-        """Whether the last of the largest blocks in a row lacks blocks of this size."""
+        """Return whether a row's last largest block lacks blocks of this size."""
         wide = self.blocks * self.block_shape[1]
         return self.blocks_of(block_size) * block_shape(block_size)[1] != wide
 
@@ -346,7 +348,7 @@ class BlockTiling:
         return all(self.shape[axis] == self.leaf_shape[axis] for axis in within)
 
     def numbers(self, are_equal: bool) -> BlockNumbers:
-        """The numbers of the shape that lanes need.
+        """Return the sizes and strides that lanes need.
 
         Args:
           are_equal: whether all leaves of the kernel have this tiling.

@@ -25,11 +25,11 @@ _SIZE = Sharing(
     flat_rows=4,
     # Many small leaves are vectors of a few hundred elements.
     small_width=1024,
-    # Four lanes for each thread of two warps. Larger programs would fill the registers
-    # of a multiprocessor less well, and small leaves would have too few programs.
+    # Four lanes for each thread of two warps. Larger programs would leave more of a
+    # multiprocessor's registers unused, and small leaves would have too few programs.
     lanes=64,
-    # Blocks of two sizes are loaded in separate branches: LPMM's Adam takes 3 seconds
-    # to compile for one leaf, 6 for 3 and 14 for 6.
+    # Blocks of two sizes need separate branches for their loads. LPMM's Adam takes 3
+    # seconds to compile for one leaf, 6 seconds for 3 leaves and 14 seconds for 6.
     cost_of_two=2,
 )
 _FLAT_WARPS, _WARPS = 4, 2
@@ -40,22 +40,23 @@ max_leaves, groups, programs = _SIZE.max_leaves, _SIZE.groups, _SIZE.programs
 
 
 def update(call: Call) -> list[jax.Array]:
-    """Run a call's kernel and return its results, leaf after leaf."""
+    """Run the kernel of a call, and return the results of one leaf after the other."""
     kernel, written, args = prepare(_SIZE, call)
     return shaped(_call(kernel, written)(*args), call.shards)
 
 
 @functools.lru_cache(maxsize=1024)
 def _call(kernel: Kernel, written: tuple[jax.ShapeDtypeStruct, ...]):
-    """The kernel as a function of its arrays.
+    """Return the kernel as a function of its arrays.
 
     The cache returns the same function for equal leaves, and when JAX's transformations
-    trace a leaf again, so that JAX traces the kernel only once.
+    trace a leaf again, so JAX traces the kernel only once.
     """
     specs: dict[str, typing.Any] = {}
     if kernel.numbers is not None and not kernel.interpret:
-        # JAX 0.12 cuts a block off at the end of its array, which would put the array's
-        # size into the kernel's text. Offsets may go beyond a block of one element.
+        # JAX 0.12 truncates a block at the end of its array, so the kernel's text would
+        # depend on the array's size. A block of one element avoids this, and offsets
+        # may go beyond it.
         block = pl.BlockSpec((1,), lambda _: (0,))
         specs = {
             "in_specs": [block] * kernel.arguments,

@@ -1,4 +1,4 @@
-"""How a Triton program arranges its lanes in arrays, and loads and stores them.
+"""The arrangement of lanes in arrays for Triton, with loads and stores.
 
 Loads and stores use offsets and masks. With a BlockSpec, Pallas's Triton backend would
 not mask them, and would write beyond the end of an array.
@@ -19,19 +19,19 @@ from pallas_kernels.layout import TILE_COLUMNS
 class Arrays:
     """The arrangement of a program's lanes; see :class:`.arrangements.Arrangement`.
 
-    Arrays of blocks have the shape ``[blocks]``, and arrays of parts ``[blocks,
-    parts]`` if a block has several parts.
+    Arrays of blocks have the shape ``[blocks]``. Arrays of parts have the shape
+    ``[blocks, parts]`` if a block has several parts.
 
     Args:
-      shape: ``[lanes]`` in a flat tiling, and otherwise ``[groups, 4]``, or ``[blocks,
-        tiles, 4]`` if blocks have several tiles.
+      shape: ``[lanes]`` in a flat tiling, ``[blocks, tiles, 4]`` if blocks have several
+        tiles, and ``[groups, 4]`` otherwise.
     """
 
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, tiling: Tiling) -> "Arrays":
-        """The arrangement for a tiling."""
+        """Return the arrangement for a tiling."""
         if isinstance(tiling, FlatTiling):
             return cls((tiling.row_stride,))
         if tiling.tiles == 1:
@@ -90,18 +90,18 @@ def load(ref, access, _) -> jax.Array:
 
 
 def store(interpret: bool, ref, access, value: jax.Array, _) -> None:
-    """Store elements of an array; with ``interpret``, XLA runs the operations."""
+    """Store elements of an array. If ``interpret``, XLA runs the operations."""
     if interpret:
         access, value = _existing(access, value)
     triton.store(_place(ref, access), value, mask=access.mask)
 
 
 def _existing(access, value: jax.Array):
-    """The same store; elements that do not exist are replaced with one that does.
+    """Return an equivalent store that repeats an existing element for all missing ones.
 
-    Where the mask is off, an interpreted store writes the value that it has read. This
-    would undo other writes to the same place, because elements beyond the end of a row
-    have offsets in the next row.
+    Where the mask is False, an interpreted store writes back the value that it has
+    read. Elements beyond the end of a row have offsets in the next row, so this would
+    undo other writes to that row.
     """
     if access.mask is None:
         return access, value

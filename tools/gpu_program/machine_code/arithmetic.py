@@ -10,7 +10,7 @@ import numpy as np
 from tools.gpu_program.machine_code.listing import Instruction
 
 State = dict[str, int]
-"""The known values of registers and predicates, by name. A predicate is a bool."""
+"""The known values of registers and predicates by name. Predicates are bools."""
 
 Words = Sequence[int | None]
 """The words of an instruction's source operands; None if a word is unknown."""
@@ -23,14 +23,14 @@ Unknown results at the end may be missing.
 
 
 def predicate(token: str, state: State) -> bool | None:
-    """The value of a predicate or its negation, such as ``!P0``; None if unknown."""
+    """Return the value of a predicate such as ``P0`` or ``!P0``, or None if unknown."""
     name = token.lstrip("!")
     value = True if name in ("PT", "UPT") else state.get(name)
     return None if value is None else bool(value) != token.startswith("!")
 
 
 def _word(token: str, state: State) -> int | None:
-    """The 32 bits of an operand; None if unknown."""
+    """Return the 32 bits of an operand, or None if they are unknown."""
     if re.fullmatch(r"[UC]?S?RZ", token):
         return 0
     if re.fullmatch(r"-?(0x[0-9a-f]+|\d+)", token):
@@ -45,7 +45,7 @@ def _signed(word: int) -> int:
 
 
 def execute(i: Instruction, state: State) -> dict[str, int | None]:
-    """The values that an instruction writes, by the names of its results."""
+    """Return the values that an instruction writes, keyed by register or predicate."""
     base = i.base[1:] if i.base.startswith("U") else i.base
     model = _MODELS.get(base)
     if model is None:
@@ -63,7 +63,7 @@ def _zero_pair(i: Instruction, words: Words, state: State) -> Results:
 
 
 def _half_constants(i: Instruction, words: Words, state: State) -> Results:
-    """``HFMA2 R0, -RZ, RZ, high, low``: ptxas often writes a constant this way."""
+    """Execute ``HFMA2 R0, -RZ, RZ, high, low``, which ptxas uses to load constants."""
     if i.sources[:2] != ["-RZ", "RZ"] or "BF16_V2" in i.modifiers:
         return []
     try:
@@ -74,7 +74,7 @@ def _half_constants(i: Instruction, words: Words, state: State) -> Results:
 
 
 def _add(i: Instruction, words: Words, state: State) -> Results:
-    """IADD3, whose predicates are carries: results carry out, sources carry in."""
+    """Execute IADD3, whose predicates are carries (carry-out in the results)."""
     carries = [predicate(s, state) for s in i.sources if _is_predicate(s)]
     terms = [w for s, w in zip(i.sources, words, strict=True) if not _is_predicate(s)]
     if not _all_known(terms) or not _all_known(carries):
@@ -117,7 +117,7 @@ def _shift(i: Instruction, words: Words, state: State) -> Results:
 
 
 def _logic(i: Instruction, words: Words, state: State) -> Results:
-    """LOP3: a truth table of three words, and whether any bit of the result is set."""
+    """Execute LOP3, which also returns whether any bit of the result is set."""
     *words, table = words[:4]
     if table is None:
         return []
@@ -155,7 +155,7 @@ def _select(i: Instruction, words: Words, state: State) -> Results:
 
 
 def _compare(i: Instruction, words: Words, state: State) -> Results:
-    """ISETP. ``.EX`` compares the high words, given the comparison of the low words."""
+    """Execute ISETP. ``.EX`` compares high words, given a comparison of low words."""
     compare = next((m for m in i.modifiers if m in _COMPARISONS), None)
     join = next((m for m in i.modifiers if m in _JOINS), None)
     a, b, *_ = words

@@ -28,7 +28,7 @@ class Program:
 
 
 def missing_tools() -> str | None:
-    """The reason why these functions cannot run, or None."""
+    """Return the reason why these functions cannot run, or None."""
     missing = [tool for tool in ("ptxas", "nvdisasm") if _find(tool) is None]
     if not missing:
         return None
@@ -61,7 +61,7 @@ def kernels_of_ptx(
 
     Args:
       source: the PTX.
-      launches: the launches of the kernels by name, if they are known.
+      launches: the launches of each kernel by name, if they are known.
     """
     architecture = re.findall(r"^\s*\.target (\w+)", source, re.M)[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +95,7 @@ def kernels_of_ptx(
 
 
 def launches_of(thunks: str) -> dict[int, tuple[str, Launch]]:
-    """The name and the launch of each kernel, by its number in XLA's thunk sequence."""
+    """Return ``(name, launch)`` of each kernel, keyed by its index among the thunks."""
     form = (
         r"^\s*(\d+): .*?(\S+) grid: \[(.*?)\] threads: \[(.*?)\]"
         r"\s+shared_memory: (\d+) bytes"
@@ -119,7 +119,7 @@ def _find(tool: str) -> pathlib.Path | None:
 
 
 def _release(tool: pathlib.Path) -> tuple[int, ...]:
-    """The CUDA release to which a tool belongs."""
+    """Return the CUDA release to which a tool belongs."""
     text = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout
     (version,) = re.findall(r"release ([\d.]+)", text)
     return tuple(map(int, version.split(".")))

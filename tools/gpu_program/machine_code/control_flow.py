@@ -21,12 +21,12 @@ class ControlFlow:
     Attributes:
       first: the first block of the kernel.
       blocks: the instructions of each block.
-      successors: the blocks that can follow each block. The target of a branch is the
-        first of them.
-      callees: the first block of each called function, by the calling block.
+      successors: the blocks that can follow each block. The target of a branch comes
+        first.
+      callees: the first block of each called function, keyed by the calling block.
       order: the position of each reachable block. A block is before its successors,
         except for edges that close a loop.
-      loops: the blocks of each loop, by the first block of the loop.
+      loops: the blocks of each loop, keyed by the first block of the loop.
       computing_branches: the instructions of each block that compute predicates of
         branches, directly or indirectly.
     """
@@ -45,7 +45,7 @@ class ControlFlow:
         self.computing_branches = self._computing_branches()
 
     def reachable(self, start: int) -> frozenset[int]:
-        """The blocks that threads can reach from a block."""
+        """Return the blocks that threads can reach from a block."""
         seen, stack = set(), [start]
         while stack:
             if (node := stack.pop()) not in seen:
@@ -83,7 +83,7 @@ class ControlFlow:
                 self.successors[start] = after
 
     def _depth_first(self, roots: list[int]) -> list[int]:
-        """The blocks in reverse postorder of a depth-first search."""
+        """Return the blocks in reverse postorder of a depth-first search."""
         left, seen = [], set()
         for root in roots:
             stack = [(root, iter(self.successors[root]))] if root not in seen else []
@@ -99,7 +99,7 @@ class ControlFlow:
         return left[::-1]
 
     def _natural_loops(self, roots: list[int]) -> dict[int, set[int]]:
-        """The loops whose first block is on every path to the edge that closes them."""
+        """Return the loops whose header dominates the edge that closes them."""
         before = collections.defaultdict(list)
         for node in reversed(self.order):
             for n in self.successors[node]:
@@ -120,7 +120,7 @@ class ControlFlow:
         return loops
 
     def _dominators(self, roots: list[int], before) -> dict[int, set[int]]:
-        """For each block, the blocks that are on every path to it."""
+        """Return a dict from each block to the blocks that are on every path to it."""
         dominators = {node: set(self.order) for node in self.order}
         dominators |= {root: {root} for root in roots}
         changed = True

@@ -16,11 +16,11 @@ class Access:
     """An instruction that reads or writes global memory.
 
     Args:
-      bits: its width.
-      store: whether it writes.
-      masked: whether it has a predicate, or some threads may not reach it.
-      executed: how often one thread executes it. A loop with an unknown trip count
-        counts once.
+      bits: the width of the access.
+      store: whether the instruction writes.
+      masked: whether the instruction has a predicate, or some threads may not reach it.
+      executed: how often one thread executes the instruction. A loop with an unknown
+        trip count counts once.
     """
 
     bits: int
@@ -37,8 +37,8 @@ class Kernel:
       name: the name of the kernel.
       registers: the number of registers.
       stack: the size of the stack frame.
-      spill_stores: the size of the registers that are spilled.
-      spill_loads: the size of the spilled registers that are loaded.
+      spill_stores: the size of all stores that spill registers.
+      spill_loads: the size of all loads of spilled registers.
       static_shared: the shared memory that the code declares. A launch may add more in
         ``Launch.shared``, as launches of Triton's kernels do.
       launches: the launches of the kernel.
@@ -61,7 +61,7 @@ class Kernel:
     blocks: tuple["Block", ...] = dataclasses.field(repr=False)
 
     def executed(self, conditional: bool = True) -> float:
-        """The number of instructions that a thread executes.
+        """Return the number of instructions that a thread executes.
 
         Args:
           conditional: whether to count both sides of every branch on data, which gives
@@ -74,7 +74,7 @@ class Kernel:
         return sum(self.opcodes(conditional).values())
 
     def opcodes(self, conditional: bool = True) -> Mapping[str, float]:
-        """:meth:`executed` by opcode, such as ``LDG.E.64`` or ``MUFU.RCP``."""
+        """Return :meth:`executed` per opcode, such as ``LDG.E.64`` or ``MUFU.RCP``."""
         if self.lost_loops:
             lost = ", ".join(map(hex, self.lost_loops))
             raise UnknownTrips(
@@ -89,7 +89,7 @@ class Kernel:
 
     @property
     def global_stores(self) -> collections.Counter:
-        """The number of store instructions, by their width in bits."""
+        """The number of store instructions, keyed by width in bits."""
         return collections.Counter(x.bits for x in self.accesses if x.store)
 
     @property
@@ -103,11 +103,12 @@ class Block:
     """A basic block.
 
     Args:
-      opcodes: the opcodes of its instructions.
-      visits: how often a thread reaches it. A loop with an unknown trip count counts
-        once.
-      conditional: whether it is on one side of a branch on data.
-      masked: whether it is conditional, or some threads may leave the kernel before it.
+      opcodes: the opcodes of the block's instructions.
+      visits: how often a thread reaches the block. A loop with an unknown trip count
+        counts once.
+      conditional: whether the block is on one side of a branch on data.
+      masked: whether the block is conditional, or some threads may leave the kernel
+        before they reach it.
     """
 
     opcodes: tuple[str, ...]
@@ -119,7 +120,7 @@ class Block:
 def instructions_per_parameter(
     kernel: Kernel, parameters: int, conditional: bool = True
 ) -> float:
-    """The instructions that all threads of all launches execute, per parameter.
+    """Return how many instructions all threads of all launches execute per parameter.
 
     Args:
       kernel: the kernel, from :func:`tools.gpu_program.machine_code.program`.

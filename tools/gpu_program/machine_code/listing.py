@@ -12,9 +12,9 @@ class Instruction:
     """An instruction of the listing.
 
     Args:
-      address: its address in bytes.
-      guard: its predicate, such as ``!P0``, or None.
-      text: its opcode and operands.
+      address: the address of the instruction in bytes.
+      guard: the predicate of the instruction, such as ``!P0``, or None.
+      text: the opcode and the operands.
     """
 
     def __init__(self, address: int, guard: str | None, text: str):
@@ -30,7 +30,7 @@ class Instruction:
         self.reads = set(re.findall(r"\bU?[RP]\d+\b", f"{guard} {operands}"))
 
     def _results(self) -> tuple[list[str], list[str]]:
-        """The registers and predicates that it writes, and its source operands."""
+        """Return the registers and predicates to write, and the source operands."""
         rest = list(self.operands)
         if self.base in NO_RESULT or self.target:
             return [], rest
@@ -51,7 +51,7 @@ class Instruction:
         return results, rest
 
     def _width(self) -> int:
-        """The number of registers of its result."""
+        """Return the number of registers of the result."""
         if "MMA" in self.base or "128" in self.modifiers or self.base == "LDSM":
             return 128 if "GMMA" in self.base else 4
         wide = {"64", "WIDE", "F64", "S64", "U64"} & set(self.modifiers)
@@ -74,7 +74,7 @@ class Instruction:
 
 
 def parse(listing: str) -> tuple[list[Instruction], dict[str, int]]:
-    """The instructions of a kernel, and the addresses of its labels."""
+    """Return the instructions of a kernel, and the addresses of its labels."""
     instructions, labels, waiting = [], {}, []
     for line in listing.splitlines():
         if label := re.match(r"\s*([.$\w]+):\s*$", line):

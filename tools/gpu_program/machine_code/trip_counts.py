@@ -28,7 +28,7 @@ Reached = tuple[State, Fraction]
 
 
 def kernel_facts(listing: str) -> dict:
-    """The fields of a :class:`Kernel` that come from its code.
+    """Return the fields of a :class:`Kernel` that come from its code.
 
     Args:
       listing: nvdisasm's listing of one kernel.
@@ -71,7 +71,7 @@ class Walk:
     """The path of a thread through the blocks of a kernel.
 
     Args:
-      code: the blocks.
+      code: the blocks of the kernel.
 
     Attributes:
       visits: how often a thread reaches each block. A loop with an unknown trip count
@@ -106,7 +106,8 @@ class Walk:
 
         Args:
           start: the first block.
-          inside: the blocks. The walk does not follow edges that leave them.
+          inside: the blocks to walk through. The walk does not follow edges that leave
+            them.
           state: the known values of registers, and ``_ALL_RUN``.
           times: the number of visits that this walk represents.
           weight: the share of the paths that reach ``start``, if half of the paths take
@@ -116,7 +117,7 @@ class Walk:
 
         Returns:
           ``(back, exits)``: the state and weight on edges to ``start``, or None, and
-          the states and weights on edges that leave ``inside``, by target.
+          the states and weights on edges that leave ``inside``, keyed by target.
         """
         pending, back, exits = {start: (state, weight)}, None, {}
         while pending:
@@ -138,7 +139,7 @@ class Walk:
     def _loop(
         self, header: int, state: State, times: int, weight: Fraction
     ) -> dict[int, Reached]:
-        """Walk through a loop to its end; return the states and weights after it."""
+        """Walk through a loop, and return the states and weights after its end."""
         body = self.code.loops[header]
         if header not in self.lost:
             for _ in range(MOST_TRIPS):
@@ -168,7 +169,7 @@ class Walk:
     def _block(
         self, start: int, state: State, times: int, weight: Fraction
     ) -> list[tuple[int, Reached]]:
-        """Walk through a block; return the states and weights on its outgoing edges."""
+        """Walk through a block, and return states and weights on its outgoing edges."""
         self.visits[start] += times
         if weight != 1:
             self.conditional.add(start)
@@ -214,7 +215,7 @@ class Walk:
 
 
 def _merge(one: Reached | None, other: Reached) -> Reached:
-    """The facts that are known on both of two edges to one block."""
+    """Merge two edges to a block, keeping the values that are known on both edges."""
     if one is None:
         return other
     (a, share), (b, more) = one, other

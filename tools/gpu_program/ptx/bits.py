@@ -17,7 +17,7 @@ _WIDTHS = {"bf16": 16, "bf16x2": 32, "pred": 8}
 
 
 def width(kind: str) -> int:
-    """The number of bits of a type.
+    """Return the number of bits of a type.
 
     >>> width("bf16"), width("u64")
     (16, 64)
@@ -26,12 +26,12 @@ def width(kind: str) -> int:
 
 
 def unsigned(bits: int) -> type:
-    """The unsigned integer type of numpy with a given number of bits."""
+    """Return numpy's unsigned integer type with the given number of bits."""
     return integers(f"u{bits}")
 
 
 def integers(kind: str) -> type:
-    """The integer type of numpy for an integer type of PTX.
+    """Return numpy's integer type for an integer type of PTX.
 
     >>> integers("s16")
     <class 'numpy.int16'>

@@ -21,8 +21,8 @@ class Buffers:
     Args:
       sizes: the size of each allocation.
       parameters: the allocation of each parameter of the program.
-      places: the places of the results, by the name of the instruction and the index
-        in its result.
+      places: the places of the results, keyed by the name of the instruction and then
+        by the index in its result.
     """
 
     sizes: dict[int, int]
@@ -30,7 +30,7 @@ class Buffers:
     places: dict[str, dict[str, Place]]
 
     def leaves(self, name: str) -> list[Place]:
-        """The place of an instruction's result, or of each part of a tuple."""
+        """Return the place of an instruction's result, or of each part of a tuple."""
         found = self.places.get(name, {})
         # The place of a whole tuple only stores pointers.
         indices = sorted((index for index in found if index), key=_numbers)
@@ -47,7 +47,7 @@ def read_buffers(text: str) -> Buffers:
     >>> buffers.parameters, buffers.places["add.1"]["1"]
     ({2: 0}, Place(allocation=0, offset=4, size=4))
 
-    From JAX 0.12 on, an allocation also has a page:
+    Since JAX 0.12, an allocation also has a page:
 
     >>> read_buffers("allocation 3: size 8, page 0, parameter 1, shape").parameters
     {1: 3}

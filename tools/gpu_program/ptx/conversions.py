@@ -1,4 +1,4 @@
-"""``cvt``, which converts numbers of one type to another type."""
+"""The PTX instruction ``cvt``, which converts numbers to another type."""
 
 import numpy as np
 
@@ -9,11 +9,11 @@ from tools.gpu_program.ptx.parser import Instruction
 
 
 def converted(instruction: Instruction, x, lower=None):
-    """The result of ``cvt``.
+    """Return the result of a ``cvt`` instruction.
 
     Args:
-      instruction: the instruction, which names the types of result and operands.
-      x: the numbers to convert. If there are two, these become the upper half.
+      instruction: the instruction, which names the types of its result and operands.
+      x: the numbers to convert. They become the upper half if ``lower`` is not None.
       lower: the numbers that become the lower half of the result, or None.
 
     Raises:

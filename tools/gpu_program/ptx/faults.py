@@ -1,4 +1,4 @@
-"""The errors of an executed kernel. Their messages name the instruction."""
+"""Errors of executed kernels. Their messages name the instruction."""
 
 
 class Fault(Exception):
@@ -26,7 +26,7 @@ class Divergence(Fault):
 
 
 class Endless(Fault):
-    """More steps than any kernel needs."""
+    """The kernel runs for more steps than any kernel should need."""
 
 
 class UnknownInstruction(Fault):

@@ -11,13 +11,13 @@ DIRECTIONS = ("rn", "rz", "rm")
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray, direction="rn") -> np.ndarray:
-    """``a * b + c``, rounded once in one of the :data:`DIRECTIONS`.
+    """Return ``a * b + c``, rounded once in one of the :data:`DIRECTIONS`.
 
     A product of two float32 numbers is exact in float64. Its sum with ``c`` is rounded
     to odd: if the sum is not exact, it becomes the float64 neighbour whose last bit is
     1. float64 has more than two bits below the last bit of float32, even for subnormal
-    numbers. Therefore the rounded sum is a tie or a float32 number only if the exact
-    sum is, and rounding it to float32 gives the correct result.
+    numbers. Therefore, the float64 sum is a float32 number, or a tie between two of
+    them, only if the exact sum is, and rounding it to float32 gives the correct result.
 
     >>> big = np.float32([1 + 2**-12])
     >>> fma(big, big, -np.float32([1 + 2**-11])) == 2**-24
@@ -29,7 +29,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray, direction="rn") -> np.ndarr
 
 
 def total(a: np.ndarray, b: np.ndarray, direction: str) -> np.ndarray:
-    """``a + b``, rounded in one of the :data:`DIRECTIONS`.
+    """Return ``a + b``, rounded in one of the :data:`DIRECTIONS`.
 
     >>> total(np.float32([1]), np.float32([2**-24 * 1.5]), "rz") == 1
     array([ True])
@@ -53,7 +53,7 @@ def _rounded(exact: np.ndarray, direction: str) -> np.ndarray:
 
 
 def _sum_to_odd(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The sum in float64. Inexact sums are rounded to odd; see :func:`fma`."""
+    """Return the float64 sum. Inexact sums are rounded to odd; see :func:`fma`."""
     b = b.astype(np.float64)
     rounded = a + b
     # Knuth's two-sum computes the rounding error of the sum exactly.
@@ -85,19 +85,19 @@ def by_float64(function, *inputs: np.ndarray) -> np.ndarray:
 
 
 def larger(x: np.ndarray, y: np.ndarray, keep_nan: bool) -> np.ndarray:
-    """The maximum, with 0 above -0.
+    """Return the maximum, where 0 is larger than -0.
 
     Args:
       x: numbers.
       y: numbers.
-      keep_nan: whether the result is a NaN if one of the numbers is. If False, the
-        result is a NaN only if both are.
+      keep_nan: if True, the result is NaN if either number is NaN. If False, it is NaN
+        only if both numbers are NaN.
     """
     return with_one_nan(-smaller(-x, -y, keep_nan))
 
 
 def smaller(x: np.ndarray, y: np.ndarray, keep_nan: bool) -> np.ndarray:
-    """The minimum, with -0 below 0. The arguments are as in :func:`larger`."""
+    """Return the minimum, where -0 is smaller than 0. See :func:`larger`."""
     chosen = np.minimum(x, y) if keep_nan else np.fmin(x, y)
     equal = (x.view(np.uint32) | y.view(np.uint32)).view(np.float32)
     return with_one_nan(np.where(x == y, equal, chosen))

@@ -7,7 +7,7 @@ from tools.gpu_program.ptx.parser import Instruction
 
 
 def product(instruction: Instruction, x, y):
-    """``mul``: the low half, the high half, or all bits of a product."""
+    """Execute ``mul``, which returns half of a product's bits or all of them."""
     (part,) = instruction.modifiers
     if part == "lo":
         return x * y
@@ -19,14 +19,14 @@ def product(instruction: Instruction, x, y):
 
 
 def shifted_left(x, count):
-    """``shl``: the result is 0 if the count is at least the width."""
+    """Execute ``shl``. The result is 0 if the count is at least the width."""
     bits = 8 * x.dtype.itemsize
     moved = x << np.minimum(count, bits - 1).astype(x.dtype)
     return np.where(count < bits, moved, x.dtype.type(0))
 
 
 def shifted_right(x, count):
-    """``shr``: like :func:`shifted_left`, but signed numbers repeat their sign."""
+    """Execute ``shr``. Large counts return 0, or copies of the sign in signed types."""
     bits = 8 * x.dtype.itemsize
     moved = x >> np.minimum(count, bits - 1).astype(x.dtype)
     if x.dtype.kind == "i":
@@ -35,7 +35,7 @@ def shifted_right(x, count):
 
 
 def funnel(instruction: Instruction, low, high, count):
-    """``shf``: shift two adjacent words, and return one of them."""
+    """Execute ``shf``, which shifts two adjacent words and returns one of them."""
     count = (count & np.uint32(31)).astype(np.uint64)
     both = high.astype(np.uint64) << np.uint64(32) | low
     is_right = "r" in instruction.modifiers
@@ -44,7 +44,7 @@ def funnel(instruction: Instruction, low, high, count):
 
 
 def extracted(instruction: Instruction, x, start, length):
-    """``bfe``: a field of bits, which is extended by its sign in signed types."""
+    """Execute ``bfe``, which extracts a bit field and sign-extends signed types."""
     kind = instruction.types[-1]
     word = x.view(unsigned(width(kind)))
     start, length = start & np.uint32(255), length & np.uint32(255)
@@ -59,12 +59,12 @@ def extracted(instruction: Instruction, x, start, length):
 
 
 def _ones(like, count):
-    """A mask with the lowest ``count`` bits set, for each element of ``like``."""
+    """Return masks with the lowest ``count`` bits set, in the type of ``like``."""
     return ~shifted_left(np.full_like(like, np.iinfo(like.dtype).max), count)
 
 
 def permuted(low, high, selectors):
-    """``prmt``: four of the eight bytes of two words, or their repeated signs."""
+    """Execute ``prmt``, which selects 4 of the 8 bytes of two words, or their signs."""
     both = high.astype(np.uint64) << np.uint64(32) | low
     result = np.zeros_like(low)
     for number in range(4):
@@ -77,7 +77,7 @@ def permuted(low, high, selectors):
 
 
 def looked_up(a, b, c, table):
-    """``lop3``: a function of three bits, which its truth table defines."""
+    """Execute ``lop3``, which applies a truth table to the bits of three words."""
     result = np.zeros_like(a)
     for number in range(8):
         x, y, z = (p if number >> i & 1 else ~p for p, i in ((a, 2), (b, 1), (c, 0)))
@@ -86,7 +86,7 @@ def looked_up(a, b, c, table):
 
 
 def leading_zeros(x):
-    """``clz``: the number of leading zeros."""
+    """Execute ``clz``, which counts leading zeros."""
     bits = 8 * x.dtype.itemsize
     zeros = np.full(x.shape, bits, np.uint32)
     for place in range(bits):

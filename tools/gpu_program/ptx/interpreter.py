@@ -24,7 +24,7 @@ _MOST_THREADS = 8192
 """The number of threads that run at once. Their arrays fit into the CPU's caches."""
 
 _MOST_STEPS = 1_000_000
-"""The limit of steps of a group of blocks. Fused kernels need some thousands."""
+"""The maximum number of steps for a group of blocks. Fused kernels need thousands."""
 
 _UNSPECIFIED = np.uint32(0xA5A5A5A5)
 """The value read from a thread that does not exist. PTX does not specify it."""
@@ -32,8 +32,8 @@ _UNSPECIFIED = np.uint32(0xA5A5A5A5)
 _NOTHING = (("griddepcontrol", "wait"), ("fence", "mbarrier_init"))
 """Instructions that have no effect here.
 
-They wait for the previous launch, which has always ended, or for the initialisation of
-barriers in shared memory.
+They wait for the previous launch, which has always ended here, or for the
+initialisation of barriers in shared memory.
 """
 
 
@@ -44,7 +44,7 @@ def execute(
 
     Args:
       kernel: the kernel, from :func:`tools.gpu_program.ptx.parser.parse`.
-      launch: its grid.
+      launch: the grid of the launch.
       memory: global memory, after a call of ``begin``.
       arguments: the address in ``memory`` of each parameter.
 
@@ -63,7 +63,7 @@ class _Blocks:
     """Some blocks of a launch, whose threads run together.
 
     Threads at the same instruction execute it together. If threads are at different
-    instructions, the threads at the earliest instruction run first, so they meet the
+    instructions, the threads at the earliest instruction run first. They reach the
     other threads again where their paths join.
     """
 
@@ -135,7 +135,7 @@ class _Blocks:
         self.registers.write(result, written, kind, active)
 
     def _repack(self, instruction: Instruction, active: np.ndarray) -> None:
-        """``mov`` between a register and a vector of narrower registers."""
+        """Execute ``mov`` between a register and a vector of narrower registers."""
         (kind,) = instruction.types
         result, source = instruction.operands
         parts = split_list(result if result[0] == "{" else source)
@@ -151,7 +151,7 @@ class _Blocks:
         self.registers.write(result, joined, kind, active)
 
     def _parameter(self, instruction: Instruction, active: np.ndarray) -> None:
-        """``ld.param``: load the address of an array."""
+        """Execute ``ld.param``, which loads the address of an array."""
         result, name = instruction.operands
         pointer = self.arguments.get(name.strip("[] "))
         if instruction.modifiers != ("param",) or pointer is None:
@@ -160,7 +160,7 @@ class _Blocks:
         self.registers.write(result, value, "b64", active)
 
     def _access(self, instruction: Instruction, active: np.ndarray) -> None:
-        """``ld`` and ``st``, with one register or a vector of registers."""
+        """Execute ``ld`` or ``st`` with one register or a vector of registers."""
         space, *rest = instruction.modifiers or ("generic",)
         if space == "param":
             return self._parameter(instruction, active)
@@ -178,7 +178,7 @@ class _Blocks:
         return None
 
     def _starts(self, operand: str, size: int, space: str, active) -> np.ndarray:
-        """The position in memory where each thread accesses ``size`` bytes."""
+        """Return the position in memory where each thread accesses ``size`` bytes."""
         match = re.fullmatch(r"\[\s*([^\s+\]]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
         if match is None:
             raise UnknownInstruction("the interpreter does not support this address")
@@ -255,7 +255,7 @@ class _Blocks:
         lanes.require((counts == 0) | (counts == lanes.WARP))
 
     def _reduction(self, instruction: Instruction, active: np.ndarray) -> None:
-        """``redux``: the maximum over all threads of a warp."""
+        """Execute ``redux``, which computes the maximum over all threads of a warp."""
         result, operand, members = instruction.operands
         (kind,) = instruction.types
         if instruction.modifiers != ("sync", "max"):
@@ -267,7 +267,7 @@ class _Blocks:
         self.registers.write(result, written, kind, active)
 
     def _election(self, instruction: Instruction, active: np.ndarray) -> None:
-        """``elect``: choose one thread of each warp, which is the first one here."""
+        """Execute ``elect``, which chooses one thread of each warp, here the first."""
         result, members = instruction.operands
         self._require_whole_warps(members, active)
         number, _, predicate = result.partition("|")
@@ -276,7 +276,7 @@ class _Blocks:
         self.registers.write(predicate, chosen, "pred", active)
 
     def _matrices(self, instruction: Instruction, active: np.ndarray) -> None:
-        """``ldmatrix``: load matrices of 8 rows of 16 bytes into a warp."""
+        """Execute ``ldmatrix``, which loads matrices of 8 rows of 16 bytes."""
         if instruction.modifiers != ("sync", "aligned", "m8n8", "x4", "shared"):
             raise UnknownInstruction("the interpreter does not support this exchange")
         self._require_whole_warps("-1", active)
@@ -297,11 +297,11 @@ _SPECIAL = {
     "elect": _Blocks._election,
     "ldmatrix": _Blocks._matrices,
 }
-"""Instructions that need more than the registers of their own thread."""
+"""Instructions that use more than the registers of their own thread."""
 
 
 def _team_size(kernel: Kernel, block_size: int) -> int:
-    """The number of neighbouring threads that wait at the kernel's barriers."""
+    """Return the number of neighbouring threads that wait at the kernel's barriers."""
     sizes = {
         int(instruction.operands[1])
         for instruction in kernel.instructions

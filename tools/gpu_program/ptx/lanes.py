@@ -8,16 +8,16 @@ WARP = 32
 
 
 def sources(mode: str, lanes: np.ndarray, warp: int) -> tuple[np.ndarray, np.ndarray]:
-    """The thread whose register each thread receives from ``shfl``.
+    """Return the thread from which each thread receives a register in ``shfl``.
 
     Args:
       mode: ``bfly``, ``down`` or ``idx``.
-      lanes: the operand that names the distance or the number of the lane.
+      lanes: the operand with the distance or the index of the lane.
       warp: the number of threads in a warp, which is less than 32 in a small block.
 
     Returns:
-      ``(numbers of threads, whether each exists)``. If the source of a thread is
-      outside of the warp or does not exist, the number is the thread's own.
+      ``(indices of threads, whether each exists)``. If the source of a thread is
+      outside of the warp or does not exist, the index is the thread's own index.
 
     >>> sources("down", np.full(32, 30), 32)[0][[0, 1, 2]]
     array([30, 31,  2])
@@ -34,12 +34,12 @@ def sources(mode: str, lanes: np.ndarray, warp: int) -> tuple[np.ndarray, np.nda
 
 
 def matrix_starts(rows: np.ndarray, number: int) -> np.ndarray:
-    """The address of the two elements of a matrix that each thread of a warp loads.
+    """Return the address from which each thread of a warp loads two matrix elements.
 
     Args:
       rows: the row address that each thread passes. Thread ``8 * number + row`` passes
         the address of a row of matrix ``number``.
-      number: the number of the matrix.
+      number: the index of the matrix.
     """
     threads = np.arange(rows.size)
     lane = threads % WARP
@@ -47,6 +47,6 @@ def matrix_starts(rows: np.ndarray, number: int) -> np.ndarray:
 
 
 def require(present: np.ndarray) -> None:
-    """Raise an error if a thread of an exchange is at another instruction."""
+    """Raise an error if some threads of an exchange are at another instruction."""
     if not present.all():
         raise Divergence("a thread of the warp is at another instruction")

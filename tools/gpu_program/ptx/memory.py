@@ -15,7 +15,7 @@ class Accessors:
     """The threads of one access. Arrays have one element for each thread.
 
     Args:
-      threads: their numbers in the launch. Threads of a block have consecutive numbers.
+      threads: their indices in the launch. Threads of a block have consecutive indices.
       barriers: the number of barriers that each thread has passed.
       block_size: the number of threads in a block.
       team_size: the number of neighbouring threads that share barriers.
@@ -27,11 +27,11 @@ class Accessors:
     team_size: int
 
     def teams(self, threads: np.ndarray) -> np.ndarray:
-        """The number of the team of each thread."""
+        """Return the index of each thread's team."""
         return threads // self.team_size
 
     def name(self, number: int) -> str:
-        """A name of a thread, for messages."""
+        """Return the name of a thread for error messages."""
         block, thread = divmod(int(self.threads[number]), self.block_size)
         return f"thread {thread} of block {block}"
 
@@ -41,8 +41,8 @@ class Memory:
 
     If two threads access the same byte and one of them writes, they race, unless both
     belong to one team and a barrier separates the accesses. Threads of one block may
-    write the same value without a barrier, because compilers let all threads that have
-    a value write it.
+    write the same value without a barrier, because in compiled code, all threads that
+    have a value may write it.
 
     Args:
       size: the number of bytes. All of them are uninitialised.
@@ -157,14 +157,14 @@ class _Log:
         self._barriers = np.zeros(size, np.int64)
 
     def unordered(self, cells: np.ndarray, by: Accessors) -> np.ndarray:
-        """Whether another thread has accessed each byte since the last barrier."""
+        """Return whether another thread accessed each byte since the last barrier."""
         first, last = self._first[cells], self._last[cells]
         threads = by.threads[:, None]
         by_others = (last != _NOBODY) & ((first != threads) | (last != threads))
         return by_others & ~self._ordered(cells, by)
 
     def of_many_blocks(self, cells: np.ndarray, by: Accessors) -> np.ndarray:
-        """Whether threads of several blocks have accessed each byte."""
+        """Return whether threads of several blocks have accessed each byte."""
         first, last = self._first[cells], self._last[cells]
         return first // by.block_size != last // by.block_size
 
@@ -181,7 +181,7 @@ class _Log:
         np.maximum.at(self._barriers, cells, barriers)
 
     def _ordered(self, cells: np.ndarray, by: Accessors) -> np.ndarray:
-        """Whether only the own team has accessed a byte, and passed a barrier since."""
+        """Return whether only the same team accessed a byte, before a barrier."""
         teams = by.teams(by.threads)[:, None]
         ordered = self._barriers[cells] < by.barriers[:, None]
         ordered &= by.teams(self._first[cells]) == teams
@@ -196,7 +196,7 @@ def _covered(size: int, ranges: list[tuple[int, int]]) -> np.ndarray:
 
 
 def _cells(starts, size: int, allowed: np.ndarray, by: Accessors) -> np.ndarray:
-    """The numbers of the accessed bytes, in one row for each thread."""
+    """Return the indices of the accessed bytes, in one row for each thread."""
     cells = starts[:, None] + np.arange(size)
     inside = (cells >= 0) & (cells < allowed.size)
     inside[inside] = allowed[cells[inside]]

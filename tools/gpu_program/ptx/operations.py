@@ -1,4 +1,4 @@
-"""The instructions that compute a register of a thread from its other registers."""
+"""Instructions that compute a register of a thread from its other registers."""
 
 import dataclasses
 import functools
@@ -20,13 +20,13 @@ class Operation:
     """The meaning of one kind of instruction.
 
     Args:
-      compute: a function of the instruction and its operands as numbers. It returns
-        numbers.
+      compute: function that returns the result as numbers, given the instruction and
+        its operands as numbers.
       reads: the types of the operands. ``own`` is the last type that the instruction
         names.
-      writes: the type of the result. ``own`` is as above, ``first`` is the first type
-        that the instruction names, and ``wide`` has twice the bits of ``own`` if the
-        instruction has the modifier ``wide``.
+      writes: the type of the result: ``own``, the first type that the instruction names
+        (``first``), or a type with twice the bits of ``own`` if the instruction has the
+        modifier ``wide`` (``wide``).
       accepts: the modifiers that are allowed.
     """
 
@@ -36,12 +36,12 @@ class Operation:
     accepts: frozenset[str] = frozenset()
 
     def reads_of(self, instruction: Instruction) -> list[str]:
-        """The types of an instruction's operands."""
+        """Return the types of an instruction's operands."""
         own, given = instruction.types[-1], self.reads[: len(instruction.operands) - 1]
         return [own if word == "own" else word for word in given]
 
     def writes_of(self, instruction: Instruction) -> str:
-        """The type of an instruction's result."""
+        """Return the type of an instruction's result."""
         own = instruction.types[-1]
         if self.writes == "first":
             return instruction.types[0]
@@ -51,7 +51,7 @@ class Operation:
 
 
 def operation_of(instruction: Instruction) -> Operation:
-    """The operation of an instruction.
+    """Return the operation of an instruction.
 
     Raises:
       UnknownInstruction: if the interpreter does not support the instruction, its
@@ -78,12 +78,12 @@ def _operation(compute, *reads: str, writes="own", accepts="") -> Operation:
 
 
 def _plain(function, *reads: str, **forms) -> Operation:
-    """An operation that depends only on its operands."""
+    """Return an operation that depends only on its operands."""
     return _operation(lambda _, *inputs: function(*inputs), *reads, **forms)
 
 
 def _float(function, count: int, accepts="") -> Operation:
-    """A float32 operation."""
+    """Return a float32 operation."""
 
     def compute(instruction, *inputs):
         flush = "ftz" in instruction.modifiers
@@ -96,7 +96,7 @@ def _float(function, count: int, accepts="") -> Operation:
 
 
 def _directed(function, count: int) -> Operation:
-    """A float32 operation whose modifiers name a rounding mode."""
+    """Return a float32 operation whose modifiers name a rounding mode."""
 
     def compute(instruction, *inputs):
         named = set(instruction.modifiers).intersection(floats.DIRECTIONS)
@@ -212,4 +212,4 @@ OPERATIONS = {
     "f32": _MOVES | _OF_FLOATS,
     "bf16": {"cvt": _operation(converted, *_ONE, writes="first")},
 }
-"""Operations by the family of the instruction's last type, and by its name."""
+"""Operations, keyed by the family of the instruction's last type and by its name."""

@@ -45,12 +45,12 @@ class Kernel:
 
     Args:
       name: the name of the entry function.
-      parameters: the names of its parameters, which are all pointers.
-      instructions: its instructions.
-      labels: the number of the instruction after each label.
+      parameters: the names of the parameters, which are all pointers.
+      instructions: the instructions of the kernel.
+      labels: the index of the instruction after each label.
       registers: the type of each register.
       shared: the offset of each variable in shared memory.
-      static_shared: the bytes of the variables whose size is declared.
+      static_shared: the number of bytes of the variables whose size is declared.
     """
 
     name: str
@@ -99,7 +99,7 @@ def parse(source: str) -> dict[str, Kernel]:
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """The parts of a list with commas, which may be in braces.
+    """Split a list at its commas. The list may be in braces.
 
     >>> split_list("{%r1, %r2}")
     ('%r1', '%r2')
@@ -113,7 +113,7 @@ def _without_comments(source: str) -> str:
 
 
 def _shared_variables(source: str) -> tuple[dict[str, int], int]:
-    """The offsets of variables in shared memory, and the bytes of the sized ones."""
+    """Return offsets of shared variables, and the number of bytes of sized ones."""
     offsets, size = {}, 0
     pattern = (
         r"^\s*(?:\.extern\s+)?\.shared\s+\.align\s+(\d+)\s+\.b8\s+(\w+)(?:\[(\d*)\])?;"

@@ -20,7 +20,7 @@ from tools.gpu_program.ptx.parser import Kernel, parse
 from tools.hlo_nodes import Node, read_entry
 
 _GAP = 4096
-"""Bytes between allocations, so that accesses outside of one meet no other."""
+"""The number of bytes between allocations, so that bad accesses hit no other one."""
 
 _DTYPES = {"pred": np.bool_, "bf16": ml_dtypes.bfloat16}
 _DTYPES |= {f"f{8 * size}": np.dtype(f"f{size}") for size in (2, 4, 8)}
@@ -37,12 +37,12 @@ class Program:
     """A compiled program.
 
     Args:
-      sources: the PTX of its kernels, by their names.
-      launches: the kernel and the grid of each instruction, by its name.
+      sources: the PTX of the kernels, keyed by kernel name.
+      launches: the kernels and grids that instructions launch, keyed by instruction.
       arguments: the indices of the operands and results that an instruction passes to
-        its kernel, by its name. Other instructions pass all of them.
-      nodes: its instructions in order.
-      buffers: the places of their results.
+        its kernel, keyed by instruction. Other instructions pass all of them.
+      nodes: the instructions in order.
+      buffers: the places of the instructions' results.
       outputs: a tree of the shapes and dtypes of the results.
     """
 
@@ -57,16 +57,16 @@ class Program:
         """Run the program.
 
         Args:
-          *args: trees of arrays, in the order of its arguments.
+          *args: trees of arrays, in the order of the program's arguments.
 
         Returns:
-          The tree of its results, as numpy arrays.
+          The tree of results, as numpy arrays.
 
         Raises:
-          ValueError: if the sizes of the arguments are not the sizes of the program's.
+          ValueError: if the sizes of the arguments do not match the program.
           Fault: if a kernel does something that is not allowed, or does not write all
             of a result.
-          Unsupported: if the program has other operations than kernels and copies.
+          Unsupported: if the program has operations other than kernels and copies.
         """
         arguments = [np.asarray(x) for x in jax.tree.leaves(args)]
         sizes = {
@@ -86,7 +86,7 @@ class Program:
         )
 
     def with_source(self, name: str, source: str) -> "Program":
-        """The program with other PTX for a kernel."""
+        """Return the program with the PTX of a kernel replaced."""
         return dataclasses.replace(self, sources=self.sources | {name: source})
 
 
@@ -118,7 +118,7 @@ def compile_program(lowered: jax.stages.Lowered) -> Program:
 
 
 class _Run:
-    """A run of a program: the memory, and the places of the instructions' values."""
+    """A run of a program, with its memory and the places of all values."""
 
     def __init__(self, program: Program, arguments: list[np.ndarray]):
         self.program = program
@@ -153,7 +153,7 @@ class _Run:
         return [places[int(part)]] if part else places
 
     def output(self, number: int, shape: tuple[int, ...], dtype) -> np.ndarray:
-        """A result of the program."""
+        """Return the result of the program that has the index ``number``."""
         (root,) = (node for node in self.program.nodes if node.is_root)
         place = self.values[root.name][number]
         try:

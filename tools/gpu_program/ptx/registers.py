@@ -17,8 +17,8 @@ class Registers:
 
     Args:
       kernel: the kernel that declares the registers.
-      launch: the grid.
-      blocks: the numbers of the blocks to which the threads belong.
+      launch: the grid of the launch.
+      blocks: the indices of the blocks to which the threads belong.
     """
 
     def __init__(self, kernel: Kernel, launch: Launch, blocks: range):
@@ -44,7 +44,7 @@ class Registers:
         """Read the patterns of an operand, which may be a constant.
 
         Args:
-          operand: a name or a number; ``!`` negates a predicate.
+          operand: the name of a register, or a constant; ``!`` negates a predicate.
           kind: the type of the operand.
           active: the threads that read it.
 
@@ -67,7 +67,7 @@ class Registers:
         """Read a part of a vector, which may be uninitialised.
 
         LLVM puts uninitialised registers into vectors if no instruction reads these
-        parts of the vector. They have a pattern here that would be visible in results.
+        parts of the vector. They get a pattern that would be visible in results.
         """
         if name in self._kinds and name not in self._values:
             return np.full(self._count, _GARBAGE).astype(unsigned(width(kind)))
