@@ -53,7 +53,7 @@ def cast(dtype, *, rounding: Rounding = "stochastic") -> MomentFormat:
         of its last bit.
 
     Returns:
-      A moment format. It needs the bytes of the dtype for each value of a moment.
+      A moment format. Each value of a moment needs as many bytes as the dtype has.
 
     Raises:
       TypeError, ValueError: if an argument has a wrong type or value.

@@ -145,7 +145,7 @@ Numbers = FlatNumbers | BlockNumbers
 
 
 def constants(numbers: Numbers) -> Numbers:
-    """Return the numbers of equal leaves as constants, which speed up divisions.
+    """Return the sizes and strides of equal leaves as constants, for fast divisions.
 
     Numbers of 2^31 or more, such as indices, are reinterpreted as int32.
     """
