@@ -187,8 +187,8 @@ def rows_of(of_step, names: Sequence[str], launcher=None) -> Iterator[dict[str, 
         parts = dict(zip(("trace", "lower", "compile"), found, strict=True))
         seconds = {part: f"{x:.2f}" for part, x in parts.items()}
         ratio = {
-            "all": f"{found.total:.2f}",
-            "times optax": f"{found.total / base:.1f}",
+            "total": f"{found.total:.2f}",
+            "relative to optax": f"{found.total / base:.1f}",
         }
         yield {"step": f"`{name}`"} | seconds | ratio
 

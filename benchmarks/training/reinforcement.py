@@ -139,7 +139,7 @@ def table(record: dict) -> str:
     idle = ends(record["not_trained"])
     heads, lines = [""], {name: [name] for name in ROWS}
     for rate, runs in record["runs"].items():
-        heads += [f"reward at {rate}", "minus float32's", "weights changed per step"]
+        heads += [f"reward at {rate}", "difference", "weights changed per step"]
         for name, run in runs.items():
             gap = ends(run) - ends(runs["float32 master"])
             lines[name] += [
