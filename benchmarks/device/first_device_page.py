@@ -200,9 +200,9 @@ def bits_table(jobs: list[dict]) -> str:
     rows = [[job["name"], *(cell(job, x) for x in implementations)] for job in jobs]
     text = (
         "The table counts the numbers in parameters and state that differ from XLA's "
-        "results on the CPU after two steps. The counts add up four sets of leaves: "
-        "one matrix, leaves of odd sizes, matrices with vectors, and a stack of layers "
-        "that is updated inside the backward pass."
+        "results on the CPU after two steps. Each count is the sum over four sets of "
+        "leaves: one matrix, leaves of odd sizes, matrices with vectors, and a stack "
+        "of layers that is updated inside the backward pass."
     )
     return f"{_filled(text)}\n\n" + records.table(["format", *implementations], rows)
 
@@ -222,11 +222,11 @@ def times_table(jobs: list[dict]) -> str:
     text = (
         "Bytes and picoseconds (ps) are per parameter; lower is better. Times are "
         "medians of seven measurements of 0.1 s. Python calls the step on 16 matrices "
-        "of 4096 x 4096. The step on GPT-2's 148 leaves runs in a loop on the device. "
+        "of 4096 x 4096, and a loop on the device calls it on GPT-2's 148 leaves. "
         "GB/s is the number of bytes that a step must move, divided by its time."
     )
     heads = ["AdamW", "bytes stored", "bytes moved"]
-    heads += ["16 matrices, ps", "GB/s", "GPT-2, ps", "GB/s"]
+    heads += ["16 matrices, ps", "16 matrices, GB/s", "GPT-2, ps", "GPT-2, GB/s"]
     return f"{_filled(text)}\n\n" + records.table(heads, rows)
 
 
