@@ -106,8 +106,9 @@ def draw(path, title, losses):
         width = max(len(found) // 15, 1)  # steps in the mean that a point shows
         mean = lambda x, width=width: np.convolve(x, np.ones(width) / width, "valid")
         steps = np.arange(width, len(found) + 1)
-        style = dict(zip(("color", "linestyle"), LOOKS[name], strict=True))
-        style["zorder"] = 3 if name == "float32" else 2
+        color, line = LOOKS[name]
+        front = 3 if name == "float32" else 2
+        style = {"color": color, "linestyle": line, "zorder": front}
         label = "nearest (plain bfloat16)" if name == "nearest" else name
         left.plot(steps, mean(found), label=label, **style)
         right.plot(steps, mean(found) / mean(losses["float32"]), **style)
