@@ -41,7 +41,7 @@ _FEWEST, _MOST, _SHARE = 256, 2**16, 512
 
 
 def blank(leaf, dtype: jnp.dtype = NOT_HELD) -> jax.Array:
-    """Return the blank of a leaf."""
+    """Return the zeros that stand for an array that a leaf does not need."""
     shape = shape_of_blank(leaf.shape)
     return jnp.zeros(shape, dtype, device=_place(leaf, shape))
 
