@@ -37,9 +37,8 @@ _NO_RESIDUALS = "none"
 class Residuals(typing.NamedTuple):
     """The residuals of a state, with a name for the way they are stored.
 
-    The name is in the path of every residual. Therefore, a checkpoint with other bits,
-    another rounding or another layout is not mistaken for this one, and
-    :func:`lowbit_optax.master_weights` knows the format.
+    The name is in the path of every residual. It prevents restoring a checkpoint of
+    another format, and tells :func:`lowbit_optax.master_weights` the format.
 
     Args:
       by_name: maps the name to a tree with the structure of the parameters. Leaves

@@ -34,8 +34,7 @@ class ProgramSize:
       flat_width, flat_rows: number of lanes and of rows in flat tilings.
       small_width: number of lanes in flat tilings of small leaves that share a kernel;
         these tilings have one row.
-      lanes: number of groups of 4 lanes in tilings by blocks. A group is as wide as a
-        tile.
+      lanes: number of groups of 4 lanes, each as wide as a tile, in tilings by blocks.
       cost_of_two: compile time of a load or store if a leaf has blocks of two sizes,
         relative to a leaf with blocks of one size.
       aligned: the largest alignment to use in flat tilings, in elements.
@@ -217,10 +216,7 @@ class BlockTiling:
 
     @functools.cached_property
     def width(self) -> int:
-        """The size of aligned groups of lanes whose elements are neighbours.
-
-        Either all lanes of a group exist, or none.
-        """
+        """The size of aligned groups of neighbouring lanes; see :class:`FlatTiling`."""
         if self.layout.is_folded and self.shape[-1] % TILE_COLUMNS:
             return 1
         return self.word_width
@@ -255,8 +251,8 @@ class BlockTiling:
     def chunks(self) -> int:
         """The number of chunks in a lane; see :class:`.operands.Packed`.
 
-        If there are several, a loop updates them. Leaves with several chunks do not
-        share kernels, because each iteration of the loop would branch.
+        Leaves with several chunks do not share kernels, because each iteration of the
+        loop over chunks would branch.
         """
         return self.lane_rows // self.chunk_rows
 
