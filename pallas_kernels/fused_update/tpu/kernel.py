@@ -67,7 +67,7 @@ def programs(leaves: Sequence[Leaf]) -> int:
 
 def groups(shards: Sequence[Shard]) -> list[list[int]]:
     """Return a separate group for each leaf."""
-    return [[number] for number in range(len(shards))]
+    return [[index] for index in range(len(shards))]
 
 
 def refusal(body: Body | BlockBody, leaf: Leaf, scalars: int) -> str | None:
