@@ -1,0 +1,261 @@
+"""AdamW with a factored second moment, in 3.6 or 2.6 bytes per parameter."""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from lowbit_optax import formats
+from lowbit_optax.aliases.common import Mask, checked
+from lowbit_optax.formats.moment_fields import register_moments
+from lowbit_optax.transformations.lowbit import lowbit
+from lowbit_optax.transformations.options import Options, takes_options
+
+
+class FactoredAdamState(typing.NamedTuple):
+    """The state of :func:`scale_by_factored_adam`.
+
+    All fields except ``count`` are trees with the structure of the parameters. For a
+    leaf of shape ``[..., m, n]`` whose second moment is factored, ``nu_row`` has the
+    shape ``[..., m, 1]`` and ``nu_column`` the shape ``[..., 1, n]``, so that they can
+    have the leaf's PartitionSpec, and ``nu`` is a single 0. For other leaves, ``nu``
+    has the shape of the leaf, and the other two are a single 0.
+
+    Args:
+      count: int32 scalar, the number of steps.
+      mu: the running average of the gradients.
+      nu: the running average of the squared gradients.
+      nu_row, nu_column: its means over the last axis, and over the axis before it.
+    """
+
+    count: typing.Any  # pyright: ignore[reportIncompatibleMethodOverride]
+    mu: typing.Any
+    nu: typing.Any
+    nu_row: typing.Any
+    nu_column: typing.Any
+
+
+register_moments(FactoredAdamState, averages=("mu", "nu"), second_moments=("nu",))
+
+
+@takes_options
+def factored_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    mu_dtype: typing.Any = None,
+    weight_decay: float = 1e-4,
+    mask: Mask = None,
+    *,
+    nesterov: bool = False,
+    min_dim_size_to_factor: int = 128,
+    bits: int | None = None,
+    mu_bits: int = 4,
+    **options: typing.Unpack[Options],
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW in 3.57 bytes per parameter, with Adafactor's second moment for matrices.
+
+    The second moment of a matrix is the product of its row means and its column means,
+    which need almost no memory; see :func:`scale_by_factored_adam`. This is another
+    optimizer than AdamW.
+
+    The master weight W consists of a bfloat16 parameter and ``bits`` extra bits. Q
+    rounds to 4-bit codes with a scale per block.
+
+        m_t = b1 Q(m_{t-1}) + (1 - b1) g_t
+        a   = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t) + eps_root) + eps)
+        W   = round(W - eta_t (a + d W))
+
+    With ``bits=0``, weights are rounded to bfloat16, and their rounding errors are
+    added to m, which needs 2.57 bytes per parameter.
+
+    Args:
+      learning_rate: the learning rate eta, a number or a schedule.
+      b1, b2, eps, eps_root, mu_dtype, mask, nesterov: see ``optax.adamw``.
+      weight_decay: the decoupled weight decay d.
+      min_dim_size_to_factor: see :func:`scale_by_factored_adam`.
+      bits: the number of extra bits per weight; 8 if None.
+      mu_bits: the number of bits of m. A second moment that is not factored has 8 bits.
+      **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
+        ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
+
+    Returns:
+      An optax transformation. Apply it with :func:`lowbit_optax.step`, or as in optax.
+
+    Raises:
+      TypeError, ValueError: if an argument has a wrong type or value.
+
+    References:
+      Shazeer and Stern 2018, section 3; Loshchilov and Hutter 2019.
+
+    >>> import jax, jax.numpy as jnp, lowbit_optax
+    >>> shape = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
+    >>> for bits in (8, 0):
+    ...     tx = factored_adamw(1e-3, bits=bits)
+    ...     print(f"{lowbit_optax.memory_report(tx, shape).bytes_per_param:.2f}")
+    3.57
+    2.57
+    """
+    moments = {
+        "mu": formats.block_quantized(mu_bits),
+        "nu": formats.block_quantized(8),
+    }
+    arguments = learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask
+    inner = checked(
+        "factored_adamw",
+        moments,
+        _factored_adamw,
+        *arguments,
+        nesterov=nesterov,
+        min_dim_size_to_factor=min_dim_size_to_factor,
+    )
+    if bits == 0:
+        weights = formats.stochastic_rounding(error_feedback="mu")
+    else:
+        weights = formats.extra_bits(8 if bits is None else bits)
+    return lowbit(inner, weights=weights, moments=moments, **options)
+
+
+def scale_by_factored_adam(
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    mu_dtype: typing.Any = None,
+    *,
+    nesterov: bool = False,
+    min_dim_size_to_factor: int = 128,
+) -> optax.GradientTransformation:
+    """Rescale gradients as Adam does, with Adafactor's second moment for matrices.
+
+        r_t  = b2 r_{t-1} + (1 - b2) mean(g_t^2 over each row)
+        c_t  = b2 c_{t-1} + (1 - b2) mean(g_t^2 over each column)
+        v_ij = r_i c_j / mean(r)
+
+    The product v has the row and column means of Adam's second moment, and equals it if
+    that moment has rank 1. A leaf with more than two axes is a stack of matrices in its
+    last two axes. All other leaves, such as vectors and small matrices, are updated as
+    in ``optax.scale_by_adam``.
+
+    Unlike in ``optax.adafactor``, ``b2`` is constant and corrected for its bias,
+    ``eps`` is added to the root as in Adam, updates are neither clipped nor scaled by
+    the parameters, and the axes are always the last two instead of the two longest.
+
+    Args:
+      b1, b2, eps, eps_root, mu_dtype, nesterov: see ``optax.scale_by_adam``.
+      min_dim_size_to_factor: the second moment of a leaf is factored if its last two
+        axes have at least this size. The default is the same as in
+        ``optax.adafactor``. A stack of vectors with that many layers would be factored
+        too.
+
+    Returns:
+      An optax transformation. It can be used without :func:`lowbit_optax.lowbit`.
+
+    Raises:
+      ValueError: if ``min_dim_size_to_factor`` is less than 1.
+
+    References:
+      Shazeer and Stern 2018, Algorithm 4, lines 5 to 7; Kingma and Ba 2015.
+
+    >>> import jax.numpy as jnp
+    >>> tx = scale_by_factored_adam()
+    >>> state = tx.init({"w": jnp.ones((256, 128)), "b": jnp.ones(128)})
+    >>> state.nu_row["w"].shape, state.nu_column["w"].shape, state.nu["b"].shape
+    ((256, 1), (1, 128), (128,))
+    """
+    if min_dim_size_to_factor < 1:
+        raise ValueError(
+            "scale_by_factored_adam: min_dim_size_to_factor must be at least 1, got "
+            f"{min_dim_size_to_factor}"
+        )
+
+    def init(params):
+        shapes = functools.partial(_shapes_of_second, min_dim_size_to_factor)
+        zeros = lambda part: jax.tree.map(
+            lambda x: jnp.zeros(shapes(x.shape)[part], jnp.float32), params
+        )
+        mu = optax.tree.zeros_like(params, dtype=mu_dtype or jnp.float32)
+        return FactoredAdamState(jnp.zeros((), jnp.int32), mu, *map(zeros, range(3)))
+
+    def update(updates, state, params=None):
+        del params
+        count, corrected = optax.safe_increment(state.count), optax.tree.bias_correction
+        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        first = corrected(mu, b1, count)
+        if nesterov:
+            ahead = corrected(mu, b1, optax.safe_increment(count))
+            grads = corrected(updates, b1, count)
+            first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, ahead, grads)
+        nu, rows, columns = _each(
+            functools.partial(_averaged, b2),
+            updates,
+            *(state.nu, state.nu_row, state.nu_column),
+        )
+        directions = jax.tree.map(
+            lambda m, *second: m / (jnp.sqrt(_second(m, *second) + eps_root) + eps),
+            first,
+            corrected(nu, b2, count),
+            rows,
+            corrected(columns, b2, count),
+        )
+        mu = optax.tree.cast(mu, mu_dtype)
+        return directions, FactoredAdamState(count, mu, nu, rows, columns)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _factored_adamw(
+    learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, **options
+):
+    """Returns ``optax.adamw`` with a factored second moment."""
+    return optax.chain(
+        scale_by_factored_adam(b1, b2, eps, eps_root, mu_dtype, **options),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def _shapes_of_second(least: int, shape: tuple[int, ...]) -> tuple:
+    """Returns the shapes of ``nu``, ``nu_row`` and ``nu_column`` for a leaf."""
+    if len(shape) < 2 or min(shape[-2:]) < least:
+        return shape, (1,), (1,)
+    return (1,), (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
+
+
+def _is_factored(leaf, nu) -> bool:
+    return nu.shape != leaf.shape
+
+
+def _averaged(b2, grad, nu, row, column):
+    """Returns the second moment after a step, with the gradients of this step."""
+    square = jnp.square(grad)
+    averaged = lambda old, new: b2 * old + (1 - b2) * new
+    if not _is_factored(grad, nu):
+        return averaged(nu, square), row, column
+    row = averaged(row, jnp.mean(square, -1, keepdims=True))
+    return nu, row, averaged(column, jnp.mean(square, -2, keepdims=True))
+
+
+def _second(leaf, nu, row, column):
+    """Returns the second moment of a leaf: r_i c_j / mean(r) if it is factored."""
+    if not _is_factored(leaf, nu):
+        return nu
+    # Divide first: the product of two small means could underflow.
+    mean = jnp.mean(row, -2, keepdims=True)
+    return row / jnp.maximum(mean, np.finfo(np.float32).tiny) * column
+
+
+def _each(function: Callable, *trees) -> list:
+    """Maps a function that returns three arrays over trees, and returns three trees."""
+    structure = jax.tree.structure(trees[0])
+    leaves = map(structure.flatten_up_to, trees)
+    found = [function(*x) for x in zip(*leaves, strict=True)]
+    return [structure.unflatten([x[i] for x in found]) for i in range(3)]
