@@ -12,7 +12,8 @@ import numpy as np
 import optax
 
 from lowbit_optax import formats
-from lowbit_optax.aliases.common import Mask, checked
+from lowbit_optax._step.blanks import blank, is_blank
+from lowbit_optax.aliases.common import Mask, checked, without_none
 from lowbit_optax.formats.moment_fields import register_moments
 from lowbit_optax.transformations.lowbit import lowbit
 from lowbit_optax.transformations.options import Options, takes_options
@@ -24,8 +25,8 @@ class FactoredAdamState(typing.NamedTuple):
     All fields except ``count`` are trees with the structure of the parameters. For a
     leaf of shape ``[..., m, n]`` whose second moment is factored, ``nu_row`` has the
     shape ``[..., m, 1]`` and ``nu_column`` the shape ``[..., 1, n]``, so that they can
-    have the leaf's PartitionSpec, and ``nu`` is a single 0. For other leaves, ``nu``
-    has the shape of the leaf, and the other two are a single 0.
+    have the leaf's PartitionSpec. For other leaves, ``nu`` has the shape of the leaf.
+    Small arrays of int16 zeros stand for arrays that are not needed.
 
     Args:
       count: int32 scalar, the number of steps.
@@ -56,9 +57,9 @@ def factored_adamw(
     mask: Mask = None,
     *,
     nesterov: bool = False,
-    min_dim_size_to_factor: int = 128,
+    min_dim_size_to_factor: int | None = None,
     bits: int | None = None,
-    mu_bits: int = 4,
+    mu_bits: int | None = None,
     **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW in 3.57 bytes per parameter, with Adafactor's second moment for matrices.
@@ -83,7 +84,8 @@ def factored_adamw(
       weight_decay: the decoupled weight decay d.
       min_dim_size_to_factor: see :func:`scale_by_factored_adam`.
       bits: the number of extra bits per weight; 8 if None.
-      mu_bits: the number of bits of m. A second moment that is not factored has 8 bits.
+      mu_bits: the number of bits of m; 4 if None. A second moment that is not factored
+        has 8 bits.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
         ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 
@@ -97,7 +99,7 @@ def factored_adamw(
       Shazeer and Stern 2018, section 3; Loshchilov and Hutter 2019.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
-    >>> shape = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
+    >>> shape = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     >>> for bits in (8, 0):
     ...     tx = factored_adamw(1e-3, bits=bits)
     ...     print(f"{lowbit_optax.memory_report(tx, shape).bytes_per_param:.2f}")
@@ -105,7 +107,7 @@ def factored_adamw(
     2.57
     """
     moments = {
-        "mu": formats.block_quantized(mu_bits),
+        "mu": formats.block_quantized(4 if mu_bits is None else mu_bits),
         "nu": formats.block_quantized(8),
     }
     arguments = learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask
@@ -115,7 +117,7 @@ def factored_adamw(
         _factored_adamw,
         *arguments,
         nesterov=nesterov,
-        min_dim_size_to_factor=min_dim_size_to_factor,
+        **without_none(min_dim_size_to_factor=min_dim_size_to_factor),
     )
     if bits == 0:
         weights = formats.stochastic_rounding(error_feedback="mu")
@@ -160,7 +162,7 @@ def scale_by_factored_adam(
       An optax transformation. It can be used without :func:`lowbit_optax.lowbit`.
 
     Raises:
-      ValueError: if ``min_dim_size_to_factor`` is less than 1.
+      ValueError: if ``min_dim_size_to_factor`` is less than 2.
 
     References:
       Shazeer and Stern 2018, Algorithm 4, lines 5 to 7; Kingma and Ba 2015.
@@ -171,19 +173,16 @@ def scale_by_factored_adam(
     >>> state.nu_row["w"].shape, state.nu_column["w"].shape, state.nu["b"].shape
     ((256, 1), (1, 128), (128,))
     """
-    if min_dim_size_to_factor < 1:
+    if min_dim_size_to_factor < 2:
         raise ValueError(
-            "scale_by_factored_adam: min_dim_size_to_factor must be at least 1, got "
+            "scale_by_factored_adam: min_dim_size_to_factor must be at least 2, got "
             f"{min_dim_size_to_factor}"
         )
 
     def init(params):
-        shapes = functools.partial(_shapes_of_second, min_dim_size_to_factor)
-        zeros = lambda part: jax.tree.map(
-            lambda x: jnp.zeros(shapes(x.shape)[part], jnp.float32), params
-        )
-        mu = optax.tree.zeros_like(params, dtype=mu_dtype or jnp.float32)
-        return FactoredAdamState(jnp.zeros((), jnp.int32), mu, *map(zeros, range(3)))
+        mu = optax.tree.zeros_like(params, dtype=mu_dtype)
+        first = functools.partial(_first_second_moment, min_dim_size_to_factor)
+        return FactoredAdamState(jnp.zeros((), jnp.int32), mu, *_each(first, params))
 
     def update(updates, state, params=None):
         del params
@@ -194,20 +193,17 @@ def scale_by_factored_adam(
             ahead = corrected(mu, b1, optax.safe_increment(count))
             grads = corrected(updates, b1, count)
             first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, ahead, grads)
-        nu, rows, columns = _each(
-            functools.partial(_averaged, b2),
-            updates,
-            *(state.nu, state.nu_row, state.nu_column),
+        before = state.nu, state.nu_row, state.nu_column
+        second = _each(functools.partial(_averaged, b2), updates, *before)
+
+        def direction(first, *second):
+            nu = _second_moment(b2, count, *second)
+            return first / (jnp.sqrt(nu + eps_root) + eps)
+
+        directions = jax.tree.map(direction, first, *second)
+        return directions, FactoredAdamState(
+            count, optax.tree.cast(mu, mu_dtype), *second
         )
-        directions = jax.tree.map(
-            lambda m, *second: m / (jnp.sqrt(_second(m, *second) + eps_root) + eps),
-            first,
-            corrected(nu, b2, count),
-            rows,
-            corrected(columns, b2, count),
-        )
-        mu = optax.tree.cast(mu, mu_dtype)
-        return directions, FactoredAdamState(count, mu, nu, rows, columns)
 
     return optax.GradientTransformation(init, update)
 
@@ -223,34 +219,37 @@ def _factored_adamw(
     )
 
 
-def _shapes_of_second(least: int, shape: tuple[int, ...]) -> tuple:
-    """Returns the shapes of ``nu``, ``nu_row`` and ``nu_column`` for a leaf."""
-    if len(shape) < 2 or min(shape[-2:]) < least:
-        return shape, (1,), (1,)
-    return (1,), (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
-
-
-def _is_factored(leaf, nu) -> bool:
-    return nu.shape != leaf.shape
+def _first_second_moment(least: int, param):
+    """Returns the initial ``nu``, ``nu_row`` and ``nu_column`` of a leaf."""
+    is_real = jnp.issubdtype(param.dtype, jnp.floating)
+    if not is_real or param.ndim < 2 or min(param.shape[-2:]) < least:
+        return jnp.zeros_like(param), blank(param), blank(param)
+    return blank(param), *map(jnp.zeros_like, _means(param))
 
 
 def _averaged(b2, grad, nu, row, column):
     """Returns the second moment after a step, with the gradients of this step."""
-    square = jnp.square(grad)
+    if not is_blank(nu):
+        nu = optax.tree.update_moment_per_elem_norm(grad, nu, b2, 2)
+        return nu, row, column
     averaged = lambda old, new: b2 * old + (1 - b2) * new
-    if not _is_factored(grad, nu):
-        return averaged(nu, square), row, column
-    row = averaged(row, jnp.mean(square, -1, keepdims=True))
-    return nu, row, averaged(column, jnp.mean(square, -2, keepdims=True))
+    of_rows, of_columns = _means(jnp.square(grad))
+    return nu, averaged(row, of_rows), averaged(column, of_columns)
 
 
-def _second(leaf, nu, row, column):
-    """Returns the second moment of a leaf: r_i c_j / mean(r) if it is factored."""
-    if not _is_factored(leaf, nu):
-        return nu
+def _means(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the means over the last axis, and over the axis before it."""
+    return jnp.mean(x, -1, keepdims=True), jnp.mean(x, -2, keepdims=True)
+
+
+def _second_moment(b2, count, nu, row, column):
+    """Returns Adam's second moment, or r_i c_j / mean(r), corrected for its bias."""
+    if not is_blank(nu):
+        return optax.tree.bias_correction(nu, b2, count)
     # Divide first: the product of two small means could underflow.
     mean = jnp.mean(row, -2, keepdims=True)
-    return row / jnp.maximum(mean, np.finfo(np.float32).tiny) * column
+    share = row / jnp.maximum(mean, np.finfo(np.float32).tiny)
+    return share * optax.tree.bias_correction(column, b2, count)
 
 
 def _each(function: Callable, *trees) -> list:

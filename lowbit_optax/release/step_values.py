@@ -167,7 +167,8 @@ def _keeps_layers(call: Call) -> bool:
     if not result or not stacks or any(s[0] != result[0] for s in stacks):
         return False
     if primitive is p.bitcast_convert_type_p or elementwise.is_elementwise(primitive):
-        return all(shape == result for shape in stacks)
+        # Axes of length 1 may be repeated, but not the axis of the layers.
+        return all(len(shape) == len(result) for shape in stacks)
     if primitive in (p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p):
         return 0 not in params["axes"]
     if primitive is p.broadcast_in_dim_p:

@@ -63,9 +63,9 @@ class StateLeaf:
         """
         names = self.attributes
         last = names[-1] if names else ""
+        if self.owner is not None and self.leaf.dtype in (NO_RESIDUAL, NOT_HELD):
+            return "blank"
         if "residual" in names or last in _SCALES:
-            if self.leaf.dtype in (NO_RESIDUAL, NOT_HELD):
-                return "blank"
             return "residual" if "residual" in names else "scales"
         return "codes" if last in _CODES else None
 

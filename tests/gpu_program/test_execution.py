@@ -28,6 +28,7 @@ import lowbit_optax
 import pallas_kernels
 from lowbit_optax import block_quantized, cast, extra_bits, lowbit
 from pallas_kernels import platforms
+from pallas_kernels.axis_sums import axis_sums
 from tools.gpu_program.ptx.faults import Uninitialised
 from tools.gpu_program.ptx.program import compile_program
 from tools.gpu_program.steps import BF16, F32, leaf
@@ -465,3 +466,37 @@ def test_a_result_that_is_not_written_is_noticed():
     mutated = re.sub(r"(@!?%\w+\s+)?st\.global[^;]*;", "", source, count=1)
     with pytest.raises(Uninitialised, match=r"result 0: .* not written"):
         program.with_source(name, mutated).run(fields)
+
+
+@pytest.mark.parametrize("shape", [(128, 1024), (70, 661), (3, 65, 700)])
+def test_sums_of_rows_and_columns_are_those_of_numpy(shape):
+    def squares(x, scalars):
+        del scalars
+        return x.astype(F32) ** 2
+
+    x = normal(shape, BF16)
+    table = jnp.zeros(1, jnp.uint32)
+    run = lambda x: axis_sums(squares, x, table)
+    got = compile_program(lower_for(gpu_mesh(), run, x)).run(x)
+    exact = np.asarray(x, np.float64) ** 2
+    for found, axis in zip(got, (-1, -2), strict=True):
+        np.testing.assert_allclose(found, exact.sum(axis, keepdims=True), rtol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [8, 0])
+def test_factored_adamw_is_near_the_reference(bits):
+    make = functools.partial(
+        lowbit_optax.factored_adamw, 2.0**-6, eps=0.0, bits=bits, warn=False
+    )
+    params = {"w": normal((256, 1024), BF16)}
+    tx = make(implementation="xla")
+    first, second = gradient_series(params, 2, BF16)
+    arguments = *jitted(tx)(params, tx.init(params), first), second
+    got, want = both(lambda name: make(implementation=name), *arguments)
+    # Kernels add the squares in another order, and divide with one more rounding.
+    for found, expected in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        found, expected = np.asarray(found), np.asarray(expected)
+        if found.dtype == np.float32:
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+        else:
+            assert np.mean(found != expected) < 0.02

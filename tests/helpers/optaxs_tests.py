@@ -28,6 +28,7 @@ ALIASES = {
     "sr_adamw": ADAMW,
     "extra_bits_adamw": ADAMW,
     "lowbit_adamw": ADAMW,
+    "factored_adamw": ADAMW,
     "lowbit_lion": {"learning_rate": 1e-2, "weight_decay": 1e-4},
 }
 """Every alias that works on plain arrays, with the arguments of optax's tests."""

@@ -53,6 +53,14 @@ def _like_adamw(alias, reference=optax.adamw, **fixed):
     return Optimizer(lambda rate: alias(rate, **fixed), reference, 0.003)
 
 
+def _factored(rate):
+    return optax.chain(
+        lowbit_optax.scale_by_factored_adam(min_dim_size_to_factor=8),
+        optax.add_decayed_weights(1e-4),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
 def _bits(bits, **fixed):
     return dict(bits=bits, min_size=0, **fixed)
 
@@ -68,6 +76,9 @@ ALIASES = {
     "extra_bits_adamw_16": _like_adamw(lowbit_optax.extra_bits_adamw, **_bits(16)),
     "lowbit_sgd": _like_sgd(lowbit_optax.lowbit_sgd, **_bits(8)),
     "lowbit_adamw": _like_adamw(lowbit_optax.lowbit_adamw, **_bits(8)),
+    "factored_adamw_8": _like_adamw(
+        lowbit_optax.factored_adamw, _factored, **_bits(8, min_dim_size_to_factor=8)
+    ),
     "lowbit_lion": _like_adamw(lowbit_optax.lowbit_lion, optax.lion, **_bits(8)),
 }
 """Every alias as users write it, with 8 and 16 bits; small leaves are packed too."""
@@ -75,7 +86,7 @@ ALIASES = {
 EVERY_ALIAS = {
     name: getattr(lowbit_optax, name)
     for name in lowbit_optax.__all__
-    if name.endswith(("_sgd", "_adamw", "_lion", "_adam"))
+    if name.endswith(("_sgd", "_adamw", "_lion", "lpmm_adam"))
 }
 """The aliases' functions by name; LPMM's need quantised weights."""
 
@@ -87,6 +98,9 @@ OF_OPTAX = {
 """The optax alias that corresponds to each of the other aliases."""
 
 VARIANTS = {
+    "factored_adamw_0": _like_adamw(
+        lowbit_optax.factored_adamw, _factored, **_bits(0, min_dim_size_to_factor=8)
+    ),
     "kahan_adamw_stochastic": _like_adamw(
         lowbit_optax.kahan_adamw, rounding="stochastic"
     ),
@@ -172,6 +186,11 @@ WRAPPED = {
 """``lowbit`` around other transformations in each format, with bfloat16 moments."""
 
 OPTIMIZERS = {**ALIASES, **VARIANTS, **UNIT}
+
+
+def elementwise(table):
+    """The optimizers of a table whose state has no means over axes of a parameter."""
+    return {name: x for name, x in table.items() if not name.startswith("factored")}
 
 
 def each(table):

@@ -17,6 +17,7 @@ from lowbit_optax import (
     cast,
     extra_bits,
     extra_bits_adamw,
+    factored_adamw,
     kahan_adamw,
     kahan_sgd,
     lowbit,
@@ -58,6 +59,8 @@ FAMILIES = {
     "errors in 8 bits": sr_sgd(
         1e-3, momentum=0.9, error_feedback="trace", moments=block_quantized()
     ),
+    "factored": factored_adamw(1e-3),
+    "factored, errors": factored_adamw(1e-3, bits=0),
     "lion": lowbit_lion(1e-4),
     "sgd": lowbit_sgd(1e-3, momentum=0.9, nesterov=True),
     "clipped": lowbit(CLIPPED),

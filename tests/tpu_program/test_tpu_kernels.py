@@ -91,6 +91,17 @@ def test_steps_on_quantised_weights_move_every_byte_once_in_place(target, bits, 
     assert_each_byte_once(step, moved)
 
 
+@pytest.mark.parametrize(("bits", "moved"), [(8, 11.25), (0, 9.25)])
+@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 1376), (12, 1024, 3072)])
+def test_factored_adamw_reads_the_gradient_twice_and_all_else_once(shape, bits, moved):
+    leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    step = lower_step(lowbit_optax.factored_adamw(1e-3, bits=bits), leaf)
+    assert step.fused_launches == 1
+    assert step.moved <= moved
+    assert step.temporary < 0.08
+    assert step.in_place
+
+
 SHAPES = {
     "ragged rows": (50257, 768),
     "stacked": (12, 768, 3072),

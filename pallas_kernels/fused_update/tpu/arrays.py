@@ -8,6 +8,7 @@ the kernel's own memory.
 import dataclasses
 import functools
 import math
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.fused_update.spec import Shard, manual_axes, result_shapes
 from pallas_kernels.fused_update.tpu.tiling import (
     LANES,
+    REGISTER,
     SUBLANES,
     Tiling,
     lies_transposed,
@@ -245,13 +247,59 @@ class KernelArray:
         return lax.bitcast_convert_type(bits, x.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class RepeatedArray(KernelArray):
+    """An operand with one float32 element for each row, or for each column.
+
+    A kernel reads it as a vector. It repeats an element of a row in all lanes, and an
+    element of a column in all sublanes.
+    """
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether it has one element for each row."""
+        return self.shape[-1] == 1
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        return 1, self.tiling.block_rows if self.is_of_rows else LANES
+
+    @functools.cached_property
+    def is_transposed(self) -> bool:
+        return False
+
+    def scratch_shape(self, interpret: bool) -> tuple[int, ...] | None:
+        del interpret
+        return (self.tiling.block_rows, LANES) if self.is_of_rows else REGISTER
+
+    def spec(self) -> pl.BlockSpec:
+        def place(matrix, aside, rows, columns, *_):
+            del aside
+            return matrix, jnp.int32(0), rows if self.is_of_rows else columns
+
+        return pl.BlockSpec((None, *self.block), place)
+
+    @property
+    def _view_shape(self) -> tuple[int, ...]:
+        return self.tiling.matrices, 1, math.prod(self.shape[-2:])
+
+    @property
+    def _padded_shape(self) -> tuple[int, ...]:
+        *_, rows, columns = self.tiling.grid
+        length = (rows if self.is_of_rows else columns) * self.block[1]
+        return self.tiling.matrices, 1, length
+
+    def _view(self, x: jax.Array) -> jax.Array:
+        return x.reshape(self._view_shape)
+
+
 def kernel_arrays(
     shard: Shard, tiling: Tiling
 ) -> tuple[tuple[KernelArray, ...], tuple[KernelArray, ...]]:
     """Return the operands and the results of a shard's kernel."""
     leaf = shard.leaf
     operands = tuple(
-        KernelArray(
+        (RepeatedArray if o.repeated else KernelArray)(
             tiling,
             o.array.shape,
             o.array.dtype,

@@ -35,7 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.bitfields import get_field, period, put_fields
-from pallas_kernels.fused_update.tpu.arrays import KernelArray
+from pallas_kernels.fused_update.tpu.arrays import KernelArray, RepeatedArray
 from pallas_kernels.fused_update.tpu.registers import (
     QUARTERS,
     Ref,
@@ -340,6 +340,35 @@ class ScaleBlock(Block):
         return self.array.tiling.block_in_registers(size)
 
 
+class RepeatedBlock(Block):
+    """A program's block of an array with one element for each row or column."""
+
+    def open(self, column_block: jax.Array) -> None:
+        """Repeat each element in all lanes of its row, or in all sublanes."""
+        if not self._is_of_rows:
+            self._repeat(SUBLANES)
+            return
+        # Programs with the same rows follow each other and use the same scratch memory.
+        pl.when(column_block == jnp.int32(0))(lambda: self._repeat(LANES))
+
+    def _repeat(self, count: int) -> None:
+        words = lax.bitcast_convert_type(self.ref[...], jnp.uint32)
+        repeated = jnp.broadcast_to(words, (count, words.shape[-1]))
+        self.scratch[...] = repeated.T if self._is_of_rows else repeated
+
+    def load(self, unit: jax.Array) -> Sequence:
+        group = self.array.tiling.group
+        if self._is_of_rows:
+            words = load(part(self.scratch, unit, group), group)
+        else:
+            words = [self.scratch[...]] * group
+        return [lax.bitcast_convert_type(word, self.array.dtype) for word in words]
+
+    @property
+    def _is_of_rows(self) -> bool:
+        return typing.cast(RepeatedArray, self.array).is_of_rows
+
+
 def blocks_of(
     arrays: Sequence[KernelArray], refs: Sequence[Ref], interpret: bool
 ) -> list[Block]:
@@ -354,6 +383,7 @@ def _block(
 ) -> Block:
     ref = next(scratch) if array.is_transposed else outside
     kind = Block if array.block_size is None else ScaleBlock
+    kind = RepeatedBlock if isinstance(array, RepeatedArray) else kind
     has_scratch = array.scratch_shape(interpret) is not None
     return kind(array, outside, ref, next(scratch) if has_scratch else None)
 

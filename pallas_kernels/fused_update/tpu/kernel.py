@@ -78,8 +78,14 @@ def refusal(body: Body | BlockBody, leaf: Leaf, scalars: int) -> str | None:
       leaf: whole leaf, with arrays or their ShapeDtypeStructs.
       scalars: number of the body's scalars.
     """
-    if any(operand.repeated for operand in leaf.operands):
-        return "TPU kernels do not support arrays that are repeated along an axis"
+    rank = len(leaf.shape)
+    for operand in leaf.operands:
+        is_supported = operand.repeated in ((), (rank - 1,), (rank - 2,))
+        if operand.repeated and not (is_supported and leaf.layout.axis == -2):
+            return (
+                "TPU kernels support repeated arrays only along one of the last two "
+                f"axes, got one that is repeated along {list(operand.repeated)}"
+            )
     if math.prod(leaf.shape) < _MIN_ELEMENTS:
         return f"it has fewer than {_MIN_ELEMENTS} elements"
     if not _is_better(leaf, leaf.shape, _MIN_ELEMENTS):

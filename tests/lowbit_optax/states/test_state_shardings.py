@@ -13,6 +13,7 @@ from optimizers import (
     BFLOAT16_MOMENTS,
     VARIANTS,
     assert_same_bits,
+    elementwise,
     initial,
     train,
 )
@@ -75,8 +76,8 @@ def _assert_beside_their_parameters(state):
 
 @pytest.mark.parametrize(
     "make",
-    (ALIASES | VARIANTS | WRAPPED).values(),
-    ids=ALIASES | VARIANTS | WRAPPED,
+    elementwise(ALIASES | VARIANTS | WRAPPED).values(),
+    ids=elementwise(ALIASES | VARIANTS | WRAPPED),
 )
 def test_arrays_have_the_spec_of_their_parameter_or_are_replicated(make):
     tx, params = make(), _params()

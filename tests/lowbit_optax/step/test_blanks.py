@@ -6,7 +6,14 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from optimizers import ALIASES, assert_same_bits, each, gradient_series, train
+from optimizers import (
+    ALIASES,
+    assert_same_bits,
+    each,
+    elementwise,
+    gradient_series,
+    train,
+)
 
 from lowbit_optax import convert, extra_bits_adamw, kahan_adamw, lowbit_adamw, sr_adamw
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, shape_of_blank
@@ -84,7 +91,7 @@ class _Model(nnx.Module):
         return self.second(nnx.relu(self.first(self.norm(x))))
 
 
-@each(EVERY)
+@each(elementwise(EVERY))
 @pytest.mark.parametrize("dtype", [BF16, jnp.float32])
 def test_nnx_reads_and_places_each_variable_of_the_optimizer(optimizer, dtype):
     axes = (jax.sharding.AxisType.Auto,)

@@ -14,6 +14,7 @@ from optimizers import (
     VARIANTS,
     apply,
     assert_same_bits,
+    elementwise,
     initial,
     jitted,
     train,
@@ -24,7 +25,7 @@ import lowbit_optax
 pytestmark = pytest.mark.standard_promotion
 
 
-SHARDED = ALIASES | VARIANTS
+SHARDED = elementwise(ALIASES | VARIANTS)
 FEW = {
     name: SHARDED[name]
     for name in (

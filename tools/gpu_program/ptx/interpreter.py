@@ -276,16 +276,21 @@ class _Blocks:
         self.registers.write(predicate, chosen, "pred", active)
 
     def _matrices(self, instruction: Instruction, active: np.ndarray) -> None:
-        """Execute ``ldmatrix``, which loads matrices of 8 rows of 16 bytes."""
-        if instruction.modifiers != ("sync", "aligned", "m8n8", "x4", "shared"):
+        """Execute ``ldmatrix`` or ``stmatrix``, for matrices of 8 rows of 16 bytes."""
+        *shape, count, space = instruction.modifiers
+        is_known = shape == ["sync", "aligned", "m8n8"] and space == "shared"
+        if not is_known or count not in ("x1", "x2", "x4"):
             raise UnknownInstruction("the interpreter does not support this exchange")
         self._require_whole_warps("-1", active)
-        names, address = instruction.operands
+        is_load = instruction.name == "ldmatrix"
+        # The address is the first operand of a store.
+        names, address = instruction.operands[:: 1 if is_load else -1]
+        access = self._read_memory if is_load else self._write_memory
         rows = np.full(self.count, -1)
         rows[active] = self._starts(address, 16, "shared", active)
         for number, name in enumerate(split_list(names)):
             starts = lanes.matrix_starts(rows, number)[active]
-            self._read_memory("shared", starts, name, "b32", active)
+            access("shared", starts, name, "b32", active)
 
 
 _SPECIAL = {
@@ -296,6 +301,7 @@ _SPECIAL = {
     "redux": _Blocks._reduction,
     "elect": _Blocks._election,
     "ldmatrix": _Blocks._matrices,
+    "stmatrix": _Blocks._matrices,
 }
 """Instructions that use more than the registers of their own thread."""
 

@@ -1,0 +1,225 @@
+"""``factored_adamw`` is AdamW with Adafactor's second moment."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from collectives import collectives
+from optimizers import assert_same_bits, gradient_series, initial, normal, train
+from released import assert_equal_steps
+
+import lowbit_optax
+from lowbit_optax import factored_adamw, scale_by_factored_adam
+
+pytestmark = pytest.mark.standard_promotion
+
+SMALL = functools.partial(scale_by_factored_adam, min_dim_size_to_factor=8)
+SHAPES = {"matrix": (40, 24), "stack": (3, 16, 40), "flat": (40, 7), "bias": (24,)}
+FACTORED = ("matrix", "stack")
+
+
+def _weights(dtype=jnp.float32):
+    random = np.random.default_rng(0)
+    draw = lambda shape: jnp.asarray(random.normal(size=shape), dtype)
+    return {name: draw(shape) for name, shape in SHAPES.items()}
+
+
+def _formula(grads, b1=0.9, b2=0.999, eps=1e-8):
+    """The last direction for a series of gradients of a matrix, in float64."""
+    m, r, c = 0.0, 0.0, 0.0
+    for g in np.asarray(grads, np.float64):
+        m = b1 * m + (1 - b1) * g
+        r = b2 * r + (1 - b2) * (g**2).mean(1)
+        c = b2 * c + (1 - b2) * (g**2).mean(0)
+    t = len(grads)
+    v = np.outer(r, c) / r.mean() / (1 - b2**t)
+    return m / (1 - b1**t) / (np.sqrt(v) + eps)
+
+
+def test_directions_are_those_of_the_formula():
+    params = _weights()
+    series = gradient_series(params, 5)
+    tx = SMALL()
+    state = tx.init(params)
+    for grads in series:
+        found, state = tx.update(grads, state)
+    matrices = {"matrix": [g["matrix"] for g in series]}
+    matrices |= {f"stack {i}": [g["stack"][i] for g in series] for i in range(3)}
+    for name, grads in matrices.items():
+        kind, _, number = name.partition(" ")
+        got = found[kind][int(number)] if number else found[kind]
+        near = dict(rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(got, _formula(grads), **near)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_other_leaves_are_updated_as_in_adamw(nesterov):
+    params = {name: x for name, x in _weights().items() if name not in FACTORED}
+    series = gradient_series(params, 5)
+    options = dict(b2=0.99, eps=1e-6, eps_root=1e-7, nesterov=nesterov)
+    ours, theirs = SMALL(**options), optax.scale_by_adam(**options)
+    got = train(ours, params, ours.init(params), series)
+    want = train(theirs, params, theirs.init(params), series)
+    got, want = ((x, state.mu, state.nu) for x, state in (got, want))
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(near, got, want)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_with_gradients_of_rank_one_it_is_adam(nesterov):
+    rows, columns = jnp.exp(normal(0, (40, 1))), jnp.exp(normal(1, (1, 24)))
+    size = rows * columns
+    series = [size * jnp.sign(normal(seed, (40, 24))) for seed in range(2, 7)]
+    params = jnp.ones((40, 24))
+    ours, theirs = SMALL(nesterov=nesterov), optax.scale_by_adam(nesterov=nesterov)
+    got, _ = train(ours, params, ours.init(params), series)
+    want, _ = train(theirs, params, theirs.init(params), series)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e-9, 1.0, 1e9, 1e15])
+def test_the_product_of_means_neither_underflows_nor_overflows(scale):
+    grads = scale * normal(0, (40, 24))
+    tx = SMALL(eps=0.0)
+    found, _ = tx.update(grads, tx.init(grads))
+    usual, _ = tx.update(normal(0, (40, 24)), tx.init(grads))
+    np.testing.assert_allclose(found, usual, rtol=1e-4)
+
+
+def test_rows_and_matrices_without_gradients_do_not_move():
+    grads = normal(0, (40, 24)).at[7].set(0).at[:, 3].set(0)
+    tx = SMALL()
+    state = tx.init(grads)
+    for g in (jnp.zeros_like(grads), grads, grads):
+        found, state = tx.update(g, state)
+        assert np.isfinite(found).all()
+    assert not found[7].any()
+    assert not found[:, 3].any()
+    assert found[8, 4] != 0
+
+
+def test_an_optimizer_without_leaves_works():
+    tx = SMALL()
+    updates, _ = tx.update({}, tx.init({}))
+    assert updates == {}
+
+
+@pytest.mark.parametrize(("bits", "size"), [(8, 3.57), (0, 2.57)])
+def test_the_bytes_are_those_of_the_docstring(bits, size):
+    shape = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    report = lowbit_optax.memory_report(factored_adamw(1e-3, bits=bits), shape)
+    assert round(report.bytes_per_param, 2) == size
+
+
+# Without extra bits, the first steps are as large as the spacing of bfloat16.
+@pytest.mark.parametrize(("bits", "most"), [(16, 0.05), (8, 0.05), (0, 0.25)])
+def test_low_bits_train_like_float32(bits, most):
+    x, target = normal(0, (256, 64)), normal(1, (256, 32)) @ normal(2, (32, 32))
+    loss = lambda w: jnp.mean((x @ w.astype(jnp.float32) - target) ** 2)
+    rate = optax.cosine_decay_schedule(0.05, 200)
+    options = dict(min_dim_size_to_factor=8)
+    ours = factored_adamw(rate, bits=bits, min_size=0, **options)
+    theirs = optax.chain(
+        scale_by_factored_adam(**options),
+        optax.add_decayed_weights(1e-4),
+        optax.scale_by_learning_rate(rate),
+    )
+
+    def trained(tx, params):
+        def step(carry, _):
+            params, state = carry
+            grads = jax.grad(loss)(params)
+            return lowbit_optax.step(tx, params, state, grads), None
+
+        run = jax.jit(lambda c: jax.lax.scan(step, c, length=200)[0])
+        return run((params, tx.init(params)))[0]
+
+    start = 0.1 * normal(3, (64, 32))
+    got = float(loss(trained(ours, start.astype(jnp.bfloat16))))
+    want = float(loss(trained(theirs, start)))
+    assert abs(got / want - 1) < most
+
+
+@pytest.mark.parametrize("axis_type", list(jax.sharding.AxisType)[:2])
+@pytest.mark.parametrize("spec", [jax.P("x"), jax.P(None, "x"), jax.P("x", "y")])
+@pytest.mark.parametrize("bits", [8, 0])
+def test_eight_devices_exchange_only_sums(bits, spec, axis_type):
+    tx = factored_adamw(1e-2, bits=bits)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    params = normal(0, (512, 256), jnp.bfloat16)
+    series = [0.1 * normal(seed, (512, 256), jnp.bfloat16) for seed in (1, 2, 3)]
+    want, before = train(tx, params, initial(tx, params), series, lowbit_optax.step)
+    sharding = jax.NamedSharding(mesh, spec)
+    with jax.set_mesh(mesh):
+        shardings = lowbit_optax.state_shardings(tx, params, sharding)
+        state = jax.jit(tx.init, out_shardings=shardings)(params)
+        params, *series = jax.device_put((params, *series), sharding)
+        step = jax.jit(functools.partial(lowbit_optax.step, tx))
+        compiled = step.lower(params, state, series[0]).compile()
+        assert collectives(compiled) == {"all-reduce"}
+        for grads in series:
+            params, state = step(params, state, grads)
+    assert params.sharding.is_equivalent_to(sharding, 2)
+    # The sums are added in another order, so a few weights are rounded differently.
+    got, want = (np.asarray(x, np.float32) for x in (params, want))
+    np.testing.assert_allclose(got, want, atol=1e-2)
+    assert np.mean(got != want) < 0.01
+    for got, want in zip(
+        jax.tree.leaves((state.inner_state[0].nu_row, state.inner_state[0].nu_column)),
+        jax.tree.leaves(
+            (before.inner_state[0].nu_row, before.inner_state[0].nu_column)
+        ),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_a_backward_loop_updates_each_matrix_of_a_stack():
+    params = {
+        "layers": 0.1 * normal(0, (3, 64, 64), jnp.bfloat16),
+        "scale": jnp.ones((3, 64)),
+    }
+
+    def loss(params, x):
+        def body(x, layer):
+            w, scale = layer
+            return jnp.tanh(x @ w.astype(jnp.float32)) * scale, None
+
+        x, _ = jax.lax.scan(body, x, (params["layers"], params["scale"]))
+        return jnp.mean(x**2)
+
+    batches = [(normal(seed, (8, 64)),) for seed in range(3)]
+    tx = factored_adamw(1e-2, min_dim_size_to_factor=16)
+    assert_equal_steps(loss, tx, params, batches, in_loop={"['layers']"})
+
+
+def test_the_state_moves_to_float32_and_back():
+    params = _weights(jnp.bfloat16)
+    series = gradient_series(params, 3)
+    options = dict(min_dim_size_to_factor=8, min_size=0)
+    low, wide = factored_adamw(1e-2, **options), factored_adamw(1e-2, bits=0, **options)
+    params, state = train(low, params, initial(low, params), series, lowbit_optax.step)
+    moved, there = lowbit_optax.convert(params, state, low, wide)
+    inner, other = state.inner_state[0], there.inner_state[0]
+    assert_same_bits((other.nu_row, other.nu_column), (inner.nu_row, inner.nu_column))
+    assert_same_bits(moved, params)
+    train(wide, moved, there, series, lowbit_optax.step)
+
+
+def test_a_skipped_step_changes_nothing():
+    params = _weights(jnp.bfloat16)
+    scaling = lowbit_optax.loss_scaling.backoff_scale(8.0)
+    inner = factored_adamw(1e-2, min_dim_size_to_factor=8, min_size=0)
+    tx = lowbit_optax.with_loss_scale(inner, scaling)
+    state = initial(tx, params)
+    bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), params)
+    new, after = lowbit_optax.step(tx, params, state, bad)
+    assert_same_bits((new, after.inner_state), (params, state.inner_state))
+
+
+def test_one_axis_cannot_be_factored():
+    with pytest.raises(ValueError, match=r"min_dim_size_to_factor .* 2, got 1"):
+        scale_by_factored_adam(min_dim_size_to_factor=1)
