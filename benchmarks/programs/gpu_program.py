@@ -63,6 +63,9 @@ MORE = {
     "the same, moments of 8 bits": lo.sr_adamw(
         1e-3, error_feedback="mu", moments=lo.block_quantized(8)
     ),
+    'the same, moments="low"': lo.sr_adamw(1e-3, error_feedback="mu", moments="low"),
+    "`factored_adamw`": lo.factored_adamw(1e-3),
+    "`factored_adamw(bits=0)`": lo.factored_adamw(1e-3, bits=0),
     "`lpmm_sgd`, 12 bits": lo.lpmm_sgd(1e-3, momentum=0.9),
 }
 OPTAX = {"optax, float32 master": optax.adamw(1e-3)}

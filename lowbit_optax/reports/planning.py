@@ -27,18 +27,23 @@ from lowbit_optax.formats import (
     extra_bits,
     kahan,
     quantized_weights,
+    stochastic_rounding,
 )
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.lpmm import quantize_params
 from lowbit_optax.reports.memory import MemoryReport, memory_report
 from lowbit_optax.states.masters import from_master
-from lowbit_optax.transformations.lowbit import lowbit
+from lowbit_optax.transformations.lowbit import lowbit, step
 
 _ANY_RATE = 1e-3  # memory does not depend on the learning rate
 
 _ACTIVATIONS = """\
 Activations count only if you pass their bytes as other_bytes. step_memory compiles a
 step and includes them."""
+
+_OTHERS = """\
+Optimizers with a factored second moment, such as optax.adafactor, need less; see
+docs/choosing.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +65,8 @@ _LPMM = (
 
 _four_bit_mu = lambda nu: ({"mu": block_quantized(4), "nu": block_quantized(nu)},)
 
+_ERROR_INTO_MU = stochastic_rounding(error_feedback="mu")
+
 # From the least to the most lossy: first by bits of weights, then by bits of moments.
 _CHOICES = (
     _Formats("float32", None),
@@ -69,6 +76,9 @@ _CHOICES = (
     _Formats("lowbit, 4-bit mu", extra_bits(8), _four_bit_mu(8)),
     _Formats("lowbit, low", extra_bits(8), _four_bit_mu(6)),
     _Formats("lowbit, 4-bit mu, nu", extra_bits(8), _four_bit_mu(4)),
+    _Formats("error into mu", _ERROR_INTO_MU, (block_quantized(8),)),
+    _Formats("error into mu, 4-bit mu", _ERROR_INTO_MU, _four_bit_mu(8)),
+    _Formats("error into mu, low", _ERROR_INTO_MU, _four_bit_mu(6)),
     _Formats("lpmm, 12 bits", quantized_weights(), _LPMM, bits=12),
     _Formats("lpmm, 8 bits", quantized_weights(), _LPMM, bits=8),
 )
@@ -155,7 +165,8 @@ class Plan(Tabular):
         best = self.best
         if best is None:
             least = min(row.bytes_per_device(release=True) for row in self.rows)
-            return f"none fits into {budget} GiB; the smallest needs {_gib(least)} GiB"
+            none = f"none fits into {budget} GiB; the smallest needs {_gib(least)} GiB"
+            return f"{none}.\n{_OTHERS}"
         release = " with release" if best.needs_release else ""
         return f"least lossy format that fits into {budget} GiB: {best.name}{release}"
 
@@ -183,10 +194,16 @@ def plan(
     Rows are ordered from the least to the most lossy format: first by bits of weights,
     then by bits of moments. In runs with complete schedules, ``lowbit``, 4-bit ``mu``
     and ``nu``, and 12-bit weights end with losses 0.002 to 0.005 nats above float32's,
-    which varies by 0.002 between seeds, and low moments end below it; see
-    docs/accuracy.md. docs/choosing.md describes when each format fails. The plan leaves
-    out formats whose moments the optimizer does not have, or whose weights it does not
-    support, as with Prodigy.
+    which varies by 0.002 between seeds. Low moments, and errors in an 8-bit ``mu``, end
+    below it; see docs/accuracy.md. docs/choosing.md describes when each format fails.
+    The plan leaves out formats whose moments the optimizer does not have, or whose
+    weights it does not support, as with Prodigy. It has rows with errors in ``mu`` only
+    if the update is linear in ``mu``.
+
+    All rows have the same optimizer, AdamW by default. Adafactor and
+    :func:`lowbit_optax.factored_adamw` are other optimizers that store less. To plan
+    for them, pass ``optimizer=optax.adafactor``, or a function that returns a chain
+    with :func:`scale_by_factored_adam`.
 
     Args:
       params: tree of arrays or ShapeDtypeStructs, such as from ``jax.eval_shape``.
@@ -238,6 +255,8 @@ def plan(
             shapes = jax.eval_shape(quantize, wide)
         for moments in choice.moments:
             make = functools.partial(_transformation, optimizer, choice, moments)
+            if choice.weights is _ERROR_INTO_MU and not _can_step(make):
+                continue
             try:
                 report = memory_report(
                     make(_ANY_RATE), shapes, grad_dtype=dtype, stacked=stacked
@@ -265,6 +284,17 @@ def _transformation(optimizer, choice: _Formats, moments: Moments, learning_rate
     if choice.weights is None:
         return optax.with_extra_args_support(inner)
     return lowbit(inner, weights=choice.weights, moments=moments)
+
+
+def _can_step(make: Callable) -> bool:
+    """Return whether a step of a matrix can be traced. Its shape does not matter."""
+    matrix = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    try:
+        tx = make(_ANY_RATE)
+        jax.eval_shape(lambda x: step(tx, x, tx.init(x), x), matrix)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _started(
