@@ -143,6 +143,40 @@ def test_low_bits_train_like_float32(bits, most):
     assert abs(got / want - 1) < most
 
 
+# Neighbours share the scale of a block, and the root of nu does not bound mu here.
+@pytest.mark.parametrize(
+    ("small", "mu_bits", "least", "most"),
+    [
+        (1.0, 4, 1.0, 1.1),
+        (0.1, 4, 1.5, 2.5),
+        (0.01, 4, 5.0, 10.0),
+        (0.01, 8, 0.98, 1.02),
+        (0.001, 8, 0.98, 1.02),
+    ],
+)
+def test_four_bits_lengthen_updates_next_to_large_gradients(
+    small, mu_bits, least, most
+):
+    inner = optax.chain(SMALL(), optax.scale(-1.0))
+    moments = {"mu": lowbit_optax.block_quantized(mu_bits)}
+    ours = lowbit_optax.lowbit(inner, moments=moments, min_size=0, warn=False)
+    sizes = jnp.where(jnp.arange(64) % 2, small, 1.0)[:, None]
+
+    def last_updates(tx):
+        def step(carry, seed):
+            params, state = carry
+            grads = sizes * jax.random.normal(jax.random.key(seed), (64, 64))
+            new, state = lowbit_optax.step(tx, params, state, grads)
+            return (new, state), jnp.mean(jnp.square((new - params)[1::2]))
+
+        start = jnp.zeros((64, 64))
+        run = jax.jit(lambda c: jax.lax.scan(step, c, jnp.arange(400))[1])
+        return jnp.sqrt(run((start, tx.init(start)))[300:].mean())
+
+    theirs = optax.with_extra_args_support(inner)
+    assert least < last_updates(ours) / last_updates(theirs) < most
+
+
 @pytest.mark.parametrize("axis_type", list(jax.sharding.AxisType)[:2])
 @pytest.mark.parametrize("spec", [jax.P("x"), jax.P(None, "x"), jax.P("x", "y")])
 @pytest.mark.parametrize("bits", [8, 0])
