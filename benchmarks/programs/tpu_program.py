@@ -50,6 +50,8 @@ STEPS = {
     'lowbit_adamw(moments="low")': _step_of(lo.lowbit_adamw, moments="low"),
     "kahan_adamw": _step_of(lo.kahan_adamw),
     "sr_adamw": _step_of(lo.sr_adamw),
+    "factored_adamw": _step_of(lo.factored_adamw),
+    "factored_adamw(bits=0)": _step_of(lo.factored_adamw, bits=0),
     "lpmm_adam, 12 bits": _step_of(lo.lpmm_adam, lower_lpmm_step),
 }
 """Functions by name that lower a step on leaves; see :func:`.steps.lower_step`."""
