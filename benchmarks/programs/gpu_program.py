@@ -63,6 +63,11 @@ MORE = {
     "the same, moments of 8 bits": lo.sr_adamw(
         1e-3, error_feedback="mu", moments=lo.block_quantized(8)
     ),
+    "the same, `mu` of 4 bits and `nu` of 8": lo.sr_adamw(
+        1e-3,
+        error_feedback="mu",
+        moments={"mu": lo.block_quantized(4), "nu": lo.block_quantized(8)},
+    ),
     'the same, moments="low"': lo.sr_adamw(1e-3, error_feedback="mu", moments="low"),
     "`factored_adamw`": lo.factored_adamw(1e-3),
     "`factored_adamw(bits=0)`": lo.factored_adamw(1e-3, bits=0),
@@ -72,6 +77,8 @@ OPTAX = {"optax, float32 master": optax.adamw(1e-3)}
 """The baselines, in the usual mixed precision."""
 NOT_ELEMENTWISE = {
     "`adafactor`": optax.adafactor(1e-3),
+    "`adafactor`, momentum": optax.adafactor(1e-3, momentum=0.9),
+    "`galore`": optax.contrib.galore(1e-3),
     "`muon`": optax.contrib.muon(1e-3),
     "`sm3`": optax.sm3(1e-3),
 }
