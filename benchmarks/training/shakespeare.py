@@ -212,7 +212,9 @@ def _gathered(folder: pathlib.Path, record: dict) -> dict:
         own, base = dict(sorted(found[name].items())), found["float32"]
         both = [seed for seed in own if seed in base]
         figures[name] = {
-            "bytes_per_parameter": ROWS[name].bytes_per_parameter(format_rows.OF_BYTES),
+            "bytes_per_parameter": ROWS[name].bytes_per_parameter(
+                format_rows.OF_BYTES
+            ),
             "each": own,
             **{
                 end: records.spread([run[end] for run in own.values()])
