@@ -47,7 +47,7 @@ _B1, _B2, _DECAY, _CLIP = 0.9, 0.99, 0.1, 1.0
 
 
 def _matrices(params):
-    """Return a tree that is True for the parameters that decay: all but the norms."""
+    """Return a tree that is False for norms, which do not decay, and True otherwise."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: not format_rows.is_norm(jax.tree_util.keystr(path), x), params
     )
@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def characters(path: pathlib.Path) -> Text:
-    """Return the numbers of the characters, of which the last tenth is held out."""
+    """Return the text as numbers of characters. The last tenth is held out."""
     data = np.frombuffer(path.read_bytes(), np.uint8)
     known, numbers = np.unique(data, return_inverse=True)
     if len(known) != MODEL.vocabulary:
