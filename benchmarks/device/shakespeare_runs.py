@@ -1,8 +1,8 @@
 """Train a GPT on the characters of Shakespeare in several formats, while time is left.
 
-The sizes and options are nanoGPT's for one GPU. All rows use the same seed. A run whose
-first steps show that it would not end in time stops early, and so does a run that turns
-out to be slower later.
+The sizes and options are nanoGPT's for one GPU. All rows use the same seed. A run times
+its steps, and stops when the remaining steps would need more time than is left. The
+record then has the last step and the losses so far.
 """
 
 import functools
@@ -52,10 +52,10 @@ def measure(job: Job, name: str) -> dict:
             start = time.monotonic()
             yield part
             seconds.append(time.monotonic() - start)
-            # The first part includes the compilation.
-            left = (POINTS - part - 1) * statistics.median(seconds[1:] or [0.0])
-            if time.monotonic() + left > job.end:
-                return
+            if part:  # the first part includes the compilation
+                left = (POINTS - part - 1) * statistics.median(seconds[1:])
+                if time.monotonic() + left > job.end:
+                    return
 
     found = shakespeare_rows.train(name, 0, text, protocol, parts())
     curve = found["curve"]
@@ -81,7 +81,7 @@ def compiled(job: Job, name: str, protocol: Protocol) -> dict:
     batches = jax.ShapeDtypeStruct(shape, jnp.int32)
     keys = jax.ShapeDtypeStruct(shape[:1], key.dtype)
     train = functools.partial(shakespeare_rows.train_part, tx, model)
-    job.compile("part", train, jax.eval_shape(init, key), batches, keys, donate=0)
+    job.compile("part", train, jax.eval_shape(init, key), batches, keys, donate=(0,))
     return {"steps": protocol.steps}
 
 

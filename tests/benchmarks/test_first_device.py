@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import string
 import sys
 import time
 
@@ -204,6 +205,7 @@ SMALL = (
     "training/lowbit_adamw, released",
     "training/optax, float32",
     "first_compile/optax, float32 master",
+    "shakespeare_runs/float32",
 )
 
 
@@ -212,9 +214,9 @@ def record(tmp_path_factory):
     """A record of all sections at a small size."""
     folder = tmp_path_factory.mktemp("first_device")
     flags = "--xla_backend_optimization_level=0"
-    done = run(
-        "--size", "small", "--out", str(folder), "--only", *SMALL, XLA_FLAGS=flags
-    )
+    (folder / "text.txt").write_text(string.printable[:65] * 20)
+    options = ["--size", "small", "--text", str(folder / "text.txt"), "--only", *SMALL]
+    done = run("--out", str(folder), *options, XLA_FLAGS=flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| format | pallas |" in done.stdout
     assert "| kahan | 0 |" in done.stdout
@@ -241,6 +243,20 @@ def test_every_section_runs_at_a_small_size(record):
         assert found["exact"]
         assert found["parameters"] == found["state"] == 0
         assert found["elements"] >= 4096
+
+
+@pytest.mark.example
+def test_shakespeare_is_trained_after_all_other_jobs(record):
+    (trials,) = trials_of(record, "shakespeare_runs").values()
+    (found,) = trials.values()
+    assert found["step"] == found["steps"] == 200
+    assert found["best"] <= found["validation"] < found["first_loss"] - 0.5
+    assert "--text text.txt" in record["command"]
+    page = first_device_page.rendered(record)
+    assert f"| float32 | 200 | {found['ms_per_step']:.2f} |" in page
+    cut = trials | {"Shakespeare": {"figures": found | {"step": 100}}}
+    job = record["jobs"][-1] | {"trials": cut}
+    assert "incomplete: 100 of 200" in first_device_page.text_table([job])
 
 
 @pytest.mark.example
