@@ -234,6 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     if not entries:
         print(f"--only: no job is named {' or '.join(args.only)}. The jobs are:")
         print(*(f"  {e['section']}/{e['name']}" for e in chosen(None)), sep="\n")
+        print("Jobs in shakespeare_runs also need --text.")
         return 2
     if refusal := _unwritable(args.out):
         print(refusal)
@@ -266,7 +267,7 @@ def _unwritable(folder: pathlib.Path) -> str | None:
 
 
 def _needs_text(entry: dict) -> bool:
-    """Return whether a job trains on ``--text``, which starts after all other jobs."""
+    """Return whether a job needs ``--text``. These jobs start after all others."""
     return entry["section"] == "shakespeare_runs"
 
 

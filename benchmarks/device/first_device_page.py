@@ -290,10 +290,11 @@ def text_table(jobs: list[dict]) -> str:
         rows.append(row)
     text = (
         "Each row trains nanoGPT's GPT for the characters of Shakespeare once, with "
-        "nanoGPT's options for one GPU, and computes in bfloat16. Validation uses the "
-        "whole held-out text every 250 steps. nanoGPT reports a best loss of 1.4697, "
-        "measured on samples of this text. If a run would not have ended in time, it "
-        "stopped early, and its losses cannot be compared with other rows."
+        "nanoGPT's options for one GPU, and computes in bfloat16. Every 250 steps, it "
+        "measures the validation loss on all whole windows of the held-out text. "
+        "nanoGPT reports a best loss of 1.4697, measured on samples of this text. A "
+        "row that would not have ended in time stopped early. Its losses cannot be "
+        "compared with those of complete rows."
     )
     heads = ["format", "steps", "ms per step", *heads.values()]
     return f"{_filled(text)}\n\n" + records.table(heads, rows)

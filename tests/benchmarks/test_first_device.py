@@ -16,7 +16,7 @@ from benchmarks.device.supervisor import Supervisor, entry_of
 
 # A stand-in for a job's process, without JAX. Each letter of its name is a trial: a
 # works, b fails, c ends the process, d prints nothing, e uses the device for a while, f
-# returns its working directory, and g needs some time.
+# returns its working directory, g needs some time, and h ends its first step and waits.
 STAND_IN = """
 import json, os, sys, time
 say = lambda **x: print(json.dumps(x), flush=True)
@@ -42,6 +42,9 @@ for trial in request["name"]:
     if trial == "g":
         time.sleep(0.7)
         found["figures"]["to"] = time.monotonic()
+    if trial == "h":
+        say(step=1)
+        time.sleep(60)
     if trial == "f":
         found["figures"]["folder"] = os.getcwd()
     say(trial=trial, **found)
@@ -100,6 +103,12 @@ def test_jobs_without_time_left_are_reported_as_not_run():
     assert entries[0]["reason"] == "no time left, at d"
     assert entries[1]["reason"] == "no time left"
     assert [line for line in seen if line] == ["one/ad: a: {}"]
+
+
+def test_the_step_of_a_run_without_time_left_is_reported():
+    (job,) = supervised("one/h", seconds=1.0)
+    assert (job["status"], job["step"]) == ("cut off", 1)
+    assert job["reason"] == "no time left, at h, step 1"
 
 
 def test_one_job_has_the_device_at_a_time_and_after_shared_ones():

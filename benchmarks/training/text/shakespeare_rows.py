@@ -57,7 +57,7 @@ _B1, _B2, _DECAY, _CLIP = 0.9, 0.99, 0.1, 1.0
 
 
 def _matrices(params):
-    """Return a tree that is True for the parameters that decay: all but the norms."""
+    """Return a tree that is True for parameters that decay, and False for norms."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: not format_rows.is_norm(jax.tree_util.keystr(path), x), params
     )
@@ -110,7 +110,7 @@ ROWS = {
 
 
 def characters(path: pathlib.Path) -> Text:
-    """Return the numbers of the characters, of which the last tenth is held out."""
+    """Return the numbers of the characters, and hold out the last tenth."""
     data = np.frombuffer(path.read_bytes(), np.uint8)
     known, numbers = np.unique(data, return_inverse=True)
     if len(known) != VOCABULARY:
@@ -124,7 +124,7 @@ def characters(path: pathlib.Path) -> Text:
 
 @functools.cache
 def optimizer(name: str, steps: int) -> optax.GradientTransformation:
-    """Return the optimizer of a row, whose learning rate decays in so many steps."""
+    """Return the optimizer of a row, for a run with this number of steps."""
     rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 100, steps, 1e-4)
     return ROWS[name].build(rate)
 
