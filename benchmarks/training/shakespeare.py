@@ -28,6 +28,7 @@ from tqdm import tqdm
 from benchmarks import ROOT, pictures, records
 from benchmarks.training import format_rows
 from benchmarks.training.text.shakespeare_rows import (
+    CONTROLS,
     CPU,
     GPU,
     POINTS,
@@ -79,7 +80,7 @@ def _train_all(args, folder: pathlib.Path, record: dict) -> None:
     text, found = characters(args.text), _complete(folder, record)
     protocol = GPU if args.gpu else CPU
     for seed in range(args.seeds):
-        for name in args.rows or ROWS:
+        for name in args.rows or [name for name in ROWS if name not in CONTROLS]:
             if seed not in found.get(name, {}):
                 parts = tqdm(range(POINTS), f"{name}, seed {seed}", disable=None)
                 losses = train(name, seed, text, protocol, parts)

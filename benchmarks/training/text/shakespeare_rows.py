@@ -93,7 +93,21 @@ def _factored(rate):
 
 _row = functools.partial(format_rows.of, _of(optax.adamw))
 _bfloat16 = lowbit_optax.cast(jnp.bfloat16)
+_INTO_MU = stochastic_rounding(error_feedback="mu")
 _FEW_BITS = {"mu": block_quantized(4), "nu": block_quantized(8)}
+
+CONTROLS = {
+    "float32, Nesterov": format_rows.of_float32(_of(optax.adamw, nesterov=True)),
+    "float32, rate times 1.25": format_rows.of_float32(
+        lambda rate: _of(optax.adamw)(lambda step: 1.25 * rate(step))
+    ),
+    "factored, all in float32": format_rows.of_float32(_factored),
+    "error into mu, float32 moments": _row(_INTO_MU, "float32"),
+    "error into mu, Nesterov": format_rows.of(
+        _of(optax.adamw, nesterov=True), _INTO_MU, "float32"
+    ),
+}
+"""Rows that explain the others. They run only if they are named."""
 
 ROWS = {
     "float32": format_rows.of_float32(_of(optax.adamw)),
@@ -101,11 +115,10 @@ ROWS = {
     "Kahan": _row(lowbit_optax.kahan(), _bfloat16),
     "stochastic": _row(stochastic_rounding(), _bfloat16),
     "factored": format_rows.of(_factored, moments=_FEW_BITS),
-    "factored, no extra bits": format_rows.of(
-        _factored, stochastic_rounding(error_feedback="mu"), _FEW_BITS
-    ),
+    "factored, no extra bits": format_rows.of(_factored, _INTO_MU, _FEW_BITS),
     "LPMM, 12 bits": Row(_lpmm, None),
     "bfloat16, nearest": _row(lowbit_optax.nearest(), _bfloat16),
+    **CONTROLS,
 }
 
 

@@ -8,7 +8,6 @@ the kernel's own memory.
 import dataclasses
 import functools
 import math
-import typing
 
 import jax
 import jax.numpy as jnp
