@@ -1,7 +1,8 @@
 """A network for noisy digits, trained on an emulated 16-bit unit.
 
-The unit rounds the result of every operation to its format: in the forward pass, in the
-backward pass and in the optimizer. The network has two hidden layers with biases.
+The unit rounds images, weights, matrix products, activations, all gradients, and every
+result of the optimizer to 16 bits. Operators are fused as in the simulator of Zamirai
+et al. 2020: a bias and the activation or loss that follows it are one operation.
 """
 
 import functools
@@ -103,7 +104,6 @@ def train(run: Run, steps: int, seed: int) -> dict[str, jax.Array]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _train(name, dtype, rounding, steps, scale, seed, given):
-    """Train once; all scales and seeds share a program."""
     wide = lambda params: jax.tree.map(lambda x: x.astype(jnp.float32), params)
     labels = jax.nn.one_hot(given.labels, noisy_digits.CLASSES)
     key = jax.random.key(seed)

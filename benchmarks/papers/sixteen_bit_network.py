@@ -2,13 +2,13 @@
 
     .venv/bin/python -m benchmarks sixteen_bit_network
 
-Zamirai et al. 2020, table 3: if every result is rounded to bfloat16, networks lose
+Zamirai et al. 2020, table 3: if every operation rounds to bfloat16, networks lose
 accuracy, but not with float32 weights. Figure 11: stochastic rounding and Kahan
-summation together match float32. Figure 12: in float16 without a loss scale, networks
-lose accuracy with either method. A network with two hidden layers learns noisy digits
-with SGD or AdamW. With float32 weights, the model reads weights rounded to 16 bits, and
-updates in 16 bits are added to a float32 copy. More float16 runs multiply the loss by
-powers of two, and SGD divides its learning rate by them.
+summation together match float32. Figure 12: without a loss scale, float16 networks lose
+accuracy with either method. This benchmark trains a network with two hidden layers on
+noisy digits, with SGD or AdamW. With float32 weights, the model reads weights rounded
+to 16 bits, and 16-bit updates are added to a float32 copy. Additional float16 runs
+multiply the loss by a power of two. SGD divides its learning rate by the same factor.
 """
 
 from benchmarks import pictures, records
