@@ -1,8 +1,8 @@
 """A network for noisy digits, trained on an emulated 16-bit unit.
 
 The unit rounds images, weights, matrix products, activations, all gradients, and every
-result of the optimizer to 16 bits. Operators are fused as in the simulator of Zamirai
-et al. 2020: a bias and the activation or loss that follows it are one operation.
+result of the optimizer to 16 bits. A bias is added in one operation with the activation
+or loss that follows, because the simulator of Zamirai et al. 2020 fuses operations too.
 """
 
 import functools
@@ -20,9 +20,8 @@ from lowbit_optax import emulation, precision
 
 WIDTH, BATCH, NOISE, COPIES = 64, 16, 0.5, 4
 RATES = {"SGD": 0.02, "AdamW": 1e-3}
-# Numbers of float32, bfloat16 and float16, so that all runs use the same values.
-MOMENTUM, B1, B2 = 0.875, 0.875, 0.984375
-EPS = 1e-7
+# Both 16-bit formats represent the decay rates, so all runs use the same values.
+MOMENTUM, B1, B2, EPS = 0.875, 0.875, 0.984375, 1e-7
 FORMATS = {
     "bfloat16": precision.FloatFormat(8, 7, overflow="infinity"),
     "float16": precision.FloatFormat(5, 10, specials="ieee", overflow="infinity"),
@@ -97,7 +96,7 @@ def optimizer(name: str, dtype: str, rounding: str | None, rate):
 
 
 def train(run: Run, steps: int, seed: int) -> dict[str, jax.Array]:
-    """Return the loss on training digits, and the accuracy on held-out digits."""
+    """Return the loss on noisy training digits, and the accuracy on held-out digits."""
     *kind, power = run
     return _train(*kind, steps, jnp.float32(2.0**power), seed, noisy_digits.data(NOISE))
 

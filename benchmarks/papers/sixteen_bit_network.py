@@ -14,7 +14,7 @@ multiply the loss by a power of two. SGD divides its learning rate by the same f
 from benchmarks import pictures, records
 from benchmarks.papers.sixteen_bit_digits import FORMATS, RATES, ROUNDINGS, Run, train
 
-MINUTES = 9
+MINUTES = 7
 NEEDS = ("matplotlib", "sklearn")
 
 POWERS = {"SGD": (-8, -12, -16, -20), "AdamW": (3, 6, 9, 12)}
