@@ -3,9 +3,11 @@
     python -m benchmarks first_device                  # on a GPU
     python -m benchmarks first_device --rehearse H200  # only compiles the programs
     python -m benchmarks first_device --size small     # runs small sizes on any machine
+    python -m benchmarks first_device --minutes 14 --text tinyshakespeare.txt
 
 The command checks the results of the kernels bit by bit, times optimizer steps, trains
-a GPT-2 124M, and times the first compilation, in this order. It needs jax for CUDA,
+a GPT-2 124M, and times the first compilation, in this order. With ``--text``, it uses
+the time that is left to train on the characters of Shakespeare. It needs jax for CUDA,
 optax and numpy, and runs in a checkout. It writes the record after each result, so you
 can stop it at any time. Jobs for which no time was left are in the record as not run.
 """
@@ -28,7 +30,13 @@ import time
 import jax
 
 from benchmarks import records
-from benchmarks.device import bits, first_compile, optimizers, training
+from benchmarks.device import (
+    bits,
+    first_compile,
+    optimizers,
+    shakespeare_runs,
+    training,
+)
 from benchmarks.device import first_device_page as page
 from benchmarks.device.supervisor import DONE, Supervisor, entry_of
 from tools.gpu_program.targets import TARGETS
@@ -38,6 +46,7 @@ SECTIONS = {
     "step_times": optimizers.timed_here,
     "training": lambda: list(training.ROWS),
     "first_compile": lambda: list(first_compile.NAMES),
+    "shakespeare_runs": lambda: list(shakespeare_runs.ROWS),
 }
 """The sections in the order in which they run, and the names of their jobs."""
 
@@ -77,6 +86,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="run only these jobs, such as 'bits/*' or training/kahan_adamw",
     )
     add("--workers", type=int, help="number of processes that compile at the same time")
+    add("--text", type=_file, help="tinyshakespeare.txt, to train on at the end")
     add(
         "--draw",
         action="store_true",
@@ -90,6 +100,12 @@ def _positive(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return value
+
+
+def _file(text: str) -> pathlib.Path:
+    if not pathlib.Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is not a file")
+    return pathlib.Path(text).resolve()
 
 
 def chosen(only: list[str] | None) -> list[dict]:
@@ -164,8 +180,8 @@ def described(args: argparse.Namespace, root: str | None) -> dict:
     """Return the part of the record that describes the command and the software."""
     ask = "--query-gpu=driver_version", "--format=csv,noheader"
     return {
-        # The path after --out is meaningless on another machine.
-        "command": re.sub(r" --out \S+", "", records.command()),
+        # The paths after --out and --text are meaningless on another machine.
+        "command": re.sub(r" --out \S+|(?<=--text )\S*/", "", records.command()),
         "ran": "",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
@@ -180,14 +196,16 @@ def described(args: argparse.Namespace, root: str | None) -> dict:
 def supervised(args, entries, env, workers, start, changed) -> None:
     """Run jobs until the time is over."""
     minutes = args.minutes or (120 if args.rehearse else 8)
+    # The last two seconds are for killing processes and printing the tables.
+    end = start + 60 * minutes - 2
+    request = {"small": args.size == "small", "target": args.rehearse}
     Supervisor(
         entries,
-        {"small": args.size == "small", "target": args.rehearse},
+        request | {"text": args.text and str(args.text), "end": end},
         env,
         workers,
         SHARED,
-        # The last two seconds are for killing processes and printing the tables.
-        start + 60 * minutes - 2,
+        end,
         SILENCE * (10 if args.rehearse else 1),
         changed,
         # Mosaic looks for libdevice in the working directory, and ignores CUDA_ROOT.
@@ -212,10 +230,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     if args.draw:
         return page.draw()
-    entries = chosen(args.only)
+    entries = [e for e in chosen(args.only) if args.text or not _needs_text(e)]
     if not entries:
         print(f"--only: no job is named {' or '.join(args.only)}. The jobs are:")
         print(*(f"  {e['section']}/{e['name']}" for e in chosen(None)), sep="\n")
+        print("Jobs in shakespeare_runs also need --text.")
         return 2
     if refusal := _unwritable(args.out):
         print(refusal)
@@ -247,6 +266,11 @@ def _unwritable(folder: pathlib.Path) -> str | None:
     return None
 
 
+def _needs_text(entry: dict) -> bool:
+    """Return whether a job needs ``--text``. These jobs start after all others."""
+    return entry["section"] == "shakespeare_runs"
+
+
 def _run(args, entries, env, root, found, start) -> int:
     kind = "rehearsal " + args.rehearse if args.rehearse else found["device"]
     name = re.sub(r"\W+", "_", f"{kind} {'small' if args.size == 'small' else ''}")
@@ -270,7 +294,9 @@ def _run(args, entries, env, root, found, start) -> int:
     cores = os.cpu_count() or 1
     workers = args.workers or (cores if args.rehearse else max(2, min(8, cores // 2)))
     try:
-        supervised(args, entries, env, workers, start, changed)
+        for last in (False, True):
+            some = [entry for entry in entries if _needs_text(entry) == last]
+            supervised(args, some, env, workers, start, changed)
     except KeyboardInterrupt:
         print("stopped")
     print(page.rendered(record))

@@ -99,6 +99,7 @@ def _tables(jobs: list[dict]) -> Iterator[str]:
         ("step_times", "How long does a step take?", times_table),
         ("training", "Does a GPT-2 124M train?", training_table),
         ("first_compile", "How long does the first compilation take?", compile_table),
+        ("shakespeare_runs", "How do formats train on Shakespeare?", text_table),
     ):
         ran = [job for job in jobs if job["section"] == section and job["trials"]]
         if ran:
@@ -271,6 +272,37 @@ def compile_table(jobs: list[dict]) -> str:
     return (
         "Times are seconds for one optimizer step on GPT-2's 148 leaves.\n\n"
     ) + records.table(["AdamW", *stages], rows)
+
+
+def text_table(jobs: list[dict]) -> str:
+    """Return a table of the losses on the characters of Shakespeare."""
+    heads = {
+        "training": "training loss, last tenth",
+        "validation": "last validation loss",
+        "best": "best validation loss",
+    }
+    rows = []
+    for job in jobs:
+        (found,) = job["trials"].values()
+        row = [job["name"], _cell(found, _steps)]
+        row += [_cell(found, lambda f: f"{f['ms_per_step']:.2f}")]
+        row += [_cell(found, lambda f, key=key: f"{f[key]:.4f}") for key in heads]
+        rows.append(row)
+    text = (
+        "Each row trains nanoGPT's GPT for the characters of Shakespeare once, with "
+        "nanoGPT's options for one GPU, and computes in bfloat16. Every 250 steps, it "
+        "measures the validation loss on all whole windows of the held-out text. "
+        "nanoGPT reports a best loss of 1.4697, measured on samples of this text. A "
+        "row that would not have ended in time stopped early. Its losses cannot be "
+        "compared with those of complete rows."
+    )
+    heads = ["format", "steps", "ms per step", *heads.values()]
+    return f"{_filled(text)}\n\n" + records.table(heads, rows)
+
+
+def _steps(figures: dict) -> str:
+    step, steps = figures["step"], figures["steps"]
+    return f"{step:,}" if step == steps else f"incomplete: {step:,} of {steps:,}"
 
 
 def _seconds(job: dict, stage: str) -> str:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import math
 import os
 import queue
 import sys
@@ -33,12 +34,16 @@ class Job:
       small: whether to use small sizes, for a quick try on any device.
       mesh: a mesh of the GPU to compile for; None if the programs also run.
       skip: trials that are done, or that ended an earlier process of this job.
+      text: the path of the text for ``shakespeare_runs``, or None.
+      end: the value of ``time.monotonic`` at which the job is killed.
       has_device: whether this job is the only one that uses the device.
     """
 
     small: bool
     mesh: Mesh | None
     skip: frozenset[str]
+    text: str | None = None
+    end: float = math.inf
     has_device: bool = False
 
     @property
@@ -158,7 +163,8 @@ def run_job(request: dict) -> None:
         from tools.gpu_program.targets import TARGETS, gpu_mesh
 
         mesh = gpu_mesh(target=TARGETS[request["target"]])
-    job = Job(request["small"], mesh, frozenset(request["skip"]))
+    skip, text, end = (request[key] for key in ("skip", "text", "end"))
+    job = Job(request["small"], mesh, frozenset(skip), text, end)
     if request["section"] == "describe":
         return describe(job)
     section = importlib.import_module(f"benchmarks.device.{request['section']}")

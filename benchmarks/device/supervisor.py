@@ -216,6 +216,7 @@ class Supervisor:
             self.running.remove(process)
             process.end()
             at = f", at {process.trial}" if process.trial else ""
+            at += f", step {process.entry['step']}" if "step" in process.entry else ""
             process.entry.update(status=CUT, reason=f"no time left{at}")
         for entry in self.entries:
             if entry["status"] == NOT_RUN:

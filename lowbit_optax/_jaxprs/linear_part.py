@@ -43,6 +43,22 @@ def linear_factor(
     return _Derivative(of, graph, strict).of_node(result)
 
 
+def inverse(node: Node, graph: Graph) -> Node:
+    """Return ``1 / node``, without dividing by a quotient.
+
+    Adam divides by a root, so the derivative of its update is a quotient of a scalar
+    and the root. Its inverse needs no division of arrays.
+    """
+    call = node.call
+    if call is not None and call.primitive is p.div_p:
+        return graph.apply(lax.div, *call.inputs[::-1])
+    if call is not None and call.primitive is p.mul_p:
+        for factor, other in (call.inputs, call.inputs[::-1]):
+            if factor.is_scalar:
+                return graph.apply(lax.div, inverse(other, graph), factor)
+    return graph.apply(lax.div, ONE, node)
+
+
 class _Derivative:
     def __init__(self, of: Node, graph: Graph, strict: bool):
         self._graph, self._strict = graph, strict

@@ -25,7 +25,7 @@ from lowbit_optax._jaxprs.graph import (
     is_zero,
     made_of,
 )
-from lowbit_optax._jaxprs.linear_part import ONE, NotLinear, linear_factor
+from lowbit_optax._jaxprs.linear_part import ONE, NotLinear, inverse, linear_factor
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.error_feedback import MOST_GROWTH, Feedback
@@ -150,9 +150,11 @@ class InnerUpdate:
         slow = slow if b is None else graph.apply(lax.sub, slow, b)
         growth = most = constant(np.float32(MOST_GROWTH))
         if c_next is not None:
-            growth = graph.apply(lax.div, graph.apply(lax.mul, c, most), c_next)
+            growth = graph.apply(lax.mul, c, most)
+            growth = graph.apply(lax.mul, growth, inverse(c_next, graph))
+        rate = graph.apply(lax.mul, slow, inverse(c, graph))
         reach = graph.apply(lax.mul, c, graph.apply(lax.div, ONE, slow))
-        return Feedback(part, graph.apply(lax.div, slow, c), growth, reach)
+        return Feedback(part, rate, growth, reach)
 
     def feedback_values(self, step: Step) -> list[Feedback | None]:
         """Return ``feedback`` with the values of nodes in the given step."""

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import string
 import sys
 import time
 
@@ -15,7 +16,7 @@ from benchmarks.device.supervisor import Supervisor, entry_of
 
 # A stand-in for a job's process, without JAX. Each letter of its name is a trial: a
 # works, b fails, c ends the process, d prints nothing, e uses the device for a while, f
-# returns its working directory, and g needs some time.
+# returns its working directory, g needs some time, and h ends its first step and waits.
 STAND_IN = """
 import json, os, sys, time
 say = lambda **x: print(json.dumps(x), flush=True)
@@ -41,6 +42,9 @@ for trial in request["name"]:
     if trial == "g":
         time.sleep(0.7)
         found["figures"]["to"] = time.monotonic()
+    if trial == "h":
+        say(step=1)
+        time.sleep(60)
     if trial == "f":
         found["figures"]["folder"] = os.getcwd()
     say(trial=trial, **found)
@@ -99,6 +103,12 @@ def test_jobs_without_time_left_are_reported_as_not_run():
     assert entries[0]["reason"] == "no time left, at d"
     assert entries[1]["reason"] == "no time left"
     assert [line for line in seen if line] == ["one/ad: a: {}"]
+
+
+def test_the_step_of_a_run_without_time_left_is_reported():
+    (job,) = supervised("one/h", seconds=1.0)
+    assert (job["status"], job["step"]) == ("cut off", 1)
+    assert job["reason"] == "no time left, at h, step 1"
 
 
 def test_one_job_has_the_device_at_a_time_and_after_shared_ones():
@@ -204,6 +214,7 @@ SMALL = (
     "training/lowbit_adamw, released",
     "training/optax, float32",
     "first_compile/optax, float32 master",
+    "shakespeare_runs/float32",
 )
 
 
@@ -212,9 +223,9 @@ def record(tmp_path_factory):
     """A record of all sections at a small size."""
     folder = tmp_path_factory.mktemp("first_device")
     flags = "--xla_backend_optimization_level=0"
-    done = run(
-        "--size", "small", "--out", str(folder), "--only", *SMALL, XLA_FLAGS=flags
-    )
+    (folder / "text.txt").write_text(string.printable[:65] * 20)
+    options = ["--size", "small", "--text", str(folder / "text.txt"), "--only", *SMALL]
+    done = run("--out", str(folder), *options, XLA_FLAGS=flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| format | pallas |" in done.stdout
     assert "| kahan | 0 |" in done.stdout
@@ -241,6 +252,20 @@ def test_every_section_runs_at_a_small_size(record):
         assert found["exact"]
         assert found["parameters"] == found["state"] == 0
         assert found["elements"] >= 4096
+
+
+@pytest.mark.example
+def test_shakespeare_is_trained_after_all_other_jobs(record):
+    (trials,) = trials_of(record, "shakespeare_runs").values()
+    (found,) = trials.values()
+    assert found["step"] == found["steps"] == 200
+    assert found["best"] <= found["validation"] < found["first_loss"] - 0.5
+    assert "--text text.txt" in record["command"]
+    page = first_device_page.rendered(record)
+    assert f"| float32 | 200 | {found['ms_per_step']:.2f} |" in page
+    cut = trials | {"Shakespeare": {"figures": found | {"step": 100}}}
+    job = record["jobs"][-1] | {"trials": cut}
+    assert "incomplete: 100 of 200" in first_device_page.text_table([job])
 
 
 @pytest.mark.example

@@ -95,6 +95,36 @@ def _least_squares(record):
     yield {"stochastic": of("weights stochastic")}
 
 
+def _sixteen_bit_network(record):
+    found = record["optimizers"].items()
+    gaps = {name: each["gaps_to_float32"] for name, each in found}
+    accuracy = {name: each["accuracy"] for name, each in gaps.items()}
+    loss = {name: each["loss"] for name, each in gaps.items()}
+    both = "stochastic + Kahan"
+    yield {x: shown(each[f"bfloat16, {both}"], 4) for x, each in loss.items()}
+    roundings = "float32 weights", "nearest", "stochastic", "Kahan", both
+    yield {
+        f"{name}, {x}": shown(loss[name][f"bfloat16, {x}"], 4)
+        for name in loss
+        for x in roundings[:2]
+    }
+    yield {
+        f"{name}, {x}": _percent(accuracy[name][f"float16, {x}"], 1)
+        for name in accuracy
+        for x in roundings[2:4]
+    }
+    for name, each in loss.items():
+        for dtype in ("bfloat16", "float16"):
+            digits = 1 if each[f"{dtype}, Kahan"]["mean"] > 1 else 4
+            cell = lambda x, y=dtype, n=digits, z=each: shown(z[f"{y}, {x}"], n)
+            yield {(f"{name}, {dtype}", x): cell(x) for x in roundings}
+    start = "float16, Kahan, "
+    for name, each in accuracy.items():
+        scaled = {x.removeprefix(start): y for x, y in each.items() if start in x}
+        scaled["1"] = each["float16, Kahan"]
+        yield {(name, x): _percent(y, 1) for x, y in scaled.items()}
+
+
 def _kahan_parts(record):
     found = {n: shown(x, 4) for n, x in record["gaps_to_stochastic"].items()}
     del found["float32"]

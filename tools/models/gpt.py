@@ -33,7 +33,8 @@ class GPT(NamedTuple):
         context: the maximum length of a sequence.
         remat: a key of `REMAT`.
         dtype: the dtype of the computation. Weights are cast to it where they are used.
-        vocabulary: the number of rows of the embedding, at least 256.
+        vocabulary: the number of rows of the embedding.
+        dropout: the share of values that dropout sets to 0, if the loss gets a key.
     """
 
     layers: int
@@ -43,6 +44,7 @@ class GPT(NamedTuple):
     remat: str = "none"
     dtype: Any = jnp.float32
     vocabulary: int = BYTES
+    dropout: float = 0.0
 
     def init(self, key: jax.Array, dtype: Any = jnp.float32) -> dict:
         """Return random parameters: matrices in `dtype`, norm scales in float32."""
@@ -70,31 +72,35 @@ class GPT(NamedTuple):
             "norm": jnp.ones(width),
         }
 
-    def logits(self, params: dict, tokens: jax.Array) -> jax.Array:
+    def logits(self, params: dict, tokens: jax.Array, key=None) -> jax.Array:
         """Return float32 [batch, length, vocabulary] for int32 [batch, length]."""
 
         @REMAT[self.remat]
-        def body(x, layer):
+        def body(carry, layer):
+            x, key = carry
+            key, *keys = _split(key, 4)
             # The weights of one layer are cast here. A cast before the scan would
             # create a second stack of all weights and of all gradients.
-            return self._block(x, self._weights(layer)), None
+            return (self._block(x, self._weights(layer), keys), key), None
 
         embedding = self._weights(params["embedding"])
         positions = self._weights(params["positions"])
-        x = embedding[tokens] + positions[: tokens.shape[1]]
-        x, _ = jax.lax.scan(body, x, params["layers"])
+        key, of_sum = _split(key, 2)
+        x = self._dropped(embedding[tokens] + positions[: tokens.shape[1]], of_sum)
+        (x, _), _ = jax.lax.scan(body, (x, key), params["layers"])
         x = _norm(x, self._weights(params["norm"]))
         # The head is the embedding, whose gradient is the sum of both gradients.
         return (x @ embedding.T).astype(jnp.float32)
 
-    def loss(self, params: dict, tokens: jax.Array) -> jax.Array:
+    def loss(self, params: dict, tokens: jax.Array, key=None) -> jax.Array:
         """Return the mean loss in nats per byte of predicting each next byte.
 
         Args:
             params: parameters from `init`, which may be quantised.
             tokens: int32 [batch, length + 1].
+            key: a random key for dropout, or None for no dropout.
         """
-        logits = self.logits(params, tokens[:, :-1])
+        logits = self.logits(params, tokens[:, :-1], key)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return losses.mean()
 
@@ -103,17 +109,38 @@ class GPT(NamedTuple):
         arrays = lowbit_optax.lpmm.dequantize(tree, self.dtype)
         return jax.tree.map(lambda x: x.astype(self.dtype), arrays)
 
-    def _block(self, x: jax.Array, layer: dict) -> jax.Array:
-        x = x + self._attention(_norm(x, layer["norm_1"]), layer)
-        hidden = jax.nn.gelu(_norm(x, layer["norm_2"]) @ layer["up"])
-        return x + hidden @ layer["down"]
+    def _dropped(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Apply dropout: scale a random part of the values, and set the rest to 0."""
+        if key is None:
+            return x
+        is_kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
+        return jnp.where(is_kept, x / (1 - self.dropout), 0)
 
-    def _attention(self, x: jax.Array, layer: dict) -> jax.Array:
+    def _block(self, x: jax.Array, layer: dict, keys) -> jax.Array:
+        of_weights, of_attention, of_mlp = keys
+        mixed = self._attention(_norm(x, layer["norm_1"]), layer, of_weights)
+        x = x + self._dropped(mixed, of_attention)
+        hidden = jax.nn.gelu(_norm(x, layer["norm_2"]) @ layer["up"])
+        return x + self._dropped(hidden @ layer["down"], of_mlp)
+
+    def _attention(self, x: jax.Array, layer: dict, key) -> jax.Array:
         batch, length, width = x.shape
         qkv = (x @ layer["qkv"]).reshape(batch, length, 3, self.heads, -1)
         q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        if key is None:
+            mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        else:  # dot_product_attention has no dropout
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type="f4")
+            is_past = jnp.tri(length, dtype=bool)
+            scores = jnp.where(is_past, scores / math.sqrt(q.shape[-1]), -jnp.inf)
+            weights = self._dropped(jax.nn.softmax(scores).astype(v.dtype), key)
+            mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
         return mixed.reshape(batch, length, width) @ layer["out"]
+
+
+def _split(key: jax.Array | None, count: int) -> list:
+    """Return `count` keys, or `count` times None if the key is None."""
+    return [None] * count if key is None else list(jax.random.split(key, count))
 
 
 def to_bfloat16(params):

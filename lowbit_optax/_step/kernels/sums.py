@@ -81,8 +81,9 @@ def sums_of_leaf(
     axes = {(rank - 1,): 0, (rank - 2,): 1}
     for call in calls_between(outside, [grad]):
         place = axes.get(tuple(call.params.get("axes", ())))
-        is_sum = call.primitive is p.reduce_sum_p and place is not None
-        if not is_sum or call.inputs[0].aval.shape != grad.aval.shape:
+        if call.primitive is not p.reduce_sum_p or place is None:
+            continue
+        if call.inputs[0].aval.shape != grad.aval.shape:
             continue
         try:
             program = program_of(call.inputs, [grad], scalars)

@@ -254,6 +254,26 @@ def test_a_skipped_step_changes_nothing():
     assert_same_bits((new, after.inner_state), (params, state.inner_state))
 
 
+def test_kernels_sum_unscaled_gradients():
+    params = {"w": normal(0, (64, 128), jnp.bfloat16)}
+    grads = {"w": normal(1, (64, 128), jnp.bfloat16)}
+
+    def means(implementation):
+        inner = factored_adamw(
+            1e-2, min_dim_size_to_factor=8, implementation=implementation
+        )
+        scaling = lowbit_optax.loss_scaling.backoff_scale(2.0**10)
+        tx = lowbit_optax.with_loss_scale(inner, scaling)
+        step = functools.partial(lowbit_optax.step, tx)
+        _, state = jax.jit(step)(params, initial(tx, params), grads)
+        factored = state.inner_state.inner_state[0]
+        return factored.nu_row["w"], factored.nu_column["w"]
+
+    for got, want in zip(means("pallas"), means("xla"), strict=True):
+        assert 1e-12 < float(want.max()) < 1e-6
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def test_one_axis_cannot_be_factored():
     with pytest.raises(ValueError, match=r"min_dim_size_to_factor .* 2, got 1"):
         scale_by_factored_adam(min_dim_size_to_factor=1)
