@@ -14,7 +14,12 @@ from places import ROOT
 from benchmarks.papers.lpmm_states import CODES
 from benchmarks.papers.microbatches import SMALL
 from benchmarks.records import gaps, shown
-from benchmarks.training import compute_optimal, pareto, reinforcement
+from benchmarks.training import (
+    compute_optimal,
+    four_bit_muon,
+    pareto,
+    reinforcement,
+)
 
 BITS = (12, 10, 8)
 
@@ -284,6 +289,10 @@ def _compute_optimal(record):
     yield f"{record['tokens_per_parameter']:.1f} bytes of text per parameter"
 
 
+def _four_bit_muon(record):
+    yield from four_bit_muon.text(record).splitlines()
+
+
 def _reinforcement(record):
     yield from reinforcement.table(record).splitlines()
 
@@ -295,6 +304,7 @@ FIGURES = [
     ("training/gpt_formats", "accuracy", _gpt_formats),
     ("training/compute_optimal", "accuracy", _compute_optimal),
     ("training/compute_optimal_large", "accuracy", _compute_optimal),
+    ("training/four_bit_muon", "accuracy", _four_bit_muon),
     ("training/reinforcement", "reinforcement", _reinforcement),
     ("programs/large_models", "claims", _large_models),
     ("programs/precision_memory", "claims", _half_of_precision_memory),
