@@ -136,7 +136,7 @@ WAITING = {
     "matrices": (optax.contrib.muon(RATE), "different structure"),
     "centralized": (
         optax.chain(optax.centralize(), optax.sgd(RATE)),
-        "of several layers",
+        "updates a layer differently than the stack",
     ),
 }
 
