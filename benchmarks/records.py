@@ -209,8 +209,9 @@ def compared(found: dict[str, dict], base: str) -> tuple[dict, dict]:
 
 
 def shown(found: dict[str, Any], digits: int = 3) -> str:
-    """Return ``mean ± std`` of a :func:`spread`."""
-    return f"{found['mean']:.{digits}f} ± {found['std']:.{digits}f}"
+    """Return ``mean ± std`` of a :func:`spread`, or the value of a single seed."""
+    mean = f"{found['mean']:.{digits}f}"
+    return mean if len(found["values"]) == 1 else f"{mean} ± {found['std']:.{digits}f}"
 
 
 def listing(heads: Sequence[str], *columns: dict[str, dict], digits: int = 4) -> str:

@@ -283,15 +283,9 @@ def table(runs: dict) -> str:
     for name, run in runs.items():
         line = [name, len(run["seeds"]), f"{run['bytes_per_parameter']:.2f}"]
         is_base = name == _base(name) or "held_out" not in run["gaps"]
-        gap = "" if is_base else _shown(run["gaps"]["held_out"])
-        lines.append([*line, _shown(run["held_out"]), gap])
+        gap = "" if is_base else records.shown(run["gaps"]["held_out"], 4)
+        lines.append([*line, records.shown(run["held_out"], 4), gap])
     return records.table([*heads, "loss minus float32's"], lines)
-
-
-def _shown(found: dict) -> str:
-    if len(found["values"]) == 1:
-        return f"{found['mean']:.4f}"
-    return records.shown(found, 4)
 
 
 @pictures.panels(5)

@@ -59,7 +59,7 @@ def at_bound(x, key):
     """Add the least error of any code with 4 bits per value.
 
     For independent normal values with variance v, rate-distortion theory bounds the
-    mean square error by ``v / 2^8``. Here, v is the mean square of a block of 32 values.
+    mean square error by ``v / 2^8``. Here, v is the mean square of 32 neighbors.
     """
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
     error = jnp.float32(2.0**-8)

@@ -126,7 +126,7 @@ def table(record: dict) -> str:
     ends = [end for end in ENDS if end in record["runs"]["float32"]]
     heads = ["format", "seeds", "bytes per parameter"]
     for end in ends:
-        heads += [ENDS[end], "minus float32's"]
+        heads += [ENDS[end], f"{end} minus float32's"]
     lines = []
     for name, run in record["runs"].items():
         line = [name, len(run["each"]), f"{run['bytes_per_parameter']:.2f}"]
@@ -139,9 +139,20 @@ def table(record: dict) -> str:
 
 @pictures.panels(4)
 def draw(record: dict, axes) -> str:
-    runs = {name: run for name, run in record["runs"].items() if name != "float32"}
+    runs = {
+        name: run
+        for name, run in record["runs"].items()
+        if name != "float32" and name not in CONTROLS
+    }
     gaps = {name: run["gaps"]["validation"] for name, run in runs.items()}
     sizes = {name: run["bytes_per_parameter"] for name, run in runs.items()}
     label = "validation loss minus float32's, nats per character"
     pictures.each_seed(axes, gaps, label, sizes=sizes)
-    return ""
+    ends = {name: f"{gap['mean']:+.3f}" for name, gap in gaps.items()}
+    if not {"bfloat16, nearest", "lowbit", "factored"} <= ends.keys():
+        return ""
+    plain, lowbit, factored = map(ends.get, ("bfloat16, nearest", "lowbit", "factored"))
+    return (
+        f"Minus float32's validation loss: plain bfloat16 {plain}, lowbit {lowbit}, "
+        f"factored_adamw {factored}"
+    )

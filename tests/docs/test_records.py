@@ -19,6 +19,7 @@ from benchmarks.training import (
     four_bit_muon,
     pareto,
     reinforcement,
+    shakespeare,
 )
 
 BITS = (12, 10, 8)
@@ -293,6 +294,10 @@ def _four_bit_muon(record):
     yield from four_bit_muon.text(record).splitlines()
 
 
+def _shakespeare(record):
+    yield from shakespeare.table(record).splitlines()
+
+
 def _reinforcement(record):
     yield from reinforcement.table(record).splitlines()
 
@@ -305,6 +310,7 @@ FIGURES = [
     ("training/compute_optimal", "accuracy", _compute_optimal),
     ("training/compute_optimal_large", "accuracy", _compute_optimal),
     ("training/four_bit_muon", "accuracy", _four_bit_muon),
+    ("training/shakespeare", "accuracy", _shakespeare),
     ("training/reinforcement", "reinforcement", _reinforcement),
     ("programs/large_models", "claims", _large_models),
     ("programs/precision_memory", "claims", _half_of_precision_memory),
