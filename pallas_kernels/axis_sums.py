@@ -14,7 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import shards
 from pallas_kernels.lowered import for_one_platform
-from pallas_kernels.platforms import Implementation, by_platform, transformable
+from pallas_kernels.platforms import (
+    Implementation,
+    by_platform,
+    launcher_name,
+    transformable,
+)
 from pallas_kernels.shards import axes_of
 
 
@@ -57,7 +62,9 @@ def axis_sums(
         reference,
         (x, table),
         interpreted=transformable(interpreted, reference),
-        cuda=None if implementation == "mosaic" else transformable(on_gpus, reference),
+        cuda=None
+        if launcher_name(implementation) == "mosaic"
+        else transformable(on_gpus, reference),
     )
 
 

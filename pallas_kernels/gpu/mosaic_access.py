@@ -55,9 +55,14 @@ class Form:
             layer = registers.elements(rest.pop(0))[0]
             start = registers.product(layer, self.layer_size)
             pointer = registers.address(pointer, start, self.bits)
+        offsets = registers.elements(offset)
+        if self.width == 1 and not self.tiles:
+            # If an array is repeated along the last axis, elements have equal offsets.
+            places = map(registers.widened, offsets)
+            addresses = [registers.address(pointer, x, self.bits) for x in places]
+            return list(zip(addresses, masks, strict=True))
         # A thread's elements are neighbours, but they are not always aligned.
-        place = registers.widened(registers.elements(offset)[0])
-        first = registers.address(pointer, place, self.bits)
+        first = registers.address(pointer, registers.widened(offsets[0]), self.bits)
         return [
             (registers.address(first, number, self.bits), mask)
             for number, mask in enumerate(masks)

@@ -468,8 +468,11 @@ def test_a_result_that_is_not_written_is_noticed():
         program.with_source(name, mutated).run(fields)
 
 
-@pytest.mark.parametrize("shape", [(128, 1024), (70, 661), (3, 65, 700)])
-def test_sums_of_rows_and_columns_are_those_of_numpy(shape):
+@pytest.mark.parametrize("shape", [(128, 1024), (70, 1100), (3, 65, 700)])
+def test_sums_of_rows_and_columns_are_those_of_numpy(shape, launcher):
+    if launcher == "mosaic":
+        pytest.skip("XLA computes the sums beside Mosaic's kernels")
+
     def squares(x, scalars):
         del scalars
         return x.astype(F32) ** 2
