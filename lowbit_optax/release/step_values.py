@@ -20,6 +20,9 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.context import LAYERWISE
 from lowbit_optax.transformations.lowbit import step
 
+_REDUCING = frozenset({p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p})
+_REARRANGING = _REDUCING | {p.broadcast_in_dim_p, p.reshape_p, p.squeeze_p}
+
 Key = typing.Any
 """The key of a result: the index of a leaf of the state, or the path of a parameter
 and the index of one of its arrays."""
@@ -135,13 +138,32 @@ class _Values(dict[Node, Value]):
                 f"{[list(x.aval.shape) for x in call.inputs]}, which combines values "
                 "of several layers"
             )
+        of_layer = _axes_of_layer(call, in_stacks)
         for n, node in enumerate(call.outputs):
             numbers = self.both(
                 (call.primitive, n, node.aval.shape, *(x.numbers[0] for x in operands)),
-                (call.primitive, n, None, *(x.numbers[1] for x in operands)),
+                (call.primitive, n, of_layer, *(x.numbers[1] for x in operands)),
             )
             why = several if in_stacks or node.aval.shape else ""
             self[node] = Value(numbers, needs, in_stacks, why)
+
+
+def _axes_of_layer(call: Call, in_stacks: bool) -> tuple:
+    """Return the shapes and axes of a call that rearranges axes, for one layer.
+
+    ``jnp.sum(x, range(1, x.ndim))`` sums over all axes of a layer in a stack, and over
+    fewer axes if the layer is the whole leaf. Both calls have the same primitive.
+    """
+    if call.primitive not in _REARRANGING or _are_scalars(call.inputs):
+        return ()
+    (before,), (after,) = call.inputs, call.outputs
+    shapes = [x.aval.shape for x in (before, after)]
+    # Axes are counted from the end, where stacks and layers have the same axes.
+    names = ("axes", "dimensions", "broadcast_dimensions")
+    axes = next((call.params[x] for x in names if call.params.get(x)), ())
+    rank = len(shapes[call.primitive is p.broadcast_in_dim_p])
+    places = tuple(axis - rank for axis in axes if axis or not in_stacks)
+    return (*(shape[in_stacks:] for shape in shapes), places)
 
 
 def _another(node: Node) -> str:
@@ -169,7 +191,7 @@ def _keeps_layers(call: Call) -> bool:
     if primitive is p.bitcast_convert_type_p or elementwise.is_elementwise(primitive):
         # Axes of length 1 may be repeated, but not the axis of the layers.
         return all(len(shape) == len(result) for shape in stacks)
-    if primitive in (p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p):
+    if primitive in _REDUCING:
         return 0 not in params["axes"]
     if primitive is p.broadcast_in_dim_p:
         return params["broadcast_dimensions"][:1] == (0,)

@@ -126,6 +126,28 @@ def test_accumulated_gradients_are_equal(every):
     )
 
 
+def _over_sums(sums):
+    """Divides gradients by 1 plus the sums that a function returns for a leaf."""
+
+    def divide(updates, params):
+        del params
+        return jax.tree.map(lambda g: g / (1 + sums(g * g)), updates)
+
+    return optax.chain(optax.stateless(divide), optax.sgd(RATE))
+
+
+# These functions compute other sums if a layer is the whole leaf.
+SUMS = {
+    "sums": lambda x: jnp.sum(x, tuple(range(1, x.ndim)), keepdims=True),
+    "maxima": lambda x: jnp.max(x, tuple(range(1, x.ndim)), keepdims=True),
+    "sums over axis 1": lambda x: jnp.sum(x, x.ndim > 1, keepdims=True),
+    "repeated sums": lambda x: jnp.broadcast_to(
+        jnp.sum(x, tuple(range(1, x.ndim))).reshape(-1, *[1] * (x.ndim - 1)), x.shape
+    ),
+    "sums after a reshape": lambda x: jnp.sum(x.reshape(len(x), -1, 1), 1).reshape(
+        -1, *[1] * (x.ndim - 1)
+    ),
+}
 WAITING = {
     "trust_ratio": (optax.lamb(RATE, **HALF), "of several layers"),
     "block_rms": (
@@ -138,6 +160,10 @@ WAITING = {
         optax.chain(optax.centralize(), optax.sgd(RATE)),
         "updates a layer differently than the stack",
     ),
+    **{
+        name: (_over_sums(sums), "updates a layer differently than the stack")
+        for name, sums in SUMS.items()
+    },
 }
 
 
