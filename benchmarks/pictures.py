@@ -15,7 +15,7 @@ FORMATS = {
     "flash": ("#aaaaaa", "h"),
     "torch": ("#aaaaaa", "H"),
     "lowbit": ("#0072b2", "s"),
-    "factored": ("#332288", ">"),
+    "factored": ("#117733", ">"),
     "extra bits": ("#009e73", "d"),
     "nearest": ("#d55e00", "X"),
     "LPMM": ("#cc79a7", "p"),
@@ -32,7 +32,7 @@ red, and grays for other libraries and the float32 master. If the name of a run 
 several formats, :func:`looks` uses the first one in this order.
 """
 
-OTHERS = (("#117733", "o"), ("#999933", "s"), ("#888888", "^"))
+OTHERS = (("#332288", "o"), ("#999933", "s"), ("#888888", "^"))
 """Colors and markers for series that are not formats."""
 
 LINES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))

@@ -24,8 +24,9 @@ class FactoredAdamState(typing.NamedTuple):
 
     All fields except ``count`` are trees with the structure of the parameters. For a
     leaf of shape ``[..., m, n]`` whose second moment is factored, ``nu_row`` has the
-    shape ``[..., m, 1]`` and ``nu_column`` the shape ``[..., 1, n]``, so that they can
-    have the leaf's PartitionSpec. For other leaves, ``nu`` has the shape of the leaf.
+    shape ``[..., m, 1]`` and ``nu_column`` the shape ``[..., 1, n]``.
+    :func:`lowbit_optax.state_shardings` places them like the leaf, except that it does
+    not split the axis of length 1. For other leaves, ``nu`` has the shape of the leaf.
     Small arrays of int16 zeros stand for arrays that are not needed.
 
     Args:

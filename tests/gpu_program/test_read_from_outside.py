@@ -99,7 +99,8 @@ def test_factored_adamw_exchanges_sums_between_eight_h200s(bits, spec):
     )
     step = lower_step(tx, ONE, mesh=gpu_mesh(8), spec=divided)
     assert step.fused_launches == 2
-    assert sum(exchanged(step.compiled).values()) <= 2 * 4 * 4096 + 64
+    # Every device contributes to the sums that its neighbours need.
+    assert 4 * 4096 <= sum(exchanged(step.compiled).values()) <= 2 * 4 * 4096 + 64
     assert step.moved * 8 <= FACTORED[bits] + 0.1
 
 

@@ -13,7 +13,6 @@ import functools
 import typing
 from collections.abc import Collection, Mapping
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -31,11 +30,10 @@ from lowbit_optax._step.kernels.limits import (
     needs_loop,
 )
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
-from lowbit_optax._step.kernels.sums import LeafSums, sums_of_leaf
+from lowbit_optax._step.kernels.sums import Sums, plan_sums
 from lowbit_optax._step.step import Step
 from pallas_kernels.fused_update import Leaf
 from pallas_kernels.fused_update.refusals import tpu_refusal
-from pallas_kernels.platforms import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +61,14 @@ class KernelPlan:
       reasons: dict from leaf index to the reason why the leaf has no kernel. Leaves
         that are too small for kernels are omitted.
       scalars: the table of scalars that the kernels read.
-      sums: the sums that GPU kernels compute before the kernels of the leaves.
-      scalars_of_sums: the table of scalars that the kernels of sums read.
+      sums: the sums to compute before the kernels of the leaves.
     """
 
     traced: InnerUpdate
     kernels: dict[int, LeafKernel]
     reasons: dict[int, str]
     scalars: Scalars
-    sums: list[LeafSums]
-    scalars_of_sums: Scalars
+    sums: Sums
 
     def require(self) -> None:
         """Raise a ValueError for the first leaf that no kernel can update."""
@@ -98,19 +94,6 @@ class KernelPlan:
             )
             for i, x in self.kernels.items()
         }
-
-    def values_of_sums(
-        self, step: Step, implementation: Implementation
-    ) -> dict[Node, jax.Array]:
-        """Compute the sums, and return a dict keyed by node."""
-        if not self.sums:
-            return {}
-        nodes = self.scalars_of_sums.nodes
-        values = self.traced.values(step, nodes)
-        scalars, found = [values[x] for x in nodes], {}
-        for each in self.sums:
-            found |= each.values(step, scalars, implementation)
-        return found
 
     def why_not(self, *, on_tpus: bool) -> dict[int, str]:
         """Return a dict from leaf index to the reason why XLA updates the leaf."""
@@ -156,11 +139,9 @@ def plan_kernels(
       for_tpus: if True, only TPU kernels will run, which support all combinations of
         fields and blocks.
     """
-    guard = traced.step.guard
-    scalars, scalars_of_sums = Scalars(traced.graph), Scalars(traced.graph)
-    for scalar in map(constant, guard.scalars):
-        scalars.ref(scalar)
-        scalars_of_sums.ref(scalar)
+    scalars = Scalars(traced.graph)
+    for scalar in traced.step.guard.scalars:
+        scalars.ref(constant(scalar))
     planner = _Planner(traced, scalars, is_exact, for_tpus)
     kernels: dict[int, LeafKernel] = {}
     reasons: dict[int, str] = {}
@@ -180,14 +161,8 @@ def plan_kernels(
         if any(uses[part] > 1 for part in kernel.parts):
             del kernels[i]
             reasons[i] = "it shares a moment with another leaf"
-    grads, is_guarded = traced.nodes.grads, bool(guard.scalars)
-    sums = [
-        found
-        for i, x in kernels.items()
-        for found in sums_of_leaf(i, grads[i], x.outside, scalars_of_sums, is_guarded)
-    ]
-    reasons = dict(sorted(reasons.items()))
-    return KernelPlan(traced, kernels, reasons, scalars, sums, scalars_of_sums)
+    sums = plan_sums(traced, {i: x.outside for i, x in kernels.items()})
+    return KernelPlan(traced, kernels, dict(sorted(reasons.items())), scalars, sums)
 
 
 def _reads_what_is_stored_first(

@@ -47,10 +47,9 @@ class Kernels:
         if not first:
             wanted += others.values()
         wanted += [x for into in feedback.values() for x in into[1:]]
-        known = {}
-        if implementation != "blocks":
-            known = plan.values_of_sums(step, implementation)
-        values = traced.values(step, wanted, known)
+        # Plans of blocks have no sums.
+        sums = plan.sums.values(step, typing.cast(Implementation, implementation))
+        values = traced.values(step, wanted, sums)
         parts = {i: values[x] for i, x in rest.items()}
         if first:
             given = [parts.get(i) for i in range(len(nodes.new_state))]

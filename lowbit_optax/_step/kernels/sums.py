@@ -1,4 +1,4 @@
-"""``LeafSums``: sums over rows and columns that the kernel of a leaf needs.
+"""``Sums``: sums over rows and columns that the kernels of leaves need.
 
 A factored second moment is computed from sums over the rows and over the columns of the
 squared gradient, which must be known before the leaf's kernel runs. A kernel of
@@ -8,7 +8,7 @@ squared gradient, which must be known before the leaf's kernel runs. A kernel of
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ import numpy as np
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars, program_of
-from lowbit_optax._jaxprs.graph import Node, calls_between
+from lowbit_optax._jaxprs.graph import Node, calls_between, constant
 from lowbit_optax._jaxprs.leaf_program import Program, decode_scalar, encode_scalars
+from lowbit_optax._step.inner_update import InnerUpdate
 from lowbit_optax._step.step import Step
 from pallas_kernels.axis_sums import axis_sums
 from pallas_kernels.platforms import Implementation
@@ -52,34 +53,68 @@ class LeafSums(typing.NamedTuple):
     over_last: list[Node]
     over_rows: list[Node]
 
-    def values(
-        self, step: Step, scalars: Sequence, implementation: Implementation
-    ) -> dict[Node, jax.Array]:
-        """Compute the sums, and return a dict keyed by node."""
-        table = encode_scalars(scalars) if scalars else jnp.zeros(1, jnp.uint32)
-        found = _sums(self.function, implementation, step.leaves[self.leaf].grad, table)
-        pairs = zip((self.over_last, self.over_rows), found, strict=True)
-        return {
-            node: x.reshape(node.aval.shape) for nodes, x in pairs for node in nodes
-        }
 
-
-def sums_of_leaf(
-    leaf: int, grad: Node, outside: Sequence[Node], scalars: Scalars, is_guarded: bool
-) -> list[LeafSums]:
-    """Find functions of a leaf's gradient that are summed over both of the last axes.
+class Sums(typing.NamedTuple):
+    """The sums to compute before the kernels of a step.
 
     Args:
-      leaf: index of the leaf.
-      grad: its gradient.
-      outside: the nodes that its kernel needs.
-      scalars: the table to which the scalars of the functions are added.
-      is_guarded: whether the first scalar of the table is a factor for gradients.
+      traced: the inner update.
+      leaves: the sums of each leaf.
+      scalars: the table of scalars that their functions read.
+    """
+
+    traced: InnerUpdate
+    leaves: list[LeafSums]
+    scalars: Scalars
+
+    def values(
+        self, step: Step, implementation: Implementation
+    ) -> dict[Node, jax.Array]:
+        """Compute the sums, and return a dict keyed by node."""
+        if not self.leaves:
+            return {}
+        nodes = self.scalars.nodes
+        scalars = self.traced.values(step, nodes)
+        words = [scalars[x] for x in nodes]
+        table = encode_scalars(words) if words else jnp.zeros(1, jnp.uint32)
+        values = {}
+        for leaf, function, *nodes in self.leaves:
+            found = _sums(function, implementation, step.leaves[leaf].grad, table)
+            for same, x in zip(nodes, found, strict=True):
+                values |= {node: x.reshape(node.aval.shape) for node in same}
+        return values
+
+
+def plan_sums(traced: InnerUpdate, outside: Mapping[int, Sequence[Node]]) -> Sums:
+    """Find the sums that the kernels of leaves need.
+
+    Args:
+      traced: the inner update.
+      outside: the nodes that the kernel of each leaf needs, by index of the leaf.
+    """
+    scalars, guard = Scalars(traced.graph), traced.step.guard.scalars
+    for scalar in map(constant, guard):
+        scalars.ref(scalar)
+    leaves = [
+        LeafSums(i, _Summed(program, bool(guard)), *nodes)
+        for i, needed in outside.items()
+        for program, nodes in _summed(traced.nodes.grads[i], needed, scalars).items()
+        if all(nodes)
+    ]
+    return Sums(traced, leaves, scalars)
+
+
+def _summed(
+    grad: Node, needed: Sequence[Node], scalars: Scalars
+) -> dict[Program, tuple[list[Node], list[Node]]]:
+    """Return the functions of a gradient that are summed over one of the last two axes.
+
+    The result maps a function to the sums over the last axis, and over the axis before.
     """
     found: dict[Program, tuple[list[Node], list[Node]]] = {}
     rank = len(grad.aval.shape)
     axes = {(rank - 1,): 0, (rank - 2,): 1}
-    for call in calls_between(outside, [grad]):
+    for call in calls_between(needed, [grad]):
         place = axes.get(tuple(call.params.get("axes", ())))
         if call.primitive is not p.reduce_sum_p or place is None:
             continue
@@ -90,11 +125,7 @@ def sums_of_leaf(
         except NotElementwise:
             continue
         found.setdefault(program, ([], []))[place].append(call.outputs[0])
-    return [
-        LeafSums(leaf, _Summed(program, is_guarded), *nodes)
-        for program, nodes in found.items()
-        if all(nodes)
-    ]
+    return found
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -80,12 +80,16 @@ def refusal(body: Body | BlockBody, leaf: Leaf, scalars: int) -> str | None:
     """
     rank = len(leaf.shape)
     for operand in leaf.operands:
-        is_supported = operand.repeated in ((), (rank - 1,), (rank - 2,))
-        if operand.repeated and not (is_supported and leaf.layout.axis == -2):
+        axes, dtype = operand.repeated, operand.array.dtype
+        if not axes:
+            continue
+        if axes not in ((rank - 1,), (rank - 2,)) or leaf.layout.axis != -2:
             return (
                 "TPU kernels support repeated arrays only along one of the last two "
-                f"axes, got one that is repeated along {list(operand.repeated)}"
+                f"axes, got one that is repeated along {list(axes)}"
             )
+        if dtype.itemsize != 4:
+            return f"TPU kernels do not support repeated arrays of {dtype}"
     if math.prod(leaf.shape) < _MIN_ELEMENTS:
         return f"it has fewer than {_MIN_ELEMENTS} elements"
     if not _is_better(leaf, leaf.shape, _MIN_ELEMENTS):

@@ -339,6 +339,25 @@ def test_a_body_with_other_operations_is_left_to_the_reference():
 
 
 @pytest.mark.parametrize(
+    ("axes", "dtype", "reason"),
+    [
+        ((0,), jnp.float32, None),
+        ((1,), jnp.float32, None),
+        ((0, 1), jnp.float32, "only along one of the last two axes"),
+        ((1,), jnp.bfloat16, "repeated arrays of bfloat16"),
+    ],
+)
+def test_repeated_arrays_have_one_32_bit_element_per_row_or_column(axes, dtype, reason):
+    body = lambda values, *_: values[:1]
+    shape = tuple(1 if axis in axes else 256 for axis in range(2))
+    words = Operand(jnp.zeros((64, 256), jnp.uint32), 8)
+    repeated = Operand(jnp.zeros(shape, dtype), repeated=axes)
+    leaf = Leaf((words, repeated), (Result("uint32", 8, 0),), (256, 256))
+    found = tpu.refusal(body, leaf, 1)
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize(
     ("shape", "parts"),
     [
         *(((512, 512), parts) for parts in [(2, 1), (1, 2), (4, 2), (1, 8)]),
