@@ -2,9 +2,10 @@
 
 A leaf's arrays are viewed as matrices (:mod:`.arrays`) and divided among the programs
 of the kernel's grid (:mod:`.tiling`). Each program loops over its block
-(:mod:`.program`), loads and stores registers (:mod:`.blocks`, :mod:`.registers`), and
-evaluates the body with 32-bit operations (:mod:`.functions`, :mod:`.rules`). XLA
-updates leaves that are small, have few columns, or are stored in another order.
+(:mod:`.program`), loads and stores registers (:mod:`.blocks`, :mod:`.repeated_blocks`,
+:mod:`.registers`), and evaluates the body with 32-bit operations (:mod:`.functions`,
+:mod:`.rules`). XLA updates leaves that are small, have few columns, or are stored in
+another order.
 """
 
 import dataclasses
@@ -28,9 +29,9 @@ from pallas_kernels.fused_update.spec import (
     result_shapes,
 )
 from pallas_kernels.fused_update.tpu.arrays import KernelArray, kernel_arrays
-from pallas_kernels.fused_update.tpu.blocks import blocks_of
 from pallas_kernels.fused_update.tpu.functions import traced
 from pallas_kernels.fused_update.tpu.program import BlockProgram
+from pallas_kernels.fused_update.tpu.repeated_blocks import blocks_of
 from pallas_kernels.fused_update.tpu.rules import (
     DTYPES,
     generation_of_target,

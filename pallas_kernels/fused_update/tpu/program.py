@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.fused_update.tpu.blocks import Block, ScaleBlock
+from pallas_kernels.fused_update.tpu.blocks import Block
 from pallas_kernels.fused_update.tpu.functions import Functions, Known
+from pallas_kernels.fused_update.tpu.repeated_blocks import ScaleBlock
 from pallas_kernels.fused_update.tpu.tiling import LANES, REGISTER, SUBLANES, Tiling
 from pallas_kernels.fused_update.tpu.values import Sum, whole
 from pallas_kernels.layout import FOLD
