@@ -74,7 +74,7 @@ def test_released_quantised_layers_keep_one_gradient_beside_the_activations():
     params = quantized_like({"layers": stack})
     rows = leaf(512, width)
     model = Model(loss_fn, params, rows, bytes_of(rows), LAYERS)
-    make_step = functools.partial(release.value_and_update, dtype=BF16)
+    make_step = functools.partial(release.value_and_update, grad_dtype=BF16)
     step = compile_step(make_step, model, lowbit_optax.lpmm_adam(1e-3))
     # Codes of weights and moments; one dequantised layer, whose memory its gradient
     # reuses; the layer's codes, copied out of their stacks; the batch; and the
