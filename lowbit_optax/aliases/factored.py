@@ -31,7 +31,7 @@ class FactoredAdamState(typing.NamedTuple):
 
     Args:
       count: int32 scalar, the number of steps.
-      mu: the running average of the gradients.
+      mu: the running average of the divided gradients.
       nu: the running average of the squared gradients.
       nu_row, nu_column: its means over the last axis, and over the axis before it.
     """
@@ -66,15 +66,15 @@ def factored_adamw(
     """AdamW in 3.57 bytes per parameter, with Adafactor's second moment for matrices.
 
     The second moment of a matrix is the product of its row means and its column means,
-    which need almost no memory; see :func:`scale_by_factored_adam`. This is another
-    optimizer than AdamW.
+    which need almost no memory. The first moment averages the divided gradients n; see
+    :func:`scale_by_factored_adam`. This is another optimizer than AdamW.
 
     The master weight W consists of a bfloat16 parameter and ``bits`` extra bits. Q
     rounds to 4-bit codes with a scale per block.
 
-        m_t = b1 Q(m_{t-1}) + (1 - b1) g_t
-        a   = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t) + eps_root) + eps)
-        W   = round(W - eta_t (a + d W))
+        n_t = g_t / (sqrt(v_t / (1 - b2^t) + eps_root) + eps)
+        m_t = b1 Q(m_{t-1}) + (1 - b1) n_t
+        W   = round(W - eta_t (m_t / (1 - b1^t) + d W))
 
     With ``bits=0``, weights are rounded to bfloat16, and their rounding errors are
     added to m, which needs 2.57 bytes per parameter.
@@ -143,14 +143,23 @@ def scale_by_factored_adam(
         c_t  = b2 c_{t-1} + (1 - b2) mean(g_t^2 over each column)
         v_ij = r_i c_j / mean(r)
 
+        n_t  = g_t / (sqrt(v_t / (1 - b2^t) + eps_root) + eps)
+        m_t  = b1 m_{t-1} + (1 - b1) n_t
+
     The product v has the row and column means of Adam's second moment, and equals it if
     that moment has rank 1. A leaf with more than two axes is a stack of matrices in its
-    last two axes. All other leaves, such as vectors and small matrices, are updated as
-    in ``optax.scale_by_adam``.
+    last two axes. All other leaves, such as vectors and small matrices, have Adam's
+    second moment.
 
-    Unlike in ``optax.adafactor``, ``b2`` is constant and corrected for its bias,
-    ``eps`` is added to the root as in Adam, updates are neither clipped nor scaled by
-    the parameters, and the axes are always the last two instead of the two longest.
+    The first moment m averages the divided gradients n, and m / (1 - b1^t) is the
+    update. Adam averages the gradients, and divides the average. The updates are
+    similar, because v changes slowly. But the values of m have similar sizes where the
+    gradients have not, so 4 bits can store them.
+
+    As in ``optax.adafactor``, momentum averages divided gradients. Unlike there, ``b2``
+    is constant and corrected for its bias, ``eps`` is added to the root as in Adam,
+    updates are neither clipped nor scaled by the parameters, and the axes are always
+    the last two instead of the two longest.
 
     Args:
       b1, b2, eps, eps_root, mu_dtype, nesterov: see ``optax.scale_by_adam``.
@@ -166,7 +175,8 @@ def scale_by_factored_adam(
       ValueError: if ``min_dim_size_to_factor`` is less than 2.
 
     References:
-      Shazeer and Stern 2018, Algorithm 4, lines 5 to 7; Kingma and Ba 2015.
+      Shazeer and Stern 2018, Algorithm 4, lines 5 to 7; Ziyin, Wang and Ueda 2020,
+      "LaProp", for the order of averaging and dividing; Kingma and Ba 2015.
 
     >>> import jax.numpy as jnp
     >>> tx = scale_by_factored_adam()
@@ -188,20 +198,20 @@ def scale_by_factored_adam(
     def update(updates, state, params=None):
         del params
         count, corrected = optax.safe_increment(state.count), optax.tree.bias_correction
-        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
-        first = corrected(mu, b1, count)
-        if nesterov:
-            ahead = corrected(mu, b1, optax.safe_increment(count))
-            grads = corrected(updates, b1, count)
-            first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, ahead, grads)
         before = state.nu, state.nu_row, state.nu_column
         second = _each(functools.partial(_averaged, b2), updates, *before)
 
-        def direction(first, *second):
+        def divided(grad, *second):
             nu = _second_moment(b2, count, *second)
-            return first / (jnp.sqrt(nu + eps_root) + eps)
+            return grad / (jnp.sqrt(nu + eps_root) + eps)
 
-        directions = jax.tree.map(direction, first, *second)
+        grads = jax.tree.map(divided, updates, *second)
+        mu = optax.tree.update_moment(grads, state.mu, b1, 1)
+        directions = corrected(mu, b1, count)
+        if nesterov:
+            ahead = corrected(mu, b1, optax.safe_increment(count))
+            grads = corrected(grads, b1, count)
+            directions = jax.tree.map(lambda m, n: b1 * m + (1 - b1) * n, ahead, grads)
         return directions, FactoredAdamState(
             count, optax.tree.cast(mu, mu_dtype), *second
         )

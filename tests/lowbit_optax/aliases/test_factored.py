@@ -27,22 +27,21 @@ def _weights(dtype=jnp.float32):
     return {name: draw(shape) for name, shape in SHAPES.items()}
 
 
-def _formula(grads, b1=0.9, b2=0.999, eps=1e-8):
+def _formula(grads, b1=0.9, b2=0.99, eps=1e-8):
     """The last direction for a series of gradients of a matrix, in float64."""
     m, r, c = 0.0, 0.0, 0.0
-    for g in np.asarray(grads, np.float64):
-        m = b1 * m + (1 - b1) * g
+    for t, g in enumerate(np.asarray(grads, np.float64), 1):
         r = b2 * r + (1 - b2) * (g**2).mean(1)
         c = b2 * c + (1 - b2) * (g**2).mean(0)
-    t = len(grads)
-    v = np.outer(r, c) / r.mean() / (1 - b2**t)
-    return m / (1 - b1**t) / (np.sqrt(v) + eps)
+        v = np.outer(r, c) / r.mean() / (1 - b2**t)
+        m = b1 * m + (1 - b1) * g / (np.sqrt(v) + eps)
+    return m / (1 - b1**t)
 
 
 def test_directions_are_those_of_the_formula():
     params = _weights()
     series = gradient_series(params, 5)
-    tx = SMALL()
+    tx = SMALL(b2=0.99)
     state = tx.init(params)
     for grads in series:
         found, state = tx.update(grads, state)
@@ -55,15 +54,31 @@ def test_directions_are_those_of_the_formula():
         np.testing.assert_allclose(got, _formula(grads), **near)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_other_leaves_are_updated_as_in_adamw(nesterov):
+def _without_factors(b1):
+    options = dict(eps=1e-6, eps_in_sqrt=False, bias_correction=True)
+    rms = optax.scale_by_rms(0.99, **options)
+    return optax.chain(rms, optax.ema(b1))
+
+
+@pytest.mark.parametrize("b1", [0.0, 0.9])
+def test_other_leaves_average_the_gradients_divided_by_their_own_root(b1):
     params = {name: x for name, x in _weights().items() if name not in FACTORED}
     series = gradient_series(params, 5)
-    options = dict(b2=0.99, eps=1e-6, eps_root=1e-7, nesterov=nesterov)
+    ours, theirs = SMALL(b1, 0.99, 1e-6), _without_factors(b1)
+    got, state = train(ours, params, ours.init(params), series)
+    want, (rms, _) = train(theirs, params, theirs.init(params), series)
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(near, (got, state.nu), (want, rms.nu))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_without_momentum_other_leaves_are_updated_as_in_adamw(nesterov):
+    params = {name: x for name, x in _weights().items() if name not in FACTORED}
+    series = gradient_series(params, 5)
+    options = dict(b1=0.0, b2=0.99, eps=1e-6, eps_root=1e-7, nesterov=nesterov)
     ours, theirs = SMALL(**options), optax.scale_by_adam(**options)
-    got = train(ours, params, ours.init(params), series)
-    want = train(theirs, params, theirs.init(params), series)
-    got, want = ((x, state.mu, state.nu) for x, state in (got, want))
+    got, _ = train(ours, params, ours.init(params), series)
+    want, _ = train(theirs, params, theirs.init(params), series)
     near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(near, got, want)
 
@@ -74,7 +89,8 @@ def test_with_gradients_of_rank_one_it_is_adam(nesterov):
     size = rows * columns
     series = [size * jnp.sign(normal(seed, (40, 24))) for seed in range(2, 7)]
     params = jnp.ones((40, 24))
-    ours, theirs = SMALL(nesterov=nesterov), optax.scale_by_adam(nesterov=nesterov)
+    options = dict(b2=0.99, nesterov=nesterov)
+    ours, theirs = SMALL(**options), optax.scale_by_adam(**options)
     got, _ = train(ours, params, ours.init(params), series)
     want, _ = train(theirs, params, theirs.init(params), series)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
@@ -143,38 +159,84 @@ def test_low_bits_train_like_float32(bits, most):
     assert abs(got / want - 1) < most
 
 
-# Neighbours share the scale of a block, and the root of nu does not bound mu here.
-@pytest.mark.parametrize(
-    ("small", "mu_bits", "least", "most"),
-    [
-        (1.0, 4, 1.0, 1.1),
-        (0.1, 4, 1.5, 2.5),
-        (0.01, 4, 5.0, 10.0),
-        (0.01, 8, 0.98, 1.02),
-        (0.001, 8, 0.98, 1.02),
-    ],
-)
-def test_four_bits_lengthen_updates_next_to_large_gradients(
-    small, mu_bits, least, most
+def _updates(tx, gradient, steps):
+    """The updates of a matrix of 64 x 64, with gradients that depend on a key."""
+
+    def step(carry, seed):
+        params, state = carry
+        new, state = lowbit_optax.step(
+            tx, params, state, gradient(jax.random.key(seed))
+        )
+        return (new, state), new - params
+
+    start = jnp.zeros((64, 64))
+    run = jax.jit(lambda c: jax.lax.scan(step, c, jnp.arange(steps))[1])
+    return run((start, tx.init(start)))
+
+
+def _with_few_bits(inner):
+    bits = {"mu": 4, "nu": 8}
+    moments = {name: lowbit_optax.block_quantized(n) for name, n in bits.items()}
+    return lowbit_optax.lowbit(inner, moments=moments, min_size=0, warn=False)
+
+
+def _in_float32(inner):
+    return optax.with_extra_args_support(inner)
+
+
+def _rms(x):
+    return float(jnp.sqrt(jnp.mean(x**2)))
+
+
+# Neighbours share the scale of a block, and each has its own second moment.
+@pytest.mark.parametrize("small", [1.0, 0.1, 0.001])
+@pytest.mark.parametrize("least", [8, 128], ids=["factored", "not factored"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_four_bits_keep_the_length_of_updates_next_to_large_gradients(
+    small, least, axis
 ):
-    inner = optax.chain(SMALL(), optax.scale(-1.0))
-    moments = {"mu": lowbit_optax.block_quantized(mu_bits)}
-    ours = lowbit_optax.lowbit(inner, moments=moments, min_size=0, warn=False)
-    sizes = jnp.where(jnp.arange(64) % 2, small, 1.0)[:, None]
+    adam = scale_by_factored_adam(min_dim_size_to_factor=least)
+    inner = optax.chain(adam, optax.scale(-1.0))
+    sizes = jnp.where(jnp.arange(64) % 2, small, 1.0)
+    sizes = jnp.expand_dims(sizes, 1 - axis)
+    gradient = lambda key: sizes * jax.random.normal(key, (64, 64))
+    found = []
+    for tx in (_with_few_bits(inner), _in_float32(inner)):
+        updates = jnp.moveaxis(_updates(tx, gradient, 400)[300:], 1 + axis, 0)
+        found.append(_rms(updates[1::2]))
+    assert 1.0 < found[0] / found[1] < 1.07
 
-    def last_updates(tx):
-        def step(carry, seed):
-            params, state = carry
-            grads = sizes * jax.random.normal(jax.random.key(seed), (64, 64))
-            new, state = lowbit_optax.step(tx, params, state, grads)
-            return (new, state), jnp.mean(jnp.square((new - params)[1::2]))
 
-        start = jnp.zeros((64, 64))
-        run = jax.jit(lambda c: jax.lax.scan(step, c, jnp.arange(400))[1])
-        return jnp.sqrt(run((start, tx.init(start)))[300:].mean())
+def _with_rare_rows(key):
+    keys = jax.random.split(key)
+    used = (jnp.arange(64) % 8 != 3) | (jax.random.uniform(keys[0], (64,)) < 0.01)
+    return jnp.where(used[:, None], jax.random.normal(keys[1], (64, 64)), 0.0)
 
-    theirs = optax.with_extra_args_support(inner)
-    assert least < last_updates(ours) / last_updates(theirs) < most
+
+def _with_outliers(key):
+    keys = jax.random.split(key)
+    is_outlier = jax.random.uniform(keys[0], (64, 64)) < 1e-3
+    return jnp.where(is_outlier, 100.0, 1.0) * jax.random.normal(keys[1], (64, 64))
+
+
+def _without_some(key):
+    return jnp.where(jnp.arange(64) % 8 == 3, 0.0, jax.random.normal(key, (64, 64)))
+
+
+@pytest.mark.parametrize("b2", [0.9, 0.99, 0.9999])
+@pytest.mark.parametrize("gradient", [_with_rare_rows, _with_outliers, _without_some])
+def test_four_bits_follow_factored_moments_in_float32(gradient, b2):
+    inner = optax.chain(SMALL(b2=b2), optax.scale(-1.0))
+    got, want = (
+        _updates(tx(inner), gradient, 1000).sum(0)
+        for tx in (_with_few_bits, _in_float32)
+    )
+    assert not (got * (want == 0)).any()
+    for rows in (got, want), (got[3::8], want[3::8]):
+        ours, theirs = (x.ravel() for x in rows)
+        if theirs.any():
+            assert 0.98 < _rms(ours) / _rms(theirs) < 1.1
+            assert jnp.vdot(ours, theirs) / ours.size > 0.94 * _rms(ours) * _rms(theirs)
 
 
 @pytest.mark.parametrize("axis_type", list(jax.sharding.AxisType)[:2])
