@@ -59,7 +59,7 @@ FAMILIES = {
     "extra_bits(8), 8-bit momentum": _of(MOMENTUM, lo.extra_bits(8), EIGHT),
     "extra_bits(8), 8-bit squares": _of(SQUARES, lo.extra_bits(8), EIGHT, exact=False),
     "lowbit_adamw": _preset(lo.lowbit_adamw),
-    'lowbit_adamw(moments="low")': _preset(lo.lowbit_adamw, moments="low"),
+    "factored_adamw": _preset(lo.factored_adamw, min_dim_size_to_factor=64),
     "lpmm_adam": _preset(lo.lpmm_adam, quantised=True),
     "kahan": _of(MOMENTUM, lo.kahan(), BFLOAT16),
     "stochastic_rounding": _of(MOMENTUM, lo.stochastic_rounding(), BFLOAT16),

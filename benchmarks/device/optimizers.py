@@ -91,7 +91,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "kahan_adamw": _bind(lo.kahan_adamw),
     "sr_adamw": _bind(lo.sr_adamw),
     "extra_bits_adamw(bits=8)": _bind(lo.extra_bits_adamw, bits=8),
-    'lowbit_adamw(moments="low")': _bind(lo.lowbit_adamw, moments="low"),
+    "factored_adamw": _bind(lo.factored_adamw),
     "sr_adamw, error into 8-bit mu": _bind(
         lo.sr_adamw, error_feedback="mu", moments=lo.block_quantized(8)
     ),

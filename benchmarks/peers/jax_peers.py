@@ -130,7 +130,6 @@ def peers(fused_flash: bool = False) -> dict[str, Peer]:
         "extra_bits_adamw": _ours(lowbit_optax.extra_bits_adamw),
         "extra_bits_adamw(bits=8)": _ours(lowbit_optax.extra_bits_adamw, bits=8),
         "lowbit_adamw": _ours(lowbit_optax.lowbit_adamw),
-        'lowbit, moments="low"': _ours(_lowbit_adamw, moments="low"),
         "lowbit, error into mu": _ours(_lowbit_adamw, weights=into_mu),
     }
     if importlib.util.find_spec("flashoptim_jax"):

@@ -58,7 +58,6 @@ MORE = {
     "`lowbit`, moments of 4 bits": lo.lowbit(
         optax.adamw(1e-3), moments=lo.block_quantized(4)
     ),
-    '`lowbit_adamw(moments="low")`': lo.lowbit_adamw(1e-3, moments="low"),
     '`sr_adamw(error_feedback="mu")`': lo.sr_adamw(1e-3, error_feedback="mu"),
     "the same, moments of 8 bits": lo.sr_adamw(
         1e-3, error_feedback="mu", moments=lo.block_quantized(8)
@@ -68,7 +67,6 @@ MORE = {
         error_feedback="mu",
         moments={"mu": lo.block_quantized(4), "nu": lo.block_quantized(8)},
     ),
-    'the same, moments="low"': lo.sr_adamw(1e-3, error_feedback="mu", moments="low"),
     "`factored_adamw`": lo.factored_adamw(1e-3),
     "`factored_adamw(bits=0)`": lo.factored_adamw(1e-3, bits=0),
     "`lpmm_sgd`, 12 bits": lo.lpmm_sgd(1e-3, momentum=0.9),

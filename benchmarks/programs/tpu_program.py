@@ -47,7 +47,6 @@ STEPS = {
     "lowbit_adamw": _step_of(lo.lowbit_adamw),
     "extra_bits_adamw(8)": _step_of(lo.extra_bits_adamw, bits=8),
     "extra_bits_adamw(5)": _step_of(lo.extra_bits_adamw, bits=5),
-    'lowbit_adamw(moments="low")': _step_of(lo.lowbit_adamw, moments="low"),
     "kahan_adamw": _step_of(lo.kahan_adamw),
     "sr_adamw": _step_of(lo.sr_adamw),
     "factored_adamw": _step_of(lo.factored_adamw),

@@ -42,8 +42,7 @@ ROWS = {
     "lowbit_sgd": _sgd("lowbit_sgd"),
     "adamw": f"--optimizer adamw {ADAMW}",
     "lowbit_adamw": f"--optimizer lowbit_adamw {ADAMW}",
-    "lowbit4_adamw": f"--optimizer lowbit4_adamw {ADAMW}",
-    "lowbit44_adamw": f"--optimizer lowbit44_adamw {ADAMW}",
+    "factored_adamw": f"--optimizer factored_adamw {ADAMW}",
     "lpmm_adam-12": f"--optimizer lpmm_adam --bits 12 {ADAMW}",
 }
 for _bits in BITS:

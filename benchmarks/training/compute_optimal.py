@@ -291,7 +291,7 @@ def table(runs: dict) -> str:
 @pictures.panels(5)
 def draw(record: dict, axes) -> str:
     runs = {
-        f"lowbit, {name}" if name in ("low moments", "4-bit moments") else name: run
+        name: run
         for name, run in record["runs"].items()
         if name != _base(name) and "held_out" in run["gaps"]
     }

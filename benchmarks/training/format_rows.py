@@ -11,7 +11,7 @@ import optax
 
 import lowbit_optax
 from benchmarks import records
-from lowbit_optax import extra_bits, stochastic_rounding
+from lowbit_optax import block_quantized, extra_bits, stochastic_rounding
 from tools.models.gpt import GPT
 
 OF_BYTES = GPT(12, 768, 12, 1024)
@@ -19,6 +19,11 @@ OF_BYTES = GPT(12, 768, 12, 1024)
 
 MUON = 5
 """The learning rate of Muon divided by the learning rate of AdamW."""
+
+FEW_BITS = {"mu": block_quantized(4), "nu": block_quantized(8)}
+"""The moments of ``lowbit_optax.factored_adamw``."""
+
+INTO_MU = stochastic_rounding(error_feedback="mu")
 
 
 class Row(NamedTuple):
@@ -93,6 +98,23 @@ def of(inner: Callable, weights: Any = None, moments: Any = None, **options) -> 
     return Row(build, **options)
 
 
+def factored_adamw(
+    rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    *,
+    weight_decay: float = 1e-4,
+    mask: Any = None,
+    least: int = 64,
+) -> optax.GradientTransformation:
+    """Return AdamW with a factored second moment for ``least`` or more rows."""
+    return optax.chain(
+        lowbit_optax.scale_by_factored_adam(b1, b2, min_dim_size_to_factor=least),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
 def muon(rate: optax.Schedule, **options) -> optax.GradientTransformation:
     """Return Muon for the matrices of the layers, at ``MUON`` times the learning rate.
 
@@ -111,17 +133,14 @@ def muon(rate: optax.Schedule, **options) -> optax.GradientTransformation:
 
 def adamw() -> dict[str, Row]:
     """Return the rows of AdamW."""
-    into = stochastic_rounding(error_feedback="mu")
     plain = lowbit_optax.cast(jnp.bfloat16)
     row = functools.partial(of, optax.adamw)
     return {
         "float32": of_float32(optax.adamw),
         "bfloat16, nearest": row(lowbit_optax.nearest(), plain),
         "8 extra bits": row(extra_bits(8)),
-        "8 extra bits, low moments": row(extra_bits(8), "low"),
         "stochastic": row(stochastic_rounding()),
-        "error into mu": row(into),
-        "error into mu, low moments": row(into, "low"),
+        "error into mu": row(INTO_MU),
         "float16, 8 extra bits": row(extra_bits(8), dtype=jnp.float16),
     }
 

@@ -23,14 +23,13 @@ import optax
 
 import lowbit_optax
 from benchmarks import pictures, records
-from lowbit_optax import block_quantized, extra_bits, lpmm
+from lowbit_optax import extra_bits, lpmm
 
 MINUTES = 8
 NEEDS = ("matplotlib", "sklearn")
 
 SIZES = (64, 64, 64, 10)
 TRAINING, BATCH = 1400, 64
-FOUR = block_quantized(4)
 WEIGHTS = {
     "nearest": lowbit_optax.nearest(),
     "stochastic": lowbit_optax.stochastic_rounding(),
@@ -39,18 +38,8 @@ WEIGHTS = {
     "Kahan": lowbit_optax.kahan(),
     **{f"LPMM {bits}": None for bits in (12, 10, 8)},
 }
-MOMENTS = {
-    "32": "float32",
-    "8": None,
-    "low": "low",
-    "4": {"mu": FOUR, "nu": FOUR},
-}
-LABELS = {
-    "32": "moments in float32",
-    "8": "moments in 8 bits",
-    "low": '"low" moments',
-    "4": "moments in 4 bits",
-}
+MOMENTS = {"32": "float32", "8": None}
+LABELS = {"32": "moments in float32", "8": "moments in 8 bits"}
 FLOAT32 = "float32"
 
 
@@ -61,10 +50,8 @@ def names() -> list[str]:
 
 def moments_of(weights: str) -> tuple[str, ...]:
     """Return the moment formats to combine with these weights."""
-    if weights in ("stochastic", "error into mu", "+8"):
-        return tuple(MOMENTS)
-    few = {"nearest": ("32", "8"), "+16": ("32", "8", "low"), "Kahan": ("32", "8")}
-    return few.get(weights, ("8", "low"))
+    has_few_bits = weights in ("+2", "+4") or weights.startswith("LPMM")
+    return ("8",) if has_few_bits else tuple(MOMENTS)
 
 
 def optimizer(name: str, rate) -> optax.GradientTransformation:
@@ -200,7 +187,7 @@ def _format(name: str) -> str:
 def draw(record: dict, *both) -> str:
     bits = {name: each["bits"] for name, each in record["runs"].items()}
     looks = pictures.looks(map(_format, bits))
-    fills = dict(zip(LABELS, pictures.FILLS, strict=True))
+    fills = dict(zip(LABELS, pictures.FILLS, strict=False))
     for axes, task in zip(both, LOSSES, strict=True):
         found = excess(record["runs"], task)
         for name, each in found.items():

@@ -3,7 +3,7 @@
     .venv/bin/python -m benchmarks rounding_errors
 
 A network with two hidden layers learns scikit-learn's digits with AdamW and several
-seeds, as in ``low_moments``. All rows start from the same weights and use the same
+seeds, as in ``digit_moments``. All rows start from the same weights and use the same
 batches. Except in the first row, moments have 8 bits.
 
 The loss of this network hardly depends on the noise of bfloat16. So the same formats
@@ -21,7 +21,7 @@ import optax
 
 import lowbit_optax
 from benchmarks import records
-from benchmarks.training import low_moments
+from benchmarks.training import digit_moments
 from lowbit_optax import extra_bits, stochastic_rounding
 
 MINUTES = 4
@@ -34,8 +34,6 @@ ROWS = {
     "float32": (lowbit_optax.master_copy(), BFLOAT16, "float32"),
     "bfloat16, stochastic": (stochastic_rounding(), BFLOAT16, None),
     "bfloat16, error into mu": (FED, BFLOAT16, None),
-    "bfloat16, 4-bit mu, stochastic": (stochastic_rounding(), BFLOAT16, "low"),
-    "bfloat16, 4-bit mu, error into mu": (FED, BFLOAT16, "low"),
     "bfloat16, 8 extra bits": (extra_bits(8), BFLOAT16, None),
     "float8, stochastic": (stochastic_rounding(), FLOAT8, None),
     "float8, error into mu": (FED, FLOAT8, None),
@@ -49,7 +47,7 @@ def train(name: str, args) -> dict:
     weights, dtype, moments = ROWS[name]
     rate = optax.cosine_decay_schedule(args.learning_rate, args.steps, args.last)
     tx = lowbit_optax.lowbit(optax.adamw(rate), weights=weights, moments=moments)
-    return low_moments.figures(tx, args, dtype)
+    return digit_moments.figures(tx, args, dtype)
 
 
 @functools.cache
@@ -70,7 +68,7 @@ def excess(name: str, rate: float, seed: int, steps: int) -> float:
     first = jnp.asarray(w + 0.3 * rate * steps * normal(64, 64))
     best = np.linalg.lstsq(x, y, rcond=None)[0]
     chosen = random.integers(0, 1024, (steps, 128))
-    kinds = low_moments.stored_in(dtype, first)
+    kinds = digit_moments.stored_in(dtype, first)
     begun = lowbit_optax.from_master(tx, first, kinds)
     return float(_excess(tx, begun, *map(jnp.asarray, (x, y, best, chosen))))
 
@@ -116,12 +114,12 @@ def text(record: dict) -> str:
     ]
     heads = [f"learning rate {rate:g}" for rate in RATES]
     excess = records.listing(heads, *columns, digits=2)
-    runs = low_moments.table(record["runs"], "weights")
+    runs = digit_moments.table(record["runs"], "weights")
     return f"{runs}\nexcess loss of a linear function, divided by float32's\n{excess}"
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = low_moments.options(__doc__)
+    options = digit_moments.options(__doc__)
     text_of_last = "the last learning rate, as a share of the first"
     options.add_argument("--last", type=float, default=0.1, help=text_of_last)
     records.run(__name__, options.parse_args(argv), measure, text)

@@ -5,7 +5,6 @@ import functools
 from lowbit_optax._numerics.codes import Code, Scale
 from lowbit_optax._numerics.float_code import Float
 from lowbit_optax._numerics.in_units import Dynamic, Linear, Segments, Sqrt
-from lowbit_optax._numerics.nested_code import Nested
 
 # Segments.segments for each field width and signedness. With these values, an 8-bit
 # first moment resolves values almost as small as the square root of the second moment.
@@ -26,8 +25,6 @@ def code_of(name: str, bits: int, signed: bool, scale: Scale) -> Code:
         return Sqrt(bits, False, scale)
     if name == "float":
         return Float(bits, False, scale)
-    if name == "nested":
-        return Nested(bits, False)
     if name == "log":
         return Segments(bits, False, scale, _LOG[bits])
     return Segments(bits, signed, scale, _COMPANDED[bits, signed])

@@ -4,14 +4,13 @@ A code is a set of elementwise functions on arrays of one common shape. XLA appl
 to whole arrays and kernels to rows, so both run the same operations (sums, products,
 shifts, comparisons, integer minima and maxima; only ``Sqrt`` needs a square root)::
 
-    keys(x) --> maximum over the block --> scale_of_keys --> scale, stored as bfloat16
+    magnitude_key(x) --> maximum over the block --> scale_of_key --> scale, in bfloat16
     prepare(scale) --> prepared, once per block
     encode_fields(x, prepared, words) --> fields
     decode_fields(fields, prepared) --> x'
 
 :mod:`lowbit_optax._numerics.in_units` contains the codes whose values are multiples of
-a unit. :mod:`lowbit_optax._numerics.nested_code` contains a code whose step size
-depends on the block.
+a unit.
 
 **Rounding.** Let ``a <= x <= b`` be the neighbours of x among the values of the code.
 The result is b with probability ``(x - a) / (b - a)``, rounded to a multiple of 2^-12
@@ -38,7 +37,7 @@ becomes the smallest positive value.
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +65,7 @@ class Code:
     """Base class of all codes. Subclasses define the values of the fields.
 
     The scale of a block is computed from the largest :meth:`magnitude_key` of the
-    block, unless a code overrides ``keys``.
+    block.
 
     Args:
       bits: k, number of bits of a field.
@@ -81,12 +80,6 @@ class Code:
     signed: bool
     scale: Scale = "bfloat16"
     limit: float | None = dataclasses.field(default=None, kw_only=True)
-
-    rounds_evenly: typing.ClassVar[bool] = False
-    """Whether ``words`` must come from ``Draws.even``, not from random bits."""
-
-    maxima: typing.ClassVar[int] = 1
-    """Number of keys per element whose maxima determine the scale of a block."""
 
     is_linear_in_units: typing.ClassVar[bool] = False
     """Whether values are fixed numbers times the unit of a block."""
@@ -130,16 +123,8 @@ class Code:
         """Return the float32 magnitude for a magnitude key, or 0 for a negative key."""
         return float_of(jnp.maximum(key - jnp.int32(self._above), jnp.int32(0)))
 
-    def keys(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Return a tuple of keys, whose maxima over a block determine its scale.
-
-        The tuple contains ``maxima`` int32 arrays with the shape of x. A negative
-        maximum counts as 0.
-        """
-        return (self.magnitude_key(x),)
-
-    def scale_of_keys(self, keys: Sequence[jax.Array]) -> jax.Array:
-        """Return the bfloat16 scales of blocks from the maxima of their :meth:`keys`.
+    def scale_of_key(self, key: jax.Array) -> jax.Array:
+        """Return the bfloat16 scales of blocks from their largest magnitude keys.
 
         Scales are rounded up. The scale of a block of zeros is 0.
         """
@@ -179,23 +164,6 @@ class Code:
     ) -> jax.Array:
         """Return the float32 values of uint32 fields; inverts :meth:`encode_fields`."""
         raise NotImplementedError
-
-    def decode_radicand(
-        self, fields: jax.Array, prepared: Prepared, multiply_add=multiply_add
-    ) -> jax.Array:
-        """Decode fields, and return the first result of :func:`radicand`."""
-        return radicand(self.decode_fields(fields, prepared, multiply_add))[0]
-
-
-def radicand(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return x clipped to positive normal numbers, and whether x is finite.
-
-    >>> radicand(jnp.float32([0, 1, jnp.inf]))[0].tolist()
-    [1.1754943508222875e-38, 1.0, 3.4028234663852886e+38]
-    """
-    ends = jnp.finfo(jnp.float32)
-    positive = jnp.clip(x, jnp.float32(ends.tiny), jnp.float32(ends.max))
-    return positive, x < jnp.float32(jnp.inf)
 
 
 def bits_of(x: jax.Array) -> jax.Array:

@@ -52,8 +52,8 @@ class Float(Code):
     def _dropped(self) -> int:
         return 23 - self._mantissa
 
-    def scale_of_keys(self, keys):
-        pattern = bits_of(self.magnitude_of(*keys))
+    def scale_of_key(self, key):
+        pattern = bits_of(self.magnitude_of(key))
         step = self._dropped if self.scale == "bfloat16" else 23
         span = self.largest_field << self._dropped
         largest = _rounded_up(pattern + jnp.int32(_MARGIN), self._dropped)

@@ -71,9 +71,9 @@ class InUnits(Code):
         """The exponent q in the module's docstring."""
         return math.ceil(math.log2(self.largest_value))
 
-    def scale_of_keys(self, keys):
+    def scale_of_key(self, key):
         factor = np.float32(2.0**self._exponent / self.largest_value)
-        pattern = as_fields(self.magnitude_of(*keys) * factor)
+        pattern = as_fields(self.magnitude_of(key) * factor)
         dropped = 16 if self.scale == "bfloat16" else 23
         pattern = pattern + jnp.uint32((1 << dropped) - 1 - _TOLERANCE)
         largest = _LARGEST_BFLOAT16 >> dropped << dropped

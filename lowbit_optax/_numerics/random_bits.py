@@ -57,8 +57,7 @@ from 65536              accumulators, like    ``accumulate_gradients``, which ma
 ``precision`` and SplitArrays have separate keys: their seeds or steps count calls, and
 their leaf ids identify the tensors of a program, or are 0.
 
-Three uses deliberately have no stream of their own. Nested codes use
-:mod:`.even_words`. A sum that is rounded stochastically
+Two uses deliberately have no stream of their own. A sum that is rounded stochastically
 (:mod:`lowbit_optax._numerics.sums`) uses the last 16 bits of the weight's words, if the
 weight reads at most the leading 16. Moments 0 and 1 use products of the weight's words
 with two odd constants, if the weight reads at most 24 bits. This saves the words of the
@@ -80,7 +79,6 @@ from jax import lax
 from jax.core import Tracer
 
 from lowbit_optax._jaxprs.traced_once import traced_once
-from lowbit_optax._numerics.even_words import even_words
 
 COUNTERS = 2**32
 """Largest number of elements that can have different counters."""
@@ -185,13 +183,11 @@ class Draws:
       first: first stream of the moments or accumulators.
       spare: stream of the leaf's weight, if the weight reads at most 24 bits of its
         words; otherwise None.
-      phase: phase of :meth:`even`, from :func:`.phase_at`.
     """
 
     random: RandomBits
     first: int = dataclasses.field(default=_MOMENT_STREAM, metadata=_STATIC)
     spare: int | None = dataclasses.field(default=None, metadata=_STATIC)
-    phase: jax.Array | None = None
 
     def words(self, shape: tuple[int, ...], number: int) -> jax.Array:
         """Return 32 random bits per element for the moment with this static index."""
@@ -216,14 +212,6 @@ class Draws:
         factor = jnp.uint32(_OF_MOMENTS[number])
         return self.random.words(shape, self.spare) * factor
 
-    def even(self, shape: tuple[int, ...], number: int) -> jax.Array:
-        """Return :func:`.even_words`, or :meth:`twelve` if there is no phase."""
-        if self.phase is None:
-            return self.twelve(shape, number)
-        index = self.random.index
-        index = row_major(shape) if index is None else index
-        return even_words(index, self.phase, number)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -244,11 +232,9 @@ class DrawsToNearest(Draws):
         return self.words(shape, number)
 
 
-def moment_draws(
-    random: RandomBits, spare: int | None = None, phase: jax.Array | None = None
-) -> Draws:
+def moment_draws(random: RandomBits, spare: int | None = None) -> Draws:
     """Return the random numbers for the moments of a leaf; see :class:`Draws`."""
-    return Draws(random, spare=spare, phase=phase)
+    return Draws(random, spare=spare)
 
 
 def accumulator_draws(random: RandomBits) -> Draws:

@@ -23,11 +23,11 @@ class Sum(Code):
 
     code: Code = dataclasses.field(kw_only=True)
 
-    def keys(self, x):
-        return self.code.keys(x)
+    def magnitude_key(self, x):
+        return self.code.magnitude_key(x)
 
-    def scale_of_keys(self, keys):
-        return self.code.scale_of_keys(keys)
+    def scale_of_key(self, key):
+        return self.code.scale_of_key(key)
 
     def prepare(self, scale):
         return self.code.prepare(scale)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 
 from lowbit_optax._step import trees
 from lowbit_optax._step.kernels.plan import KernelPlan
-from lowbit_optax.formats.base import BlockMomentFormat
+from lowbit_optax.formats.block_quantized import BlockQuantized
 from pallas_kernels.fused_update import sharded
 from pallas_kernels.fused_update.refusals import PARTITIONED
 
@@ -47,7 +47,7 @@ def left_to_xla(plan: KernelPlan, reasons: Mapping[int, str]) -> dict[str, Left]
     for number, reason in sorted(reasons.items()):
         leaf = step.leaves[number]
         stored = [x.format for x in step.plan.storage if x and x.leaf == leaf.name]
-        moments = [x for x in stored if isinstance(x, BlockMomentFormat)]
+        moments = [x for x in stored if isinstance(x, BlockQuantized)]
         is_quantized = trees.is_quantized(leaf.param)
         is_packed = leaf.format is not None and bool(leaf.format.width)
         if not (moments or is_quantized or is_packed):

@@ -20,10 +20,10 @@ import optax
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
 from lowbit_optax.formats.base import MomentFormat
-from lowbit_optax.formats.block_quantized import LowMoments, block_quantized
+from lowbit_optax.formats.block_quantized import block_quantized
 from lowbit_optax.formats.moment_fields import fields_of
 
-Moment = MomentFormat | typing.Literal["float32", "low"]
+Moment = MomentFormat | typing.Literal["float32"]
 Moments = Moment | Mapping[str, Moment] | None
 
 
@@ -66,11 +66,11 @@ class MomentChoice:
 
 
 def _format(moment) -> MomentFormat | None:
-    if isinstance(moment, str) and moment in ("float32", "low"):
-        return LowMoments() if moment == "low" else None
+    if isinstance(moment, str) and moment == "float32":
+        return None
     if not isinstance(moment, MomentFormat):
         raise TypeError(
-            "lowbit: moments must be 'low', 'float32' or a moment format, such as "
+            "lowbit: moments must be 'float32' or a moment format, such as "
             "lowbit_optax.block_quantized(8) or lowbit_optax.cast(jnp.bfloat16), got "
             f"{moment!r}"
         )
@@ -86,14 +86,12 @@ class Slot:
     Args:
       tree: ShapeDtypeStructs, with the structure of the parameters.
       state_class: class of the state that contains the tree.
-      state: path of that state.
       field: field of that state.
       format: format of the moments; None for float32.
     """
 
     tree: typing.Any
     state_class: type | None = None
-    state: str = ""
     field: str = ""
     format: MomentFormat | None = None
 
@@ -106,8 +104,8 @@ class Slot:
             return self
         _check_wide(self, format_)
         is_second = known.is_second_moment(field)
-        bound, is_equal = known.bounds.get(field), field in known.orthogonalized
-        format_ = format_.for_field(field, is_second, bound, is_equal)
+        is_equal = field in known.orthogonalized
+        format_ = format_.for_field(field, is_second, is_equal)
         is_known = is_second is not None or field in known.averages
         if not is_known and getattr(format_, "signed", False):
             owner = self.state_class.__name__ if self.state_class else "the state"
@@ -145,19 +143,10 @@ def find_slots(
             f"{sorted(fields)}, got {unknown[0]!r}"
         )
     leaves = [x.formatted(choice) if isinstance(x, Slot) else x for x in leaves]
-    slots = [x for x in leaves if isinstance(x, Slot)]
-    for slot in slots:
-        beside = {x.field for x in slots if x.state == slot.state} - {slot.field}
-        reference = slot.format and slot.format.reference
-        if reference is not None and reference not in beside:
-            raise ValueError(
-                f"lowbit: relative_to of moment {slot.field!r} must be another moment "
-                f"of the same state, {sorted(beside)}, or None, got {reference!r}"
-            )
     return jax.tree.structure(state), leaves
 
 
-def _leaves(node, owner: Slot, path: str = "") -> Iterator:
+def _leaves(node, owner: Slot) -> Iterator:
     """Yield the leaves of a node; ``owner`` contains the state and field of slots."""
     if isinstance(node, Slot):
         yield dataclasses.replace(owner, tree=node.tree)
@@ -170,10 +159,10 @@ def _leaves(node, owner: Slot, path: str = "") -> Iterator:
         within = owner
         for key in keys:
             if isinstance(key, jax.tree_util.GetAttrKey):
-                within = Slot(None, type(node), path, key.name)
+                within = Slot(None, type(node), key.name)
             elif isinstance(key, jax.tree_util.DictKey):
-                within = Slot(None, owner.state_class, path, str(key.key))
-        yield from _leaves(child, within, path + jax.tree_util.keystr(keys))
+                within = Slot(None, owner.state_class, str(key.key))
+        yield from _leaves(child, within)
 
 
 def _check_wide(slot: Slot, format_: MomentFormat) -> None:

@@ -24,18 +24,17 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._numerics.random_bits import Draws, RandomBits, moment_draws
-from lowbit_optax._numerics.relative import product, quotient
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import trees
 from lowbit_optax._step.context import layerwise
 from lowbit_optax._step.leaf import StoredLeaf, on_whole_units
 from lowbit_optax._step.moment_slots import MomentChoice, Slot, find_slots
 from lowbit_optax._step.parallel_trees import (
-    CONTAINERS,
     in_parallel_trees,
     leaf_by_leaf,
 )
-from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat
+from lowbit_optax.formats.base import MomentFormat
+from lowbit_optax.formats.block_quantized import BlockQuantized, QuantizedMoment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +47,6 @@ class MomentStorage:
       slot: the tree in the inner state that contains it.
       format: its moment format; None for float32.
       number: its index among the parameter's moments with a format.
-      reference: index of the part whose root divides it, or None. See
-        :attr:`MomentFormat.reference`.
     """
 
     leaf: str
@@ -57,7 +54,6 @@ class MomentStorage:
     slot: Slot
     format: MomentFormat | None
     number: int = 0
-    reference: int | None = None
 
     @property
     def field(self) -> str:
@@ -69,16 +65,16 @@ class MomentStorage:
         if self.format is not None:
             return _encoded_shape(self.format, self.shape)
         like = jax.ShapeDtypeStruct(self.shape, jnp.float32)
-        container = self.slot.format and self.slot.format.container
-        return like if container is None else container(like, None)
+        is_beside_codes = self.slot.format is not None and self.slot.format.has_scales
+        return QuantizedMoment(like, None) if is_beside_codes else like
 
-    def encode(self, moment: jax.Array, draws: Draws, *second: jax.Array):
-        """Encode a moment, or its quotient by the root of ``second`` if it is given."""
+    def encode(self, moment: jax.Array, draws: Draws):
+        """Encode a moment."""
         encode = functools.partial(_encode, self.format, self.number, draws)
-        return layerwise(encode)(moment, *second)
+        return layerwise(encode)(moment)
 
     def decode(self, stored) -> jax.Array:
-        """Decode a moment to float32. A relative moment is still a quotient."""
+        """Decode a moment to float32."""
         return layerwise(functools.partial(_decode, self.format, self.shape))(stored)
 
 
@@ -107,21 +103,9 @@ class MomentPlan:
         found: list[MomentStorage | None] = [None] * count
         if self.choice.is_float32:
             return found
-        numbers = {(x.slot.state, x.field, x.leaf): i for i, x in self._moments.items()}
         for i, moment in self._moments.items():
-            if moment.format is None:
-                continue
-            found[i], field = moment, moment.format.reference
-            if field is None:
-                continue
-            reference = numbers.get((moment.slot.state, field, moment.leaf))
-            if reference is None:
-                raise ValueError(
-                    f"lowbit: relative_to of moment {moment.field!r} of "
-                    f"params{moment.leaf} must be a float32 moment of the parameter's "
-                    f"shape or None, got {field!r}"
-                )
-            found[i] = dataclasses.replace(moment, reference=reference)
+            if moment.format is not None:
+                found[i] = moment
         return found
 
     @functools.cached_property
@@ -134,13 +118,6 @@ class MomentPlan:
         }
         moments = enumerate(self.storage)
         return frozenset(i for i, x in moments if x is not None and x.leaf in readers)
-
-    @property
-    def rounds_evenly(self) -> bool:
-        """Whether any moment uses :meth:`.Draws.even`."""
-        formats = [moment.format for moment in self.storage if moment is not None]
-        coded = [x for x in formats if isinstance(x, BlockMomentFormat)]
-        return any(x.codec.rounds_evenly for x in coded)
 
     @functools.cached_property
     def error_parts(self) -> list[int | None]:
@@ -177,7 +154,7 @@ class MomentPlan:
         }
         sizes: dict[str, list[int]] = {leaf.name: [] for leaf in self.leaves}
         for moment in self.storage:
-            if moment is not None and isinstance(moment.format, BlockMomentFormat):
+            if moment is not None and isinstance(moment.format, BlockQuantized):
                 packed[moment.leaf].append(moment.format.bits)
                 sizes[moment.leaf].append(moment.format.block_size)
         return [
@@ -201,31 +178,17 @@ class MomentPlan:
         """
         result = list(parts)
         for i, storage in enumerate(self.storage):
-            if storage is None or i in stored:
-                continue
-            # Divide by the root of the unrounded moment: see _numerics.relative.
-            is_stored = storage.reference in stored
-            second = self._second(storage, parts, is_stored=is_stored)
-            result[i] = storage.encode(parts[i], draws[storage.leaf], *second)
+            if storage is not None and i not in stored:
+                result[i] = storage.encode(parts[i], draws[storage.leaf])
         return result
 
     def decode(self, parts: Sequence, wanted: Collection[int] | None = None) -> list:
         """Return the parts, with the wanted moments (by default, all) in float32."""
         result = list(parts)
         for i, storage in enumerate(self.storage):
-            if storage is None or (wanted is not None and i not in wanted):
-                continue
-            result[i] = storage.decode(parts[i])
-            for second in self._second(storage, parts, is_stored=True):
-                result[i] = layerwise(_product)(result[i], second)
+            if storage is not None and (wanted is None or i in wanted):
+                result[i] = storage.decode(parts[i])
         return result
-
-    def _second(self, storage: MomentStorage, parts, *, is_stored: bool) -> list:
-        """Return a list of the moments (at most one) whose root divides this moment."""
-        if storage.reference is None:
-            return []
-        part, second = parts[storage.reference], self.storage[storage.reference]
-        return [second.decode(part) if is_stored and second is not None else part]
 
     def structure(self, state) -> trees.PyTreeDef:
         """Return the structure of the parts of an inner state, stored or not."""
@@ -278,13 +241,13 @@ class MomentPlan:
                     f"{trees.describe(parts[i])}. Use the transformation that made "
                     "this state"
                 )
-        is_uncoded = lambda x: isinstance(x, CONTAINERS) and x.scales is None
+        is_uncoded = lambda x: isinstance(x, QuantizedMoment) and x.scales is None
         return [x.codes if is_uncoded(x) else x for x in parts]
 
     def _check_float32(self, state) -> None:
         # Without formats, the inner init need not support optax's placeholders, so this
         # function recognises moments by their dtype.
-        is_container = lambda x: isinstance(x, CONTAINERS)
+        is_container = lambda x: isinstance(x, QuantizedMoment)
 
         def paired(x):
             return jax.tree.map(type(x), x.codes, x.scales) if is_container(x) else x
@@ -312,7 +275,7 @@ class MomentPlan:
 
     @functools.cached_property
     def _moments(self) -> dict[int, MomentStorage]:
-        """The moments, keyed by part index, without references."""
+        """The moments, keyed by part index."""
         params = {leaf.name: leaf.param for leaf in self.leaves}
         numbers: collections.Counter = collections.Counter()
         found, part = {}, itertools.count()
@@ -356,11 +319,9 @@ def no_moment_for_errors(name: str, field: str) -> ValueError:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _encode(format_: MomentFormat, number: int, draws: Draws, moment, *second):
-    if second:
-        moment = quotient(moment, *second)
+def _encode(format_: MomentFormat, number: int, draws: Draws, moment):
     encode = lambda moment, draws: format_.encode(moment, draws, number)
-    if format_.container is None:
+    if not format_.has_scales:
         encode = straight_through(encode)
     return encode(moment, draws)
 
@@ -368,12 +329,9 @@ def _encode(format_: MomentFormat, number: int, draws: Draws, moment, *second):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _decode(format_: MomentFormat, shape: tuple[int, ...], stored):
     decode = lambda stored: format_.decode(stored, shape)
-    if format_.container is None:
+    if not format_.has_scales:
         decode = straight_through(decode)
     return decode(stored)
-
-
-_product = jax.jit(product)
 
 
 @functools.lru_cache(maxsize=4096)

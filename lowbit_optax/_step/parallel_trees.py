@@ -9,10 +9,7 @@ from collections.abc import Sequence
 from lowbit_optax._step import trees
 from lowbit_optax._step.blanks import blank, is_blank
 from lowbit_optax.formats.base import MomentFormat
-from lowbit_optax.formats.block_quantized import QuantizedMoment, RelativeMoment
-
-CONTAINERS = (QuantizedMoment, RelativeMoment)
-"""The types of moments that are stored as several arrays."""
+from lowbit_optax.formats.block_quantized import QuantizedMoment
 
 
 def in_parallel_trees(
@@ -21,34 +18,33 @@ def in_parallel_trees(
     """Return the moments of one field as the state stores them.
 
     Each part is a result of the format's ``encode``, or an unencoded array. If the
-    format stores several arrays, the result is a container of trees, and its ``scales``
+    format has scales, the result is a QuantizedMoment of trees, and its ``scales``
     contain a blank for each unencoded array. These blanks come from ``before`` if it is
-    a container.
+    a QuantizedMoment.
     """
-    if format_ is None or format_.container is None:
+    if format_ is None or not format_.has_scales:
         return treedef.unflatten(parts)
-    container = format_.container
-    if isinstance(before, container):
+    if isinstance(before, QuantizedMoment):
         blanks = treedef.flatten_up_to(before.scales)
     else:
         blanks = [blank(x) if hasattr(x, "shape") else None for x in parts]
     pairs = [
-        x if isinstance(x, CONTAINERS) else container(x, old)
+        x if isinstance(x, QuantizedMoment) else QuantizedMoment(x, old)
         for x, old in zip(parts, blanks, strict=True)
     ]
-    return container(
+    return QuantizedMoment(
         treedef.unflatten(x.codes for x in pairs),
         treedef.unflatten(x.scales for x in pairs),
     )
 
 
 def leaf_by_leaf(names: Sequence[str], treedef, stored, what: str) -> list:
-    """Invert :func:`in_parallel_trees`, but keep unencoded arrays in containers."""
-    if not isinstance(stored, CONTAINERS):
+    """Invert :func:`in_parallel_trees`, but each part of a QuantizedMoment is one."""
+    if not isinstance(stored, QuantizedMoment):
         return trees.parts_of(names, treedef, stored, what)
     codes = trees.parts_of(names, treedef, stored.codes, "codes")
     scales = trees.parts_of(names, treedef, stored.scales, "scales")
     return [
-        type(stored)(x, None if is_blank(scale) else scale)
+        QuantizedMoment(x, None if is_blank(scale) else scale)
         for x, scale in zip(codes, scales, strict=True)
     ]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 
 import jax
 
-from lowbit_optax._numerics.even_words import phase_at
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import (
     Draws,
@@ -57,11 +56,6 @@ class LeafStep:
     @functools.cached_property
     def random(self) -> list[RandomBits]:
         return random_of_leaves(self.names, self.params, self.seed, self.count)
-
-    @functools.cached_property
-    def phase(self) -> jax.Array:
-        """The phase for moments that are rounded evenly; see :class:`.Draws`."""
-        return phase_at(self.seed, self.count)
 
     @functools.cached_property
     def keys(self) -> tuple[jax.Array, jax.Array]:
@@ -161,8 +155,7 @@ class Step(LeafStep):
     @functools.cached_property
     def draws(self) -> dict[str, Draws]:
         """The random numbers for moments, keyed by the path of the leaf."""
-        phase = self.phase if self.plan.rounds_evenly else None
-        return draws_of_moments(self.leaves, self.random, phase)
+        return draws_of_moments(self.leaves, self.random)
 
 
 class Stepped(typing.NamedTuple):
@@ -196,10 +189,10 @@ def random_of_leaves(names, params, seed, count) -> list[RandomBits]:
 
 
 def draws_of_moments(
-    leaves: Sequence[StoredLeaf], random: Sequence[RandomBits], phase=None
+    leaves: Sequence[StoredLeaf], random: Sequence[RandomBits]
 ) -> dict[str, Draws]:
     """Return the random numbers for moments, keyed by the path of the leaf."""
     return {
-        leaf.name: moment_draws(bits, leaf.spare_stream, phase)
+        leaf.name: moment_draws(bits, leaf.spare_stream)
         for leaf, bits in zip(leaves, random, strict=True)
     }

@@ -20,7 +20,6 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax._numerics.codes import Code, MultiplyAdd, Prepared, multiply_add
 from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import Draws, RandomBits
 from lowbit_optax._numerics.rounding import to_float32
@@ -280,9 +279,8 @@ def rounding_words(
 class MomentFormat:
     """Base class of formats that store float32 moments.
 
-    A format must define ``encode`` and ``decode``, and ``container`` if it stores a
-    moment as several arrays. It may define ``for_field``, ``for_leaf``, ``stored_as``
-    and ``reference``. Formats with scales extend :class:`BlockMomentFormat`.
+    A format must define ``encode`` and ``decode``. It may define ``for_field``,
+    ``for_leaf`` and ``stored_as``.
     """
 
     @property
@@ -291,29 +289,14 @@ class MomentFormat:
         return repr(self)
 
     @property
-    def container(self) -> type | None:
-        """The NamedTuple type of a stored moment, or None if it is a single array.
-
-        ``encode`` returns an instance whose fields are arrays. In the state, each field
-        with moments contains one instance, whose fields are trees of arrays with the
-        structure of the parameters.
-        """
-        return None
-
-    @property
-    def reference(self) -> str | None:
-        """The field of the same state whose square roots divide the moments, or None.
-
-        If it is not None, ``encode`` receives and ``decode`` returns quotients; see
-        :mod:`lowbit_optax._numerics.relative`.
-        """
-        return None
+    def has_scales(self) -> bool:
+        """Whether it stores each moment as a :class:`.QuantizedMoment`."""
+        return False
 
     def for_field(
         self,
         name: str,
         is_second: bool | None,
-        bound: str | None = None,
         is_orthogonalized: bool = False,
     ) -> "MomentFormat":
         """Return the format of the moments in one field of the inner state.
@@ -322,8 +305,6 @@ class MomentFormat:
           name: name of the field, such as ``mu`` or ``nu``.
           is_second: whether the field has second moments, which are never negative, or
             None if this is unknown.
-          bound: the field of the same state whose square roots bound these moments,
-            up to a constant factor, or None.
           is_orthogonalized: whether the update of a matrix has the same size in all
             directions, as in Muon.
         """
@@ -353,48 +334,4 @@ class MomentFormat:
 
     def decode(self, stored: typing.Any, shape: tuple[int, ...]) -> jax.Array:
         """Return the float32 moment of this shape from its stored form."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockMomentFormat(MomentFormat):
-    """Base class of formats that store packed codes with one scale per block.
-
-    A format must define everything in this class. A kernel computes the maximum of
-    ``codec.magnitude_key`` over each block and the scale of the block, calls
-    ``encode_fields``, and packs the fields.
-    """
-
-    bits: int
-    block_size: int
-
-    @property
-    def container(self) -> type:
-        """A NamedTuple type with two fields: the packed codes and the scales."""
-        raise NotImplementedError
-
-    @property
-    def codec(self) -> Code:
-        """The elementwise functions of the code."""
-        raise NotImplementedError
-
-    def encode_fields(
-        self,
-        moment: jax.Array,
-        prepared: Prepared,
-        draws: Draws,
-        number: int,
-        multiply_add: MultiplyAdd = multiply_add,
-    ) -> jax.Array:
-        """Encode moments with known scales.
-
-        Args:
-          moment: float32 array.
-          prepared: the scales of its blocks, from :meth:`Code.prepare`.
-          draws, number: see :meth:`encode`.
-          multiply_add: a function for ``a * b + c``; a kernel passes its own version.
-
-        Returns:
-          uint32 array of fields with ``bits`` bits, with the shape of ``moment``.
-        """
         raise NotImplementedError

@@ -12,7 +12,7 @@ noise of a single rounding, which is 2 or 3 percent with 8 bits.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +22,6 @@ class MomentFields:
     Args:
       averages: fields that are running averages, which low-bit formats can store.
       second_moments: fields that are never negative and whose root divides the update.
-      bounds: maps an average to the second moment whose root bounds it, ``|mu| <= C
-        sqrt(nu)``. Both must average the same gradients. The weights of old gradients
-        must not fall faster in nu than the squares of their weights in mu. In Adam,
-        these are 0.999^k and 0.81^k.
       orthogonalized: averages of matrices whose updates have the same size in all
         directions. Noise in weak directions matters, so the codes have equal steps.
       start: the field of the initial weights, for optimizers that learn their step size
@@ -35,7 +31,6 @@ class MomentFields:
 
     averages: tuple[str, ...] = ()
     second_moments: tuple[str, ...] = ()
-    bounds: Mapping[str, str] = dataclasses.field(default_factory=dict)
     orthogonalized: tuple[str, ...] = ()
     start: str | None = None
 
@@ -55,31 +50,27 @@ _SECOND_MOMENTS = frozenset(
 )
 
 _UNKNOWN = MomentFields()
-_ADAM = MomentFields(("mu", "nu"), ("nu",), {"mu": "nu"})
+_ADAM = MomentFields(("mu", "nu"), ("nu",))
 _EXP_AVG = ("exp_avg", "exp_avg_sq")
 
-# The keys are names, because optax does not export all of these classes. Three averages
-# have no bounds: AdaBelief's nu averages other numbers than its mu, Novograd's averages
-# layers, and AdEMAMix' slow average decays more slowly than its nu. COCOB and MADGRAD
-# also store their initial weights, but only add to them.
+# The keys are names, because optax does not export all of these classes. COCOB and
+# MADGRAD also store their initial weights, but only add to them.
 _OPTAX = {
     "DAdaptAdamWState": MomentFields(_EXP_AVG, ("exp_avg_sq",)),
     "DoGState": MomentFields(start="init_params"),
     "DoWGState": MomentFields(start="init_params"),
     "EmaState": MomentFields(("ema",)),
     "MechanicState": MomentFields(start="x0"),
-    "MomoAdamState": MomentFields(_EXP_AVG, ("exp_avg_sq",), {"exp_avg": "exp_avg_sq"}),
+    "MomoAdamState": MomentFields(_EXP_AVG, ("exp_avg_sq",)),
     "MomoState": MomentFields(("exp_avg",)),
     "MuonState": MomentFields(("mu",), orthogonalized=("mu",)),
-    "ProdigyState": MomentFields(
-        _EXP_AVG, ("exp_avg_sq",), {"exp_avg": "exp_avg_sq"}, start="params0"
-    ),
+    "ProdigyState": MomentFields(_EXP_AVG, ("exp_avg_sq",), start="params0"),
     "FactoredState": MomentFields(second_moments=("v_row", "v_col", "v")),
     "ScaleByAdaDeltaState": MomentFields(("e_g", "e_x"), ("e_g", "e_x")),
     "ScaleByAdamState": _ADAM,
     "ScaleByAdanState": MomentFields(("m", "v", "n"), ("n",)),
-    "ScaleByAdemamixState": MomentFields(("m1", "nu"), ("nu",), {"m1": "nu"}),
-    "ScaleByAmsgradState": MomentFields(("mu", "nu"), ("nu", "nu_max"), {"mu": "nu"}),
+    "ScaleByAdemamixState": MomentFields(("m1", "nu"), ("nu",)),
+    "ScaleByAmsgradState": MomentFields(("mu", "nu"), ("nu", "nu_max")),
     "ScaleByBeliefState": MomentFields(("mu", "nu"), ("nu",)),
     "ScaleByLionState": MomentFields(("mu",)),
     "ScaleByNovogradState": MomentFields(("mu",), ("nu",)),
@@ -102,7 +93,6 @@ def register_moments(
     *,
     averages: Iterable[str] = (),
     second_moments: Iterable[str] = (),
-    bounds: Mapping[str, str] | None = None,
     orthogonalized: Iterable[str] = (),
 ) -> None:
     """Declare the moments in the state of a transformation that is not from optax.
@@ -116,8 +106,6 @@ def register_moments(
       averages: names of fields that are running averages of gradients or of squared
         gradients: trees of float32 arrays with the structure of the parameters.
       second_moments: names of fields that are never negative.
-      bounds: maps an average to the second moment whose root bounds it up to a constant
-        factor, such as ``{"mu": "nu"}`` in Adam. 4 bits are enough for such an average.
       orthogonalized: names of averages of matrices whose updates have the same size in
         all directions, as in Muon. They get linear codes.
 
@@ -141,26 +129,22 @@ def register_moments(
             "register_moments: state_class must be a NamedTuple class or a dataclass, "
             f"such as optax.ScaleByAdamState, got {state_class!r}"
         )
-    bounds = dict(bounds or {})
-    found = MomentFields(
-        tuple(averages), tuple(second_moments), bounds, tuple(orthogonalized)
-    )
-    lists = found.averages, found.second_moments, found.orthogonalized
-    for name in (*sum(lists, ()), *bounds, *bounds.values()):
+    lists = tuple(averages), tuple(second_moments), tuple(orthogonalized)
+    for name in sum(lists, ()):
         if name not in fields:
             raise ValueError(
                 f"register_moments: {state_class.__name__} has no field {name!r}; its "
                 f"fields are {', '.join(fields)}"
             )
-    _DECLARED[state_class] = found
+    _DECLARED[state_class] = MomentFields(*lists)
 
 
 def fields_of(state_class: type | None) -> MomentFields:
     """Return the moments among the fields of a class of states.
 
     >>> import optax
-    >>> fields_of(optax.ScaleByAdamState).bounds
-    {'mu': 'nu'}
+    >>> fields_of(optax.ScaleByAdamState).second_moments
+    ('nu',)
     >>> fields_of(optax.contrib.ScheduleFreeState).averages
     ()
     """

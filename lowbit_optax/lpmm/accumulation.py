@@ -134,11 +134,6 @@ def accumulate_gradients(
             "accumulate_gradients: format must have a code with negative values, "
             f"because sums of gradients may be negative, got {format}"
         ) from error
-    if format.reference is not None:
-        raise ValueError(
-            "accumulate_gradients: format must have relative_to=None, because sums of "
-            f"gradients have no second moment, got {format}"
-        )
     check_transformation("accumulate_gradients", "inner", inner)
     return Accumulation(inner, every, format, seed, min_size).transformation
 

@@ -53,8 +53,8 @@ class Accumulators(MomentFormat):
     min_size: int
 
     @property
-    def container(self):
-        return self.format.container
+    def has_scales(self):
+        return self.format.has_scales
 
     def for_leaf(self, shape, min_size=0):
         del min_size

@@ -33,6 +33,7 @@ from lowbit_optax._step.kernels.rows import MomentRows
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.step import LeafStep
 from lowbit_optax.formats import MomentFormat
+from lowbit_optax.formats.block_quantized import QuantizedMoment
 from pallas_kernels.fused_update import Leaf, Operand, Result, has_tiling
 from pallas_kernels.platforms import Implementation
 
@@ -75,12 +76,12 @@ class SumBody:
     def stored(self, arrays: Sequence):
         """Return the accumulator from the arrays that a kernel has written."""
         has_scales = self.rows.has_scales
-        return self.rows.blocks.container(*arrays) if has_scales else arrays[0]
+        return QuantizedMoment(*arrays) if has_scales else arrays[0]
 
     @property
     def block_sizes(self) -> list[int]:
         """The block size of each maximum that determines the scales."""
-        return [self.rows.blocks.block_size] * self.rows.maxima
+        return [self.rows.blocks.block_size]
 
     def before(self, block_values):
         """Return the stored scales, prepared for decoding."""
@@ -89,11 +90,11 @@ class SumBody:
     def statistics(self, values, scalars, index, multiply_add, before):
         """Return the arrays whose maxima per block determine the new scales."""
         del index
-        return self.rows.keys(self._sum(values, scalars, multiply_add, before))
+        return [self.rows.key(self._sum(values, scalars, multiply_add, before))]
 
     def after(self, maxima, block_values):
         """Return ``(new scales, new scales prepared for encoding)``."""
-        scales = [self.rows.scale_of(maxima, block_values[0])]
+        scales = [self.rows.scale_of(maxima[0], block_values[0])]
         return scales, self.before(scales)
 
     def __call__(self, values, scalars, index, multiply_add, before=(), after=()):

@@ -21,6 +21,8 @@ from lowbit_optax._step.kept_float32 import (
 from lowbit_optax._step.moment_slots import Moments, NoSuchMomentError
 from lowbit_optax._tables import Table, Tabular
 from lowbit_optax._types import PyTree, Transformation
+from lowbit_optax.aliases.adamw import sr_adamw
+from lowbit_optax.aliases.factored import factored_adamw
 from lowbit_optax.formats import (
     block_quantized,
     cast,
@@ -33,7 +35,7 @@ from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.lpmm import quantize_params
 from lowbit_optax.reports.memory import MemoryReport, memory_report
 from lowbit_optax.states.masters import from_master
-from lowbit_optax.transformations.lowbit import lowbit, step
+from lowbit_optax.transformations.lowbit import lowbit
 
 _ANY_RATE = 1e-3  # memory does not depend on the learning rate
 
@@ -48,12 +50,17 @@ docs/choosing.md."""
 
 @dataclasses.dataclass(frozen=True)
 class _Formats:
-    """The formats of a row. ``plan`` uses the first ``moments`` the optimizer has."""
+    """The formats of a row. ``plan`` uses the first ``moments`` the optimizer has.
+
+    A row with ``adamw`` uses this function of the learning rate instead of
+    ``optax.adamw``, and does not exist for other optimizers.
+    """
 
     name: str
     weights: WeightFormat | None
     moments: tuple[Moments, ...] = ("float32",)
     bits: int | None = None
+    adamw: Callable[[typing.Any], optax.GradientTransformationExtraArgs] | None = None
 
 
 _DYNAMIC = block_quantized(8, code="dynamic", block_size=2048)
@@ -63,9 +70,7 @@ _LPMM = (
     block_quantized(8),
 )
 
-_four_bit_mu = lambda nu: ({"mu": block_quantized(4), "nu": block_quantized(nu)},)
-
-_ERROR_INTO_MU = stochastic_rounding(error_feedback="mu")
+_into_mu = functools.partial(sr_adamw, error_feedback="mu", moments=block_quantized(8))
 
 # From the least to the most lossy: first by bits of weights, then by bits of moments.
 _CHOICES = (
@@ -73,12 +78,13 @@ _CHOICES = (
     _Formats("extra_bits", extra_bits()),
     _Formats("kahan", kahan(), (cast(jnp.bfloat16),)),
     _Formats("lowbit", extra_bits(8), (block_quantized(8),)),
-    _Formats("lowbit, 4-bit mu", extra_bits(8), _four_bit_mu(8)),
-    _Formats("lowbit, low", extra_bits(8), _four_bit_mu(6)),
-    _Formats("lowbit, 4-bit mu, nu", extra_bits(8), _four_bit_mu(4)),
-    _Formats("error into mu", _ERROR_INTO_MU, (block_quantized(8),)),
-    _Formats("error into mu, 4-bit mu", _ERROR_INTO_MU, _four_bit_mu(8)),
-    _Formats("error into mu, low", _ERROR_INTO_MU, _four_bit_mu(6)),
+    _Formats("factored_adamw", extra_bits(8), adamw=factored_adamw),
+    _Formats("error into mu", stochastic_rounding(), adamw=_into_mu),
+    _Formats(
+        "factored_adamw, bits=0",
+        stochastic_rounding(),
+        adamw=functools.partial(factored_adamw, bits=0),
+    ),
     _Formats("lpmm, 12 bits", quantized_weights(), _LPMM, bits=12),
     _Formats("lpmm, 8 bits", quantized_weights(), _LPMM, bits=8),
 )
@@ -192,18 +198,12 @@ def plan(
     gradients of the two largest leaves count; training results are the same.
 
     Rows are ordered from the least to the most lossy format: first by bits of weights,
-    then by bits of moments. In runs with complete schedules, ``lowbit``, 4-bit ``mu``
-    and ``nu``, and 12-bit weights end with losses 0.002 to 0.005 nats above float32's,
-    which varies by 0.002 between seeds. Low moments, and errors in an 8-bit ``mu``, end
-    below it; see docs/accuracy.md. docs/choosing.md describes when each format fails.
-    The plan leaves out formats whose moments the optimizer does not have, or whose
-    weights it does not support, as with Prodigy. It has rows with errors in ``mu`` only
-    if the update is linear in ``mu``.
-
-    All rows have the same optimizer, AdamW by default. Adafactor and
-    :func:`lowbit_optax.factored_adamw` are other optimizers that store less. To plan
-    for them, pass ``optimizer=optax.adafactor``, or a function that returns a chain
-    with :func:`scale_by_factored_adam`.
+    then by bits of moments. docs/accuracy.md compares their losses with float32's, and
+    docs/choosing.md describes when each format fails. The plan leaves out formats whose
+    moments the optimizer does not have, or whose weights it does not support, as with
+    Prodigy. It has rows with rounding errors in ``mu``, and rows with
+    :func:`lowbit_optax.factored_adamw`, which is another optimizer than AdamW, only if
+    ``optimizer`` is ``optax.adamw``. All other rows have the given optimizer.
 
     Args:
       params: tree of arrays or ShapeDtypeStructs, such as from ``jax.eval_shape``.
@@ -249,14 +249,14 @@ def plan(
     narrow, wide = shapes_in(dtype), shapes_in(jnp.float32)
     rows = []
     for choice in _CHOICES:
+        if choice.adamw is not None and optimizer is not optax.adamw:
+            continue
         shapes = wide if choice.weights is None else narrow
         if choice.bits is not None:
             quantize = functools.partial(quantize_params, bits=choice.bits)
             shapes = jax.eval_shape(quantize, wide)
         for moments in choice.moments:
             make = functools.partial(_transformation, optimizer, choice, moments)
-            if choice.weights is _ERROR_INTO_MU and not _can_step(make):
-                continue
             try:
                 report = memory_report(
                     make(_ANY_RATE), shapes, grad_dtype=dtype, stacked=stacked
@@ -280,21 +280,12 @@ def plan(
 
 
 def _transformation(optimizer, choice: _Formats, moments: Moments, learning_rate):
+    if choice.adamw is not None:
+        return choice.adamw(learning_rate)
     inner = optimizer(learning_rate)
     if choice.weights is None:
         return optax.with_extra_args_support(inner)
     return lowbit(inner, weights=choice.weights, moments=moments)
-
-
-def _can_step(make: Callable) -> bool:
-    """Return whether a step of a matrix can be traced. Its shape does not matter."""
-    matrix = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-    try:
-        tx = make(_ANY_RATE)
-        jax.eval_shape(lambda x: step(tx, x, tx.init(x), x), matrix)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _started(

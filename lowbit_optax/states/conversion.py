@@ -186,8 +186,7 @@ def _lowbit_state(
     unchanged = set()
     for i, (part, storage) in enumerate(zip(old, plan.storage, strict=True)):
         # If the format of a moment does not change, encoding the decoded moment again
-        # would give the same codes, even if it is relative to a moment whose format
-        # changes: see _numerics.relative.
+        # would give the same codes.
         if storage and storage.format and storage.format == part.format:
             parts[i] = part.stored
             unchanged.add(i)

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 
 from lowbit_optax._step import trees
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD
-from lowbit_optax.formats.block_quantized import QuantizedMoment, RelativeMoment
+from lowbit_optax.formats.block_quantized import QuantizedMoment
 
-_CODES, _SCALES = zip(QuantizedMoment._fields, RelativeMoment._fields, strict=True)
+_CODES, _SCALES = QuantizedMoment._fields
 
 _NAMED_KEYS = (jax.tree_util.GetAttrKey, jax.tree_util.DictKey)
 
@@ -65,14 +65,14 @@ class StateLeaf:
         last = names[-1] if names else ""
         if self.owner is not None and self.leaf.dtype in (NO_RESIDUAL, NOT_HELD):
             return "blank"
-        if "residual" in names or last in _SCALES:
+        if "residual" in names or last == _SCALES:
             return "residual" if "residual" in names else "scales"
-        return "codes" if last in _CODES else None
+        return "codes" if last == _CODES else None
 
     @property
     def moment_field(self) -> str:
         """Name of the field, such as ``mu`` in ``[0].mu.codes_v2``, or ""."""
-        names = [x for x in self.attributes if x not in (*_CODES, *_SCALES)]
+        names = [x for x in self.attributes if x not in (_CODES, _SCALES)]
         return names[-1] if names else ""
 
 

@@ -68,8 +68,6 @@ def lowbit(
           and moments of a custom transformation, stay float32.
         - A mapping from field names (``mu``, ``nu``, ``trace``) to formats. Fields that
           are not in the mapping stay float32.
-        - ``"low"``: 6 bits for second moments, 4 bits for first moments with a second
-          moment (as in Adam), and 8 bits for other moments. Also allowed in a mapping.
         - ``"float32"``. Also allowed in a mapping.
         - None: ``block_quantized(8)``.
 

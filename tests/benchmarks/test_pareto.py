@@ -26,7 +26,7 @@ def test_bits_are_of_weights_residuals_and_moments():
         ("float32", 96),
         ("nearest, 32", 80),
         ("Kahan, 8", 48),
-        ("+8, low", 34),
+        ("+8, 8", 40),
         ("LPMM 10, 8", 26),
     ):
         assert least <= pareto.bits_of(name) < least + 1.5, name

@@ -92,7 +92,6 @@ STEPS = {
     "lowbit": LOWBIT,
     "master copy": Bounds(_adamw(lowbit_optax.master_copy(), "float32"), 30, 24),
     "4-bit mu": Bounds(_adamw(lowbit_optax.extra_bits(8), FOUR_AND_EIGHT), 11.25, 78),
-    "low moments": Bounds(_adamw(lowbit_optax.extra_bits(8), "low"), 10.75, 97),
     "errors into 8-bit mu": Bounds(_adamw(ERRORS_INTO_MU, EIGHT), 10.25, 102),
     "sums of exact mean": Bounds(_adamw(EXACT_MEAN, EIGHT), 12.25, 84.5),
     "lpmm_adam": Bounds(LPMM_ADAM, 9.13, 127, lower=lower_lpmm_step),

@@ -20,7 +20,7 @@ PLACES = {(512, 96): P("d"), (64, 256): P(None, "d"), (64, 160): P()}
 # A leaf sharded by columns has a kernel of its own. A leaf sharded by rows and a whole
 # leaf share one, except in these formats: no leaf is packed and one is small, or fields
 # have 5 bits.
-ALL_ALONE = {"5 bits", "kahan", "stochastic rounding", "low moments"}
+ALL_ALONE = {"5 bits", "kahan", "stochastic rounding"}
 
 
 def place(x):

@@ -1,7 +1,5 @@
 """Programs contain code for their target GPU, made with the newest compiler found."""
 
-import functools
-
 import pytest
 
 import lowbit_optax
@@ -51,7 +49,7 @@ OPTIMIZERS = {
     "kahan": (lowbit_optax.kahan_adamw, lower_step),
     "stochastic rounding": (lowbit_optax.sr_adamw, lower_step),
     "lowbit": (lowbit_optax.lowbit_adamw, lower_step),
-    "low": (functools.partial(lowbit_optax.lowbit_adamw, moments="low"), lower_step),
+    "factored": (lowbit_optax.factored_adamw, lower_step),
     "lpmm": (lowbit_optax.lpmm_adam, lower_lpmm_step),
 }
 

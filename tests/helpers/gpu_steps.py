@@ -33,10 +33,6 @@ STEPS = {
     "lowbit 4": lowbit_optax.lowbit(
         optax.adamw(1e-3), moments=lowbit_optax.block_quantized(4)
     ),
-    "low moments": lowbit_optax.lowbit_adamw(1e-3, moments="low"),
-    "relative 8-bit mu": lowbit_optax.lowbit(
-        optax.adamw(1e-3), moments=lowbit_optax.block_quantized(8, relative_to="nu")
-    ),
     "error into mu": lowbit_optax.lowbit(
         optax.adamw(1e-3),
         weights=lowbit_optax.stochastic_rounding(error_feedback="mu"),

@@ -43,10 +43,8 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 FAMILIES = {
     "lowbit_adamw": lowbit_adamw(1e-3),
-    "low moments": lowbit_adamw(1e-3, moments="low"),
     "mu of 4 bits": lowbit_adamw(1e-3, moments=FOUR_BITS),
     "moments of 4 bits": lowbit_adamw(1e-3, moments=block_quantized(4, code="dynamic")),
-    "nu of 6 bits": lowbit_adamw(1e-3, moments={"nu": block_quantized(6)}),
     "logarithms": lowbit_adamw(1e-3, moments={"nu": block_quantized(8, code="log")}),
     "blocks of 2048": lowbit_adamw(1e-3, moments=block_quantized(8, block_size=2048)),
     "float8 moments": lowbit_adamw(1e-3, moments=cast(jnp.float8_e5m2)),

@@ -8,8 +8,6 @@ pytest.importorskip("libtpu", reason="needs the tpu-program extra")
 CYCLES = {
     ("lowbit_adamw", "v5e"): 31.0,
     ("lowbit_adamw", "v6e"): 27.0,
-    ('lowbit_adamw(moments="low")', "v5e"): 50.5,
-    ('lowbit_adamw(moments="low")', "v6e"): 40.5,
 }
 
 

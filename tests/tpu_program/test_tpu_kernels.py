@@ -28,10 +28,6 @@ STEPS = {
         functools.partial(lowbit_optax.extra_bits_adamw, bits=5),
         23.26,
     ),
-    "low moments": (
-        functools.partial(lowbit_optax.lowbit_adamw, moments="low"),
-        10.76,
-    ),
     "kahan_adamw": (lowbit_optax.kahan_adamw, 18.01),
     "sr_adamw": (lowbit_optax.sr_adamw, 14.01),
 }
@@ -60,10 +56,9 @@ TAKEN_AS_STORED = {
     "vector": (2**20,),
     "columns of 8": (4096, 8),
 }
-OTHER_STEPS = itertools.product(("5 extra bits", "low moments"), ("layers", "heads"))
 STORED = [
     *itertools.product(("lowbit_adamw", "extra_bits_adamw"), TAKEN_AS_STORED, TARGETS),
-    *((name, shape, "v6e") for name, shape in OTHER_STEPS),
+    *(("5 extra bits", shape, "v6e") for shape in ("layers", "heads")),
 ]
 
 

@@ -54,19 +54,6 @@ def _master_copy(inner: optax.GradientTransformation) -> optax.GradientTransform
     )
 
 
-def _with_moments(o: Options, mu: int, nu: int) -> optax.GradientTransformation:
-    """Returns `lowbit_adamw` with `mu` and `nu` bits for the moments."""
-    return lowbit_optax.lowbit(
-        _adamw(o),
-        weights=lowbit_optax.extra_bits(8),
-        moments={
-            "mu": lowbit_optax.block_quantized(mu),
-            "nu": lowbit_optax.block_quantized(nu),
-        },
-        seed=o.seed,
-    )
-
-
 def _alias(name: str, o: Options) -> optax.GradientTransformation:
     """Returns the optimizer that has this name in the package."""
     options: dict[str, Any] = {"weight_decay": o.weight_decay, "seed": o.seed}
@@ -94,8 +81,7 @@ LABELS = {
     "extra_bits_adamw": "extra bits",
     "lowbit_sgd": "lowbit",
     "lowbit_adamw": "lowbit",
-    "lowbit4_adamw": "lowbit, 4-bit mu,",
-    "lowbit44_adamw": "lowbit, 4-bit moments,",
+    "factored_adamw": "factored",
     "lpmm_sgd": "LPMM",
     "lpmm_adam": "LPMM",
 }
@@ -108,8 +94,6 @@ BUILT_HERE = {
     "nearest_adamw": lambda o: _nearest(_adamw(o)),
     "master_copy_sgd": lambda o: _master_copy(_sgd(o)),
     "master_copy_adamw": lambda o: _master_copy(_adamw(o)),
-    "lowbit4_adamw": lambda o: _with_moments(o, 4, 8),
-    "lowbit44_adamw": lambda o: _with_moments(o, 4, 4),
 }
 """Optimizers that are built here; all others are optimizers of the package."""
 

@@ -10,8 +10,8 @@ import optax
 
 import lowbit_optax
 from benchmarks.training import format_rows
-from benchmarks.training.format_rows import Row
-from lowbit_optax import block_quantized, extra_bits, lpmm, stochastic_rounding
+from benchmarks.training.format_rows import FEW_BITS, INTO_MU, Row
+from lowbit_optax import extra_bits, lpmm, stochastic_rounding
 from tools import is_installed
 from tools.models.gpt import GPT
 
@@ -37,6 +37,10 @@ def _clipped(inner):
 
 def adamw(rate):
     return _clipped(optax.adamw(rate, B1, B2, weight_decay=DECAY))
+
+
+def _factored(rate):
+    return _clipped(format_rows.factored_adamw(rate, B1, B2, weight_decay=DECAY))
 
 
 def _muon(rate):
@@ -74,9 +78,7 @@ def _in(weights=None, moments=None, inner=adamw):
     return format_rows.of(inner, weights, moments).build
 
 
-_FOUR = {"mu": block_quantized(4), "nu": block_quantized(4)}
 _EXACT = {"sum_rounding": "stochastic"}
-_INTO = stochastic_rounding(error_feedback="mu")
 
 _float32 = format_rows.of_float32
 
@@ -94,11 +96,11 @@ ROWS = {
     # Each half of lowbit alone.
     "float32, 8-bit moments": Row(_in(), jnp.float32, has_master=False),
     "8 extra bits, float32 moments": Row(_in(moments={})),
-    "low moments": Row(_in(moments="low")),
-    "4-bit moments": Row(_in(moments=_FOUR)),
     "stochastic": Row(_in(stochastic_rounding())),
     "stochastic, exact sums": Row(_in(stochastic_rounding(**_EXACT))),
-    "error into mu": Row(_in(_INTO)),
+    "error into mu": Row(_in(INTO_MU)),
+    "factored": Row(_in(None, FEW_BITS, _factored)),
+    "factored, no extra bits": Row(_in(INTO_MU, FEW_BITS, _factored)),
     "LPMM, 12 bits": Row(_lpmm, None),
     "float8, 8 extra bits": Row(_in(), jnp.float8_e4m3fn),
     "MXFP8, 8 extra bits": Row(_in(), "mxfp8"),

@@ -13,10 +13,10 @@ import optax
 
 import lowbit_optax
 from benchmarks.training import format_rows
-from benchmarks.training.format_rows import Row
+from benchmarks.training.format_rows import FEW_BITS, INTO_MU, Row
 from benchmarks.training.text import stdlib_text
 from benchmarks.training.text.stdlib_text import Text
-from lowbit_optax import block_quantized, lpmm, stochastic_rounding
+from lowbit_optax import lpmm, stochastic_rounding
 from tools.models.gpt import GPT
 
 VOCABULARY = 65
@@ -80,21 +80,9 @@ def _lpmm(rate):
     return _clipped(inner)
 
 
-def _factored(rate):
-    """Return ``factored_adamw``'s inner transformation, for 64 rows or more."""
-    return _clipped(
-        optax.chain(
-            lowbit_optax.scale_by_factored_adam(_B1, _B2, min_dim_size_to_factor=64),
-            optax.add_decayed_weights(_DECAY, _matrices),
-            optax.scale_by_learning_rate(rate),
-        )
-    )
-
-
 _row = functools.partial(format_rows.of, _of(optax.adamw))
 _bfloat16 = lowbit_optax.cast(jnp.bfloat16)
-_INTO_MU = stochastic_rounding(error_feedback="mu")
-_FEW_BITS = {"mu": block_quantized(4), "nu": block_quantized(8)}
+_factored = _of(format_rows.factored_adamw)
 
 CONTROLS = {
     "float32, Nesterov": format_rows.of_float32(_of(optax.adamw, nesterov=True)),
@@ -102,9 +90,9 @@ CONTROLS = {
         lambda rate: _of(optax.adamw)(lambda step: 1.25 * rate(step))
     ),
     "factored, all in float32": format_rows.of_float32(_factored),
-    "error into mu, float32 moments": _row(_INTO_MU, "float32"),
+    "error into mu, float32 moments": _row(INTO_MU, "float32"),
     "error into mu, Nesterov": format_rows.of(
-        _of(optax.adamw, nesterov=True), _INTO_MU, "float32"
+        _of(optax.adamw, nesterov=True), INTO_MU, "float32"
     ),
 }
 """Rows that explain the others. They run only if they are named."""
@@ -114,8 +102,8 @@ ROWS = {
     "lowbit": _row(),
     "Kahan": _row(lowbit_optax.kahan(), _bfloat16),
     "stochastic": _row(stochastic_rounding(), _bfloat16),
-    "factored": format_rows.of(_factored, moments=_FEW_BITS),
-    "factored, no extra bits": format_rows.of(_factored, _INTO_MU, _FEW_BITS),
+    "factored": format_rows.of(_factored, moments=FEW_BITS),
+    "factored, no extra bits": format_rows.of(_factored, INTO_MU, FEW_BITS),
     "LPMM, 12 bits": Row(_lpmm, None),
     "bfloat16, nearest": _row(lowbit_optax.nearest(), _bfloat16),
     **CONTROLS,

@@ -10,22 +10,22 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowbit_optax._jaxprs.leaf_program import Program, Ref, decode_scalar, scalar_value
+from lowbit_optax._jaxprs.leaf_program import Program, decode_scalar
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import RandomBits, moment_draws
-from lowbit_optax._numerics.relative import product_by, quotient
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step.error_feedback import ahead_of, fed
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.formats.block_quantized import QuantizedMoment
 from lowbit_optax.formats.quantized_weights import result_of
 from pallas_kernels.fused_update import Leaf, Operand, Result
 
@@ -52,8 +52,6 @@ class LeafBody:
       from_stored: the program for the result, if it is computed from rounded moments.
         Its inputs are these moments, decoded, followed by the inputs of ``program``,
         whose output 0 is not used.
-      phase: the scalar with the phase of evenly rounded moments; None if no moment is
-        rounded evenly.
       takes_error: index of the output to which the weight's rounding error is added, or
         None. If set, the result is the update, and the last outputs are ``rate``,
         ``growth`` and ``reach`` of
@@ -66,7 +64,6 @@ class LeafBody:
     moments: tuple[MomentRows, ...]
     landing: Landing
     is_guarded: bool = False
-    phase: Ref | None = None
     takes_error: int | None = None
     from_stored: Program | None = None
     is_differentiable: bool = False
@@ -129,23 +126,18 @@ class LeafBody:
             new = self.landing.result(leaf.param, new)
         for i, moment in enumerate(self.moments):
             if moment.has_scales:
-                moments[i] = moment.blocks.container(moments[i], scales[i + 1])
+                moments[i] = QuantizedMoment(moments[i], scales[i + 1])
         return new, residual, moments
 
     @property
     def block_sizes(self) -> list[int]:
         """The block size of each maximum that determines a scale."""
-        scaled = self._by_maxima.values()
-        return [rows.blocks.block_size for rows in scaled for _ in range(rows.maxima)]
+        return [rows.blocks.block_size for rows in self._by_maxima.values()]
 
     @property
     def kept(self) -> int:
-        """The number of values per element that are kept until the maxima are known.
-
-        A relative moment counts twice, because its quotient needs a root.
-        """
-        relative = sum(x.relative_to is not None for x in self._scaled.values())
-        return len(self._scaled) + relative + (self.takes_error is not None)
+        """The number of values per element that are kept until the maxima are known."""
+        return len(self._scaled) + (self.takes_error is not None)
 
     def before(self, block_values):
         """Convert the stored scales to the form that decoding needs."""
@@ -162,8 +154,7 @@ class LeafBody:
         if self.from_stored is not None:
             is_first = after is None and len(scaled) > 1
             scaled = {n: x for n, x in scaled.items() if bool(n) == is_first}
-        references = {x.relative_to for x in scaled.values() if x.relative_to}
-        wanted = scaled.keys() | references
+        wanted = set(scaled)
         takes_error = self.takes_error in wanted
         if takes_error:
             wanted |= {0, *self._of_feedback}
@@ -176,11 +167,7 @@ class LeafBody:
             self._feed(new, opened[0], opened[1], random, multiply_add)
         if self.from_stored is not None and 0 in wanted:
             self._encoded(new, opened, scalars, random, multiply_add, after)
-        return [
-            key
-            for n, rows in scaled.items()
-            for key in rows.keys(_quotient(rows, new, n))
-        ]
+        return [rows.key(new[n]) for n, rows in scaled.items()]
 
     def after(self, maxima, block_values):
         """Return ``(new scales, the scales in the form that encoding needs)``.
@@ -188,11 +175,9 @@ class LeafBody:
         Scales with unknown maxima are omitted from the first list and None in the
         second.
         """
-        maxima, olds, scales = list(maxima), self._by_number(block_values), {}
-        for n, rows in self._by_maxima.items():
-            if maxima:
-                scales[n] = rows.scale_of(maxima[: rows.maxima], olds[n])
-                del maxima[: rows.maxima]
+        olds = self._by_number(block_values)
+        known = zip(self._by_maxima.items(), maxima, strict=False)
+        scales = {n: rows.scale_of(x, olds[n]) for (n, rows), x in known}
         prepared = tuple(
             self._scaled[n].prepare(scales[n]) if n in scales else None for n in olds
         )
@@ -225,13 +210,11 @@ class LeafBody:
         With ``from_stored``, this also adds the result to ``new``, as output 0.
         """
         prepared = self._by_number(after or ())
-        phase = self.phase and scalar_value(self.phase, scalars[KEYS:])
-        draws = moment_draws(random, self.weight.spare_stream, phase)
+        draws = moment_draws(random, self.weight.spare_stream)
         stored = []
         for n, rows in enumerate(self.moments, 1):
-            moment = _quotient(rows, new, n), prepared.get(n)
             encode = functools.partial(rows.encoded, multiply_add=multiply_add)
-            stored.append(self._rounding(rows, encode)(*moment, draws))
+            stored.append(self._rounding(rows, encode)(new[n], prepared.get(n), draws))
         if self.from_stored is not None:
             decoded = self._decoded(stored, prepared, multiply_add)
             rows = [*decoded, *opened[2]]
@@ -334,19 +317,7 @@ class LeafBody:
         for n, (moment, x) in enumerate(zip(self.moments, stored, strict=True), 1):
             decode = functools.partial(moment.decoded, multiply_add=multiply_add)
             decoded.append(self._rounding(moment, decode)(x, prepared.get(n)))
-        for n, moment in enumerate(self.moments):
-            number = moment.relative_to
-            if number is not None:
-                second = self.moments[number - 1]
-                given = stored[number - 1], prepared.get(number), multiply_add
-                decoded[n] = product_by(decoded[n], second.radicand(*given))
         return decoded
-
-
-def _quotient(rows: WeightRows | MomentRows, new: Mapping, n: int) -> jax.Array:
-    """Return output ``n``, divided by a root if it is a relative moment."""
-    second = rows.relative_to
-    return new[n] if second is None else quotient(new[n], new[second])
 
 
 def _read_only(array: jax.Array, shape: tuple[int, ...]) -> Operand:

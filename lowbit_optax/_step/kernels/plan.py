@@ -218,7 +218,7 @@ class _Planner:
         rows = self._rows_of(i, result)
         # Kernels for leaves without words and blocks cannot repeat rows and columns.
         has_words = weight.is_packed or any(
-            x.has_scales for x in self._moments(i, rows.parts)
+            x.has_scales for x in self._moments(rows.parts)
         )
         if has_words and not self.is_exact:
             rows = self._with_outside(i, rows)
@@ -273,15 +273,12 @@ class _Planner:
             from_stored = program_of(outputs[:1], [*moments, *rows.inputs])
             outputs = [rows.inputs[1], *outputs[1:]]
         program = program_of(outputs, rows.inputs)
-        moments = tuple(self._moments(i, parts))
-        is_even = any(x.has_scales and x.codec.rounds_evenly for x in moments)
         body = LeafBody(
             program=program,
             weight=weight,
-            moments=moments,
+            moments=tuple(self._moments(parts)),
             landing=step.landing.of(leaf.param, leaf.grad),
             is_guarded=bool(step.guard.scalars),
-            phase=self.scalars.ref(self.phase) if is_even else None,
             takes_error=None if feedback is None else 1 + parts.index(feedback.part),
             from_stored=from_stored,
         )
@@ -289,35 +286,13 @@ class _Planner:
             check_fields(body.arrays(leaf, [step.parts[s] for s in parts]))
         return LeafKernel(body, parts, rows.outside)
 
-    @functools.cached_property
-    def phase(self) -> Node:
-        """The phase of the step, as a node that all leaves share."""
-        return constant(self.traced.step.phase)
-
-    def _moments(self, i: int, parts: tuple[int, ...]):
+    def _moments(self, parts: tuple[int, ...]):
         """Yield the :class:`.rows.MomentRows` of each moment of a leaf."""
-        relative = self._relative.get(self.traced.step.leaves[i].name, {})
-        if any((x in parts) != (second in parts) for x, second in relative.items()):
-            raise NotElementwise(
-                "a moment is stored relative to another moment that its update does "
-                "not read"
-            )
         for part in parts:
-            storage, second = self.traced.step.plan.storage[part], relative.get(part)
-            yield MomentRows(
-                format=None if storage is None else storage.format,
-                number=0 if storage is None else storage.number,
-                relative_to=None if second is None else 1 + parts.index(second),
+            storage = self.traced.step.plan.storage[part]
+            yield (
+                MomentRows(storage.format, storage.number) if storage else MomentRows()
             )
-
-    @functools.cached_property
-    def _relative(self) -> dict[str, dict[int, int]]:
-        """Dict from leaf path to a dict from relative part to its reference part."""
-        found: dict[str, dict[int, int]] = {}
-        for number, storage in enumerate(self.traced.step.plan.storage):
-            if storage is not None and storage.reference is not None:
-                found.setdefault(storage.leaf, {})[number] = storage.reference
-        return found
 
     def _parts_of(self, i: int) -> tuple[int, ...]:
         """Return the indices of the parts of the state that are moments of a leaf.

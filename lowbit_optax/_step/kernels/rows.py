@@ -5,16 +5,16 @@
 
 import dataclasses
 import typing
-from collections.abc import Sequence
 
 import jax
 
-from lowbit_optax._numerics.codes import Code, MultiplyAdd, radicand
+from lowbit_optax._numerics.codes import Code, MultiplyAdd
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import Draws, RandomBits
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step.leaf import StoredLeaf
-from lowbit_optax.formats.base import BlockMomentFormat, MomentFormat, WeightFormat
+from lowbit_optax.formats.base import MomentFormat, WeightFormat
+from lowbit_optax.formats.block_quantized import BlockQuantized
 from lowbit_optax.formats.quantized_weights import QuantizedFields, QuantizedWeights
 
 
@@ -35,9 +35,6 @@ class WeightRows:
     quantized: QuantizedFields | None
     has_residual: bool
     spare_stream: int | None
-
-    maxima: typing.ClassVar[int] = 1
-    relative_to: typing.ClassVar[None] = None
 
     @classmethod
     def of(cls, leaf: StoredLeaf) -> "WeightRows":
@@ -68,13 +65,13 @@ class WeightRows:
         """The functions that encode and decode a weight with scales."""
         return typing.cast(QuantizedFields, self.quantized)
 
-    def keys(self, x: jax.Array) -> list[jax.Array]:
+    def key(self, x: jax.Array) -> jax.Array:
         """Return a key for each float32 value. Maximum keys determine the scales."""
-        return [self.blocks.magnitude_key(x)]
+        return self.blocks.magnitude_key(x)
 
-    def scale_of(self, maxima: Sequence[jax.Array], old: jax.Array) -> jax.Array:
+    def scale_of(self, maximum: jax.Array, old: jax.Array) -> jax.Array:
         """Return the scales of blocks, given their maximum keys and old scales."""
-        return self.blocks.scale_of(maxima[0], old)
+        return self.blocks.scale_of(maximum, old)
 
     def prepare(self, scale: jax.Array):
         """Convert scales to the form that encoding and decoding need."""
@@ -122,41 +119,34 @@ class MomentRows:
     Args:
       format: its format; None if it is not encoded.
       number: its index among the leaf's moments with a format.
-      relative_to: index of the body's output whose root divides this moment, or None.
     """
 
-    format: MomentFormat | None
+    format: MomentFormat | None = None
     number: int = 0
-    relative_to: int | None = None
 
     @property
     def has_scales(self) -> bool:
         """Whether each block is stored with a scale."""
-        return isinstance(self.format, BlockMomentFormat)
+        return self.format is not None and self.format.has_scales
 
     @property
-    def blocks(self) -> BlockMomentFormat:
+    def blocks(self) -> BlockQuantized:
         """The format of a moment with scales."""
-        return typing.cast(BlockMomentFormat, self.format)
+        return typing.cast(BlockQuantized, self.format)
 
     @property
     def codec(self) -> Code:
         """The code of a moment with scales."""
         return self.blocks.codec
 
-    @property
-    def maxima(self) -> int:
-        """The number of maxima per block that determine a scale."""
-        return self.codec.maxima
+    def key(self, x: jax.Array) -> jax.Array:
+        """See :meth:`WeightRows.key`."""
+        return self.codec.magnitude_key(x)
 
-    def keys(self, x: jax.Array) -> Sequence[jax.Array]:
-        """See :meth:`WeightRows.keys`."""
-        return self.codec.keys(x)
-
-    def scale_of(self, maxima: Sequence[jax.Array], old: jax.Array) -> jax.Array:
+    def scale_of(self, maximum: jax.Array, old: jax.Array) -> jax.Array:
         """See :meth:`WeightRows.scale_of`."""
         del old
-        return self.codec.scale_of_keys(maxima)
+        return self.codec.scale_of_key(maximum)
 
     def prepare(self, scale: jax.Array):
         """See :meth:`WeightRows.prepare`."""
@@ -165,7 +155,7 @@ class MomentRows:
     def decoded(
         self, stored: jax.Array, prepared, multiply_add: MultiplyAdd
     ) -> jax.Array:
-        """Return the float32 value of a moment, which may be divided by a root.
+        """Return the float32 value of a moment.
 
         ``prepared`` contains its scales, from :meth:`prepare`; None without scales.
         """
@@ -175,18 +165,10 @@ class MomentRows:
             return self.codec.decode_fields(stored, prepared, multiply_add)
         return self.format.decode(stored, stored.shape)
 
-    def radicand(
-        self, stored: jax.Array, prepared, multiply_add: MultiplyAdd
-    ) -> jax.Array:
-        """Decode a moment whose root divides another; see :func:`.codes.radicand`."""
-        if self.has_scales:
-            return self.codec.decode_radicand(stored, prepared, multiply_add)
-        return radicand(self.decoded(stored, prepared, multiply_add))[0]
-
     def encoded(
         self, moment: jax.Array, prepared, draws: Draws, multiply_add: MultiplyAdd
     ) -> jax.Array:
-        """Return the stored form of a moment, which may be divided by a root."""
+        """Return the stored form of a moment."""
         if self.format is None:
             return moment
         if self.has_scales:

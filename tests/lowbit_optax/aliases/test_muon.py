@@ -114,7 +114,7 @@ def test_the_codes_of_its_momentum_are_linear_and_those_of_adam_are_not(tx):
 
 def test_formats_that_are_given_are_kept():
     given = block_quantized(8, code="dynamic", rounding="stochastic")
-    chosen = given.for_field("mu", False, None, is_orthogonalized=True)
+    chosen = given.for_field("mu", False, is_orthogonalized=True)
     assert (chosen.code, chosen.rounding) == ("dynamic", "stochastic")
-    chosen = block_quantized(8).for_field("mu", False, None, is_orthogonalized=True)
+    chosen = block_quantized(8).for_field("mu", False, is_orthogonalized=True)
     assert (chosen.code, chosen.rounding) == ("linear", "nearest")

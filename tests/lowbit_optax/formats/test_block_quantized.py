@@ -57,7 +57,7 @@ each_unsigned_code = pytest.mark.parametrize(
 
 def prepared(code, largest):
     """Returns the scale, and the prepared scale, for these largest values."""
-    scale = code.scale_of_keys(code.keys(jnp.float32(largest)))
+    scale = code.scale_of_key(code.magnitude_key(jnp.float32(largest)))
     return scale, code.prepare(scale.astype(jnp.float32))
 
 
@@ -160,7 +160,7 @@ def test_the_scale_covers_the_block_and_does_not_creep(code):
         spare = {8: 9 / 8, 4: 3 / 2}[code.bits]  # one step of the scale
     assert np.all(reach <= largest * spare * (1 + 2.0**-18))
     # The scale that decoded the values covers them,
-    again = code.scale_of_keys(code.keys(jnp.asarray(reach)))
+    again = code.scale_of_key(code.magnitude_key(jnp.asarray(reach)))
     if not isinstance(code, Float):
         np.testing.assert_array_equal(again, scale)
         return

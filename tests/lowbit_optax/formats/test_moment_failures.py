@@ -122,24 +122,19 @@ IN_ITS_BLOCK = np.broadcast_to((np.arange(SHAPE[0]) % 32 < 8)[:, None], SHAPE)
 
 
 @pytest.mark.parametrize(
-    ("moments", "size", "least", "most"),
+    ("size", "least", "most"),
     [
-        (EIGHT, 1e5, 0.95, 1.05),
-        (EIGHT, 1e6, 0.55, 0.7),
-        (EIGHT, 1e9, 0.0, 0.01),
-        ("low", 1e6, 1.0, 1.1),
-        ("low", 1e9, 1.0, 1.1),
-        ("low", 1e18, 0.1, 0.2),
+        (1e5, 0.95, 1.05),
+        (1e6, 0.55, 0.7),
+        (1e9, 0.0, 0.01),
         # At this size, the square overflows.
-        (EIGHT, 1e30, 0.9, 1.1),
-        ("low", 1e30, 0.9, 1.1),
-        ((("mu", block_quantized(4)), ("nu", EIGHT)), 1e30, 0.9, 1.1),
+        (1e30, 0.9, 1.1),
     ],
 )
-def test_updates_next_to_a_large_gradient_have_known_sizes(moments, size, least, most):
+def test_updates_next_to_a_large_gradient_have_known_sizes(size, least, most):
     got, want = (
         np.asarray(beside_a_spike(x, 0.9)(size))[1:, IN_ITS_BLOCK & ~OUTLIER]
-        for x in (moments, "float32")
+        for x in (EIGHT, "float32")
     )
     assert least <= norm_ratio(got, want) <= most
 
@@ -187,19 +182,17 @@ def test_the_slow_averages_of_ademamix_follow_float32(inner):
 WIDER = {
     "float32": (),
     "bfloat16": (("nu", lowbit_optax.cast(jnp.bfloat16)),),
-    "nested": (("nu", block_quantized(8, code="nested")),),
 }
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("nu", WIDER.values(), ids=WIDER)
-@pytest.mark.parametrize("relative_to", [None, "nu"])
-def test_a_second_moment_of_wider_range_needs_relative_first_moments(nu, relative_to):
-    moments = (("mu", block_quantized(8, relative_to=relative_to)), *nu)
+def test_with_a_second_moment_of_wider_range_updates_are_too_long(nu):
+    moments = (("mu", EIGHT), *nu)
     got, want = (beside_a_spike(x, 0.9)(1e9) for x in (moments, "float32"))
     largest = np.abs(got).max() / np.abs(want).max()
     # The largest of a few updates depends on chance: 140 to 240 for seeds 0 to 9.
-    assert largest <= 1.3 if relative_to else 100 < largest < 400
+    assert 100 < largest < 400
 
 
 SIXTEEN = lowbit_optax.cast(jnp.bfloat16)

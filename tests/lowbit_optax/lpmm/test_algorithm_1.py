@@ -117,7 +117,6 @@ def test_steps_rounded_stochastically_match_sgd_in_expectation():
 
 
 # With four bits, the stored momentum differs visibly from the momentum before rounding.
-# Adam uses eight bits: four would be stored relative to the second moment's root.
 SGD = functools.partial(
     lpmm_sgd, ALPHA, BETA, momentum_bits=4, block_size=64, rounding="nearest"
 )

@@ -16,11 +16,9 @@ import pytest
 from given_words import random_of
 from jax import lax
 
-from lowbit_optax._numerics.even_words import phase_at
 from lowbit_optax._numerics.random_bits import (
     PARAM_STREAM,
     RESIDUAL_STREAM,
-    RandomBits,
     accumulator_draws,
     leaf_number,
     moment_draws,
@@ -358,27 +356,3 @@ def test_a_changed_bit_changes_each_output_bit_half_the_time(what):
     base = drawn(0)
     for bit in range(32):
         assert flips(base, drawn(1 << bit)).max() <= 5 * 0.5 / np.sqrt(n)
-
-
-def test_even_words_fill_their_range_over_steps_and_over_elements():
-    random = RandomBits(jnp.uint32(0), jnp.uint32(0))
-
-    def at(step):
-        phase = phase_at(jnp.uint32(7), step)
-        return moment_draws(random, phase=phase).even((64, 16), 1)
-
-    steps = jnp.arange(1024, dtype=jnp.uint32)
-    words = np.asarray(jax.jit(jax.vmap(at))(steps)).reshape(1024, 1024)
-    for each in (words, words.T):
-        # The sorted words differ from equally spaced words by at most four steps.
-        apart = np.sort(each, axis=0) * 2.0**-22 - np.arange(1024)[:, None]
-        assert np.abs(apart).max() <= 4
-
-
-def test_even_words_are_those_of_the_whole_leaf_at_an_index():
-    phase = phase_at(jnp.uint32(3), jnp.uint32(5))
-    whole = RandomBits(jnp.uint32(1), jnp.uint32(2))
-    part = dataclasses.replace(whole, index=jnp.arange(32, 64, dtype=jnp.uint32))
-    words = np.ravel(moment_draws(whole, phase=phase).even((16, 8), 0))
-    got = moment_draws(part, phase=phase).even((32,), 0)
-    np.testing.assert_array_equal(got, words[32:64])

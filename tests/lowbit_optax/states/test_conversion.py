@@ -189,7 +189,7 @@ def _there_and_back(params, state, from_tx, to_tx):
     return there, convert(*there, to_tx, from_tx)
 
 
-def test_a_relative_moment_keeps_its_codes_where_the_other_gets_fewer_bits():
+def test_a_moment_keeps_its_codes_where_the_other_gets_fewer_bits():
     mu = block_quantized(4)
     old, new = (
         _adamw(extra_bits(8), {"mu": mu, "nu": block_quantized(bits)})

@@ -146,7 +146,7 @@ KAHAN, BITS, STOCHASTIC = map(
     _with, (kahan(), extra_bits(8), lowbit_optax.stochastic_rounding())
 )
 BFLOAT16 = cast("bfloat16")
-EIGHT, FOUR = block_quantized(8), block_quantized(4, relative_to=None)
+EIGHT, FOUR = block_quantized(8), block_quantized(4)
 FEWER_BITS = [kahan(float_format=FloatFormat(8, bits)) for bits in (3, 5)]
 MOMENT = rf"moment .*{BIAS}.*\[8\].*\[8\]"
 # Each case has a state, the transformation that uses it, and the error's pattern.

@@ -26,7 +26,6 @@ MOMENTS = {
     "8 bits": block_quantized(8),
     "4 bits": block_quantized(4, code="linear"),
     "bfloat16": cast(jnp.bfloat16),
-    "low": "low",
 }
 LOWBIT = adamw(0.01, extra_bits(8), block_quantized(8))
 TRANSFORMATIONS = {

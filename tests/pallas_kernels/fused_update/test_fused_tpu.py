@@ -111,29 +111,6 @@ def test_a_step_that_is_skipped_keeps_what_it_overwrites(shape, proceeds):
     assert_equal(got[:3], want[:3])
 
 
-RELATIVE = {
-    "eight bits": {"mu": block_quantized(4), "nu": block_quantized(8)},
-    "low": "low",
-}
-
-
-@pytest.mark.slow_to_compile
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("moments", RELATIVE.values(), ids=RELATIVE)
-@pytest.mark.parametrize("shape", [(128, 256), RAGGED], ids=["even", "ragged"])
-def test_moments_relative_to_others_have_the_same_bits(shape, moments, only_kernels):
-    inner = optax.adamw(2.0**-9, b1=0.5, b2=0.75, eps=0.0, weight_decay=2.0**-7)
-    params, random = {"kernel": normal(shape)}, np.random.default_rng(0)
-    exponents = random.integers(-12, 3, shape)
-    grads = {"kernel": jnp.asarray(2.0**exponents, jnp.float32)}
-    options = dict(inner=inner, weights=extra_bits(8), moments=moments, min_size=0)
-    by_kernels, by_xla = (
-        trained(name, params, [grads], **options) for name in ("tpu", "xla")
-    )
-    assert_same_bits(by_kernels, by_xla)
-    assert all(only_kernels)
-
-
 # Heads that share blocks have kernels if each is a matrix.
 OF_BLOCKS = [
     *itertools.product(

@@ -1,11 +1,11 @@
-"""Training with moments of 8, 6 and 4 bits, compared with float32.
+"""Training with 8-bit moments and with factored moments, compared with float32.
 
-    .venv/bin/python -m benchmarks low_moments
+    .venv/bin/python -m benchmarks digit_moments
 
 A network with two hidden layers learns scikit-learn's digits with AdamW and several
-seeds. All rows start from the same weights and use the same batches. Except in the
-first row, weights are bfloat16 with 8 extra bits, so that the rows differ only in their
-moments.
+seeds. All rows start from the same weights and use the same batches. The first row has
+float32 master weights. The other rows have bfloat16 weights with 8 extra bits, except
+the last row, which adds the rounding errors of its bfloat16 weights to the momentum.
 """
 
 import functools
@@ -20,9 +20,9 @@ from sklearn.datasets import load_digits
 
 import lowbit_optax
 from benchmarks import records
-from lowbit_optax import block_quantized
+from benchmarks.training.format_rows import FEW_BITS, INTO_MU, factored_adamw
 
-MINUTES = 3
+MINUTES = 2
 NEEDS = ("sklearn",)
 
 SIZES = (64, 256, 256, 10)
@@ -30,13 +30,15 @@ TRAINING = 1400
 MEANS = 20
 """The number of steps per point of a curve; a point is their mean loss."""
 
-FOUR = block_quantized(4)
-MOMENTS = {
-    "float32": "float32",
-    "8 bits, the default": None,
-    "low: 4-bit mu, 6-bit nu": "low",
-    "4 bits for both": {"mu": FOUR, "nu": FOUR},
+FACTORED = functools.partial(factored_adamw, least=8)
+ROWS = {
+    "float32": (optax.adamw, lowbit_optax.master_copy(), "float32"),
+    "8 bits, the default": (optax.adamw, None, None),
+    "factored, float32": (FACTORED, None, "float32"),
+    "factored, 4-bit mu": (FACTORED, None, FEW_BITS),
+    "factored, no extra bits": (FACTORED, INTO_MU, FEW_BITS),
 }
+"""The optimizer, its weights and its moments, by name."""
 
 
 def digits() -> tuple[jax.Array, jax.Array]:
@@ -87,12 +89,9 @@ def run(tx, params, state, images, labels, chosen):
 
 
 def train(name: str, args) -> dict:
+    inner, weights, moments = ROWS[name]
     rate = optax.cosine_decay_schedule(args.learning_rate, args.steps)
-    tx = lowbit_optax.lowbit(
-        optax.adamw(rate),
-        weights=lowbit_optax.master_copy() if name == "float32" else None,
-        moments=MOMENTS[name],
-    )
+    tx = lowbit_optax.lowbit(inner(rate), weights=weights, moments=moments)
     return figures(tx, args)
 
 
@@ -123,7 +122,7 @@ def figures(tx, args, dtype=jnp.bfloat16) -> dict:
 
 
 def measure(args) -> dict:
-    return {"runs": {name: train(name, args) for name in MOMENTS}}
+    return {"runs": {name: train(name, args) for name in ROWS}}
 
 
 def options(doc: str | None) -> records.Options:
