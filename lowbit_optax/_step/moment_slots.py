@@ -104,8 +104,8 @@ class Slot:
             return self
         _check_wide(self, format_)
         is_second = known.is_second_moment(field)
-        is_equal = field in known.orthogonalized
-        format_ = format_.for_field(field, is_second, is_equal)
+        is_orthogonalized = field in known.orthogonalized
+        format_ = format_.for_field(field, is_second, is_orthogonalized)
         is_known = is_second is not None or field in known.averages
         if not is_known and getattr(format_, "signed", False):
             owner = self.state_class.__name__ if self.state_class else "the state"

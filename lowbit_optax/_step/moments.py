@@ -65,8 +65,8 @@ class MomentStorage:
         if self.format is not None:
             return _encoded_shape(self.format, self.shape)
         like = jax.ShapeDtypeStruct(self.shape, jnp.float32)
-        is_beside_codes = self.slot.format is not None and self.slot.format.has_scales
-        return QuantizedMoment(like, None) if is_beside_codes else like
+        others = self.slot.format
+        return QuantizedMoment(like, None) if others and others.has_scales else like
 
     def encode(self, moment: jax.Array, draws: Draws):
         """Encode a moment."""

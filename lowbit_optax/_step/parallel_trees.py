@@ -39,7 +39,7 @@ def in_parallel_trees(
 
 
 def leaf_by_leaf(names: Sequence[str], treedef, stored, what: str) -> list:
-    """Invert :func:`in_parallel_trees`, but each part of a QuantizedMoment is one."""
+    """Invert :func:`in_parallel_trees`; an unencoded array is in a QuantizedMoment."""
     if not isinstance(stored, QuantizedMoment):
         return trees.parts_of(names, treedef, stored, what)
     codes = trees.parts_of(names, treedef, stored.codes, "codes")

@@ -153,13 +153,13 @@ def scale_by_factored_adam(
 
     The first moment m averages the divided gradients n, and m / (1 - b1^t) is the
     update. Adam averages the gradients, and divides the average. The updates are
-    similar, because v changes slowly. But the values of m have similar sizes where the
-    gradients have not, so 4 bits can store them.
+    similar, because v changes slowly. The gradients of neighbours can differ by any
+    factor, but the divided gradients have similar sizes, so 4 bits can store m.
 
-    As in ``optax.adafactor``, momentum averages divided gradients. Unlike there, ``b2``
-    is constant and corrected for its bias, ``eps`` is added to the root as in Adam,
-    updates are neither clipped nor scaled by the parameters, and the axes are always
-    the last two instead of the two longest.
+    The momentum of ``optax.adafactor`` averages divided gradients too. Unlike in
+    ``optax.adafactor``, ``b2`` is constant and corrected for its bias, ``eps`` is added
+    to the root as in Adam, updates are neither clipped nor scaled by the parameters,
+    and the axes are always the last two instead of the two longest.
 
     Args:
       b1, b2, eps, eps_root, mu_dtype, nesterov: see ``optax.scale_by_adam``.

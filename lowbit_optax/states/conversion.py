@@ -185,8 +185,7 @@ def _lowbit_state(
     ]
     unchanged = set()
     for i, (part, storage) in enumerate(zip(old, plan.storage, strict=True)):
-        # If the format of a moment does not change, encoding the decoded moment again
-        # would give the same codes.
+        # A moment whose format does not change keeps its codes.
         if storage and storage.format and storage.format == part.format:
             parts[i] = part.stored
             unchanged.add(i)

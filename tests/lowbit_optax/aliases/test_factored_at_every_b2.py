@@ -79,7 +79,7 @@ def test_four_bits_follow_float32(case, b2):
     largest, size, cosine = compared(*both)
     assert largest <= 1.05
     assert 0.99 <= size <= 1.05
-    assert cosine >= 0.945
+    assert cosine >= (0.945 if case == "outliers" else 0.955)
 
 
 def test_a_weight_without_gradients_stops_moving():
