@@ -52,10 +52,6 @@ class Accumulators(MomentFormat):
     format: MomentFormat
     min_size: int
 
-    @property
-    def has_scales(self):
-        return self.format.has_scales
-
     def for_leaf(self, shape, min_size=0):
         del min_size
         return self.format.for_leaf(shape, self.min_size)
