@@ -128,18 +128,13 @@ class Layout:
 
     def to_matrix(self, x: jax.Array) -> jax.Array:
         """Pad an array with zeros and reshape it to :attr:`matrix_shape`."""
-        if not self.is_folded:
-            return x
-        matrix = self.matrix_shape
-        padding = matrix[-2] * FOLD - self.shape[-1]
-        return _padded(x, x.ndim - 1, padding).reshape(matrix)
+        return split_axis(x, x.ndim - 1, FOLD) if self.is_folded else x
 
     def from_matrix(self, x: jax.Array) -> jax.Array:
         """Invert :meth:`to_matrix`."""
         if not self.is_folded:
             return x
-        x = x.reshape(*x.shape[:-2], -1)
-        return x[..., : self.shape[-1]]
+        return merge_axes(x, x.ndim - 2)[..., : self.shape[-1]]
 
     def _with_rows(self, shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
         return (*shape[: self.row_axis], rows, *shape[self.row_axis + 1 :])
@@ -281,7 +276,9 @@ def repeat_blocks(x: jax.Array, layout: Layout, block_size: int) -> jax.Array:
 
 def split_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
     """Pad an axis of length n with zeros and split it into ``(ceil(n/size), size)``."""
-    x = _padded(x, axis, -x.shape[axis] % size)
+    missing = -x.shape[axis] % size
+    if missing:
+        x = jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)])
     shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
     return x.reshape(shape)
 
@@ -297,9 +294,3 @@ def _repeat(x: jax.Array, axis: int, count: int, size: int) -> jax.Array:
     wide = (*x.shape[: axis + 1], count, *x.shape[axis + 1 :])
     x = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), wide)
     return lax.slice_in_dim(merge_axes(x, axis), 0, size, axis=axis)
-
-
-def _padded(x: jax.Array, axis: int, padding: int) -> jax.Array:
-    if not padding:
-        return x
-    return jnp.pad(x, [(0, padding if a == axis else 0) for a in range(x.ndim)])

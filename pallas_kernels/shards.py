@@ -15,7 +15,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-Local = tuple[Callable, Sequence[P], typing.Any]
+Local = tuple[Callable, Sequence[P], list[P]]
 """A function of local arrays, and the PartitionSpecs of its arguments and results on
 the mesh."""
 
@@ -62,10 +62,8 @@ def over_automatic_axes(
     def partition(mesh, arguments, results):
         del results
         local, inside, outside = local_of(arguments, mesh)
-        placed = lambda specs: jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec
-        )
-        return mesh, local, placed(outside), placed(tuple(inside))
+        placed = lambda specs: [NamedSharding(mesh, spec) for spec in specs]
+        return mesh, local, placed(outside), tuple(placed(inside))
 
     call = custom_partitioning(whole)
     call.def_partition(
@@ -140,7 +138,3 @@ def on_whole_units(
         if other is not None:
             placed[other] = names
     return P(*(names or None for names in placed))
-
-
-def _is_spec(x) -> bool:
-    return isinstance(x, P)

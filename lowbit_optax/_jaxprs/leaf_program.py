@@ -81,7 +81,8 @@ class Program:
                 return rows[ref.number]
             if ref.kind == "constant":
                 return jnp.full(shape, np.frombuffer(ref.value, ref.dtype)[0])
-            return jnp.broadcast_to(scalar_value(ref, scalars), shape)
+            scalar = decode_scalar(scalars[ref.number], np.dtype(ref.dtype))
+            return jnp.broadcast_to(scalar, shape)
 
         for operation in self.operations:
             inputs = varying_alike([value(ref) for ref in operation.inputs])
@@ -148,14 +149,6 @@ def decode_scalar(word: jax.Array, dtype: np.dtype) -> jax.Array:
         return word != jnp.uint32(0)
     unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
     return lax.bitcast_convert_type(word.astype(unsigned), dtype)
-
-
-def scalar_value(ref: Ref, scalars: Sequence[jax.Array]) -> jax.Array:
-    """Return the value of a reference to a constant or to a scalar of the table."""
-    dtype = np.dtype(ref.dtype)
-    if ref.kind == "constant":
-        return jnp.asarray(np.frombuffer(ref.value, dtype)[0])
-    return decode_scalar(scalars[ref.number], dtype)
 
 
 def _to_word(x: jax.Array) -> jax.Array:

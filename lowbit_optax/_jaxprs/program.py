@@ -34,7 +34,7 @@ class Scan:
     Args:
       body: jaxpr of ``(constants, carry, x) -> (carry, y)``.
       length, reverse, unroll: as in ``lax.scan``.
-      constants, carry, xs, ys: number of values of each kind.
+      constants, carry, xs: number of values of each kind.
     """
 
     body: ClosedJaxpr
@@ -44,22 +44,19 @@ class Scan:
     constants: int
     carry: int
     xs: int
-    ys: int
 
     @staticmethod
     def of(eqn) -> "Scan":
         """Return the scan that an equation runs."""
         body = as_closed_jaxpr(eqn.params["jaxpr"])
         xs = _count_stacked(eqn.invars, body.jaxpr.invars)
-        ys = _count_stacked(eqn.outvars, body.jaxpr.outvars)
-        carry = len(eqn.outvars) - ys
+        carry = len(eqn.outvars) - _count_stacked(eqn.outvars, body.jaxpr.outvars)
         return Scan(
             body,
             **{name: eqn.params[name] for name in ("length", "reverse", "unroll")},
             constants=len(eqn.invars) - carry - xs,
             carry=carry,
             xs=xs,
-            ys=ys,
         )
 
 

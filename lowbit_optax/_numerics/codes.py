@@ -81,9 +81,6 @@ class Code:
     scale: Scale = "bfloat16"
     limit: float | None = dataclasses.field(default=None, kw_only=True)
 
-    is_linear_in_units: typing.ClassVar[bool] = False
-    """Whether values are fixed numbers times the unit of a block."""
-
     @property
     def largest_field(self) -> int:
         """Field of ``largest_value``, without the sign bit in signed codes."""

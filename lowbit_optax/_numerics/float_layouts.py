@@ -201,8 +201,8 @@ def to_pattern(
     x: jax.Array,
     layout: FloatLayout,
     extra: int,
-    random: RoundingBits = None,
-    nans: tuple[int, int] | None = None,
+    random: RoundingBits,
+    nans: tuple[int, int],
 ) -> tuple[jax.Array, jax.Array]:
     """Round float32 numbers to patterns of a format with ``extra`` more bits.
 
@@ -212,9 +212,8 @@ def to_pattern(
       extra: k, from 0 to ``layout.max_extra_bits``.
       random: as in :func:`round_off`.
       nans: first and last pattern to which NaNs are clipped if all bits of float32 are
-        kept (bfloat16 with 16 extra bits). None means the patterns whose leading bits
-        are a NaN of the format. If fewer bits are kept, every NaN becomes the same
-        quiet NaN, without a sign in bfloat16.
+        kept (bfloat16 with 16 extra bits). If fewer bits are kept, every NaN becomes
+        the same quiet NaN, without a sign in bfloat16.
 
     Returns:
       ``(sign, magnitude)`` as uint32. The sign bit is in the same position as in
@@ -231,8 +230,7 @@ def to_pattern(
             kept = jnp.uint32(layout.nan << extra)
             sign = jnp.where(nan, jnp.uint32(0), sign)
         else:
-            low, high = nans or (layout.special + 1 << extra, layout.largest << extra)
-            kept = jnp.clip(magnitude, jnp.uint32(low), jnp.uint32(high))
+            kept = jnp.clip(magnitude, *map(jnp.uint32, nans))
         return sign, jnp.where(nan, kept, round_off(magnitude, drop, random))
 
     smallest = layout.smallest_exponent
@@ -254,12 +252,12 @@ def to_pattern(
 def from_pattern(
     sign: jax.Array, magnitude: jax.Array, layout: FloatLayout, extra: int
 ) -> jax.Array:
-    """Return the exact float32 values of the results of :func:`to_pattern`."""
+    """Return the exact float32 values of the results of :func:`to_pattern`.
+
+    The format must have fewer exponent bits than float32. Otherwise, the pattern is
+    the pattern of the float32 value, without its last bits.
+    """
     rise = layout.max_extra_bits - extra
-    if layout.same_exponent:
-        return lax.bitcast_convert_type(
-            sign | (magnitude << jnp.uint32(rise)), jnp.float32
-        )
     bias_gap = jnp.uint32((layout.smallest_exponent - 1) << MANTISSA)
     normal = (magnitude << jnp.uint32(rise)) + bias_gap
     spacing = 2.0 ** (1 - layout.bias - layout.mantissa_bits - extra)

@@ -12,7 +12,6 @@ returns ``(unit, 1 / unit)``.
 import dataclasses
 import functools
 import math
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +47,6 @@ _LARGEST_BFLOAT16 = 0x7F7F0000
 @dataclasses.dataclass(frozen=True)
 class InUnits(Code):
     """Base class of codes whose values are fixed numbers times the unit of a block."""
-
-    is_linear_in_units: typing.ClassVar[bool] = True
 
     @property
     def largest_value(self) -> float:

@@ -14,17 +14,16 @@ program.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 import jax
 import optax
 
-from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import context
-from lowbit_optax._step.error_feedback import Feedback, ahead_of_leaves, fed
+from lowbit_optax._step.error_feedback import Feedback
 from lowbit_optax._step.inner_update import InnerUpdate, trace_update
 from lowbit_optax._step.kernels.plan import plan_kernels
-from lowbit_optax._step.kernels.run import Kernels
+from lowbit_optax._step.kernels.run import run_kernels
 from lowbit_optax._step.left_to_xla import (
     Left,
     left_to_xla,
@@ -90,7 +89,7 @@ def run(
     plan.require()
     if not plan.kernels:
         return by_xla(step)
-    return Kernels(plan).run(step, implementation)
+    return run_kernels(plan, step, implementation)
 
 
 def _by_platform(
@@ -109,18 +108,17 @@ def _by_platform(
         return by_xla(step)
     plan = plan_kernels(traced, for_tpus=on_tpus)
     reasons = plan.why_not(on_tpus=on_tpus)
-    message = warning_of(left_to_xla(plan, reasons).values())
+    message = warning_of(left_to_xla(plan, reasons))
     if warn and message and (on_tpus or target_gpu() is not None):
         warn_once(message)
     if not set(plan.kernels) - set(reasons):
         return by_xla(step)
-    kernels = Kernels(plan)
     # With a named launcher, JAX does not trace kernels for other platforms.
     name = "tpu" if on_tpus else launcher_name(None)
-    run = lambda: kernels.run(step.for_another_branch(), name)
+    run = lambda: run_kernels(plan, step.for_another_branch(), name)
     if on_tpus and warn:
         partitioned = left_to_xla(plan, perhaps_partitioned(plan))
-        run = lambda: kernels.run(_warning(step, partitioned), name)
+        run = lambda: run_kernels(plan, _warning(step, partitioned), name)
     branches = {"tpu" if on_tpus else "cuda": run}
     # Three cases cannot use blocks. In a program for several devices, XLA may partition
     # each block and communicate for it. On explicit axes, each array in a block would
@@ -128,8 +126,8 @@ def _by_platform(
     if step.layer is None and is_for_one_cpu() and _explicit_mesh(step) is None:
         large = plan_kernels(traced, is_exact=True).only_blocks()
         if large.kernels:
-            branches["cpu"] = lambda: Kernels(large).run(
-                step.for_another_branch(), "blocks"
+            branches["cpu"] = lambda: run_kernels(
+                large, step.for_another_branch(), "blocks"
             )
     default = lambda: by_xla(step.for_another_branch())
     return jax.lax.platform_dependent(default=default, **branches)
@@ -167,9 +165,9 @@ def _mesh(step: Step):
     return next((x.sharding.mesh for x in step.leaves if x.sharding is not None), None)
 
 
-def _warning(step: Step, left: Mapping[str, Left]) -> Step:
+def _warning(step: Step, left: Collection[Left]) -> Step:
     """Return a step that warns about ``left`` in programs for several devices."""
-    message = warning_of(left.values())
+    message = warning_of(left)
     if message is None:
         return step.for_another_branch()
     same = for_one_device(lambda x: [x], lambda x: [x], message)
@@ -191,24 +189,16 @@ def reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepp
     structure = step.plan.structure(inner_state)
     parts = structure.flatten_up_to(inner_state)
     feedback: list[Feedback | None] = [None] * len(updates)
-    ahead: list = [None] * len(updates)
     if traced and step.plan.takes_errors:
         feedback = traced.feedback_values(step)
-        ahead = ahead_of_leaves(feedback, parts)
-    stored = list(parts)
-    first: Collection[int] = ()
+    first: frozenset[int] = frozenset()
     if traced and traced.stored_first:
-        first = step.plan.stored_first
-        others = set(range(len(parts))) - first
-        stored = step.plan.encode(parts, step.draws, others)
-        updates = traced.updates_from_stored(step, range(len(updates)), stored, first)
-    landed = list(map(step.landed, range(len(updates)), updates, ahead))
-    for leaf, into in zip(landed, feedback, strict=True):
-        if into is not None:
-            feed = straight_through(fed)
-            part = parts[into.part]
-            parts[into.part] = feed(part, leaf.error, into.rate, into.growth)
-    parts = [stored[i] if i in first else part for i, part in enumerate(parts)]
+        first, leaves = step.plan.stored_first, range(len(updates))
+        updates, parts = traced.updates_from_stored(step, leaves, parts, first)
+    landed = [
+        step.landed_and_fed(i, update, parts, feedback[i])
+        for i, update in enumerate(updates)
+    ]
     stored = step.plan.encode(parts, step.draws, first)
     stored = step.plan.tree(structure, stored, step.state.inner_state)
     return Stepped(

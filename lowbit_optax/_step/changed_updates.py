@@ -146,7 +146,10 @@ class _Changes:
         if call.primitive is update_p:
             is_first = self._made_of_updates.isdisjoint(operands)
             return is_first and (self._keeps_state(call) or not is_skipped)
-        if call.primitive.name in _MOVES or _is_widened(node):
+        # A cast to one of these dtypes keeps every bit of an update.
+        is_wide = node.aval.dtype in (jnp.float32, jnp.float64)
+        is_widened = call.primitive is p.convert_element_type_p and is_wide
+        if call.primitive.name in _MOVES or is_widened:
             made = [x for x in operands if x in self._made_of_updates]
             return all(self._is_passed_on(x, is_skipped) for x in made)
         if call.primitive is p.select_n_p and scalar_of(operands[0]) is not None:
@@ -159,12 +162,6 @@ class _Changes:
         is_one = _is_one(other)
         is_factor = is_one or _is_truth_value(other)
         return is_factor and self._is_passed_on(update, is_skipped or not is_one)
-
-
-def _is_widened(node: Node) -> bool:
-    """Return whether a node is a cast that keeps every bit of an update."""
-    is_cast = node.call is not None and node.call.primitive is p.convert_element_type_p
-    return is_cast and node.aval.dtype in (jnp.float32, jnp.float64)
 
 
 def _is_one(node: Node) -> bool:

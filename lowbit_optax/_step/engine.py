@@ -39,7 +39,7 @@ from lowbit_optax._step.multi_steps import (
 from lowbit_optax._step.param_shardings import ParamShardings, leaf_shardings
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.state import LowbitState, holds_lowbit
-from lowbit_optax._step.step import Step, draws_of_moments, random_of_leaves
+from lowbit_optax._step.step import LeafStep, Step
 from lowbit_optax._step.stepper import Stepper, check_state, marked
 from lowbit_optax._step.wide_params import warn_of_wide_params
 from lowbit_optax.formats.base import Residuals, WeightFormat
@@ -112,10 +112,9 @@ class Lowbit(Stepper):
         self.check_start(leaves, inner_state)
         plan = self._plan(leaves, inner_state)
         _ = plan.error_parts  # raises an error for a leaf without this part
-        own = [leaf.param for leaf in leaves]
-        draws = draws_of_moments(leaves, random_of_leaves(names, own, seed, count))
+        drawn = LeafStep(leaves, seed, count, context.current().layer)
         parts, structure = jax.tree.flatten(jax.tree.map(not_folded, inner_state))
-        inner_state = plan.tree(structure, plan.encode(parts, draws))
+        inner_state = plan.tree(structure, plan.encode(parts, drawn.draws))
         residual = self.residuals(treedef, [x for _, x in split], leaves)
         return LowbitState(count, seed, residual, inner_state)
 

@@ -23,7 +23,7 @@ reduces the momentum. A second inner update with the same gradient returns the n
 """
 
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,10 @@ class Feedback(typing.NamedTuple):
     growth: typing.Any
     reach: typing.Any
 
+    def with_values(self, values: Mapping) -> "Feedback":
+        """Return the feedback with the values of its nodes, given a dict by node."""
+        return Feedback(self.part, *(values[node] for node in self[1:]))
+
 
 def ahead_of(moment: jax.Array, reach: jax.Array) -> jax.Array:
     """Return how far a new momentum will still move the weight, ``c m / (a - b)``.
@@ -61,11 +65,6 @@ def ahead_of(moment: jax.Array, reach: jax.Array) -> jax.Array:
     """
     ahead = moment * reach
     return jnp.where(ahead == jnp.float32(0), jnp.float32(jnp.nan), ahead)
-
-
-def ahead_of_leaves(feedback: Sequence[Feedback | None], parts: Sequence) -> list:
-    """Return :func:`ahead_of` for each leaf, or None for leaves without feedback."""
-    return [x and ahead_of(parts[x.part], x.reach) for x in feedback]
 
 
 def fed(

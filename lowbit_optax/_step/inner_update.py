@@ -107,13 +107,6 @@ class InnerUpdate:
         """Whether parts of the state before and after the update can be paired."""
         return self.arguments.children()[1] == self.state_structure
 
-    @property
-    def state_pairs(self) -> list[tuple[Node, Node]]:
-        """For each part of the state, the nodes before and after the update."""
-        if not self.keeps_structure:
-            return []
-        return list(zip(self.nodes.state, self.nodes.new_state, strict=True))
-
     @functools.cached_property
     def feedback(self) -> list[Feedback | None]:
         """For each leaf, how its rounding errors enter a moment, or None."""
@@ -160,10 +153,7 @@ class InnerUpdate:
         """Return ``feedback`` with the values of nodes in the given step."""
         nodes = [x for into in self.feedback if into is not None for x in into[1:]]
         values = self.values(step, nodes, {})
-        return [
-            x and Feedback(x.part, *(values[node] for node in x[1:]))
-            for x in self.feedback
-        ]
+        return [x and x.with_values(values) for x in self.feedback]
 
     @functools.cached_property
     def stored_first(self) -> dict[int, Node]:
@@ -175,22 +165,28 @@ class InnerUpdate:
         self,
         step: Step,
         leaves: Iterable[int],
-        stored: Sequence,
-        first: Collection[int],
-    ) -> list:
+        parts: Sequence,
+        first: frozenset[int],
+    ) -> tuple[list, list]:
         """Compute the updates of leaves from moments that are rounded and stored.
 
         Args:
           step: see :meth:`values`.
           leaves: indices of the leaves.
-          stored: the parts of the new state.
-          first: indices of the parts that are already in their stored form.
+          parts: the parts of the new state; those in ``first`` are float32 moments.
+          first: indices of the moments to store.
+
+        Returns:
+          ``(updates, parts)``: the updates, and the parts with these moments in their
+          stored form.
         """
+        others = set(range(len(parts))) - first
+        stored = step.plan.encode(parts, step.draws, others)
         decoded, nodes = step.plan.decode(stored, first), self.stored_first
         known = {nodes[i]: decoded[i] for i in first if i in nodes}
         nodes = [self.nodes.updates[i] for i in leaves]
         values = self.values(step, nodes, known)
-        return [values[node] for node in nodes]
+        return [values[node] for node in nodes], stored
 
     def values(
         self, step: Step, wanted: Collection[Node], known: Mapping = {}

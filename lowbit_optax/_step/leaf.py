@@ -248,7 +248,7 @@ def check_residual(name: str, param, format_: WeightFormat | None, part):
     if trees.describe(part) != trees.describe(want):
         raise ValueError(
             f"lowbit: residual of params{name} must be {trees.describe(want)} for "
-            f"{format_ or 'a float32 leaf'}, got {trees.describe(part)}. Use the "
+            f"{format_}, got {trees.describe(part)}. Use the "
             "transformation that made this state"
         )
     return part

@@ -37,13 +37,13 @@ class Left(typing.NamedTuple):
     float32_bytes: int
 
 
-def left_to_xla(plan: KernelPlan, reasons: Mapping[int, str]) -> dict[str, Left]:
-    """Return a dict from the path of each leaf that XLA updates to a :class:`Left`.
+def left_to_xla(plan: KernelPlan, reasons: Mapping[int, str]) -> list[Left]:
+    """Return a :class:`Left` for each leaf that XLA updates.
 
     ``reasons`` maps leaf indices to reasons. Leaves without packed or quantised arrays
     are omitted, because XLA updates them in one pass.
     """
-    step, found = plan.traced.step, {}
+    step, found = plan.traced.step, []
     for number, reason in sorted(reasons.items()):
         leaf = step.leaves[number]
         stored = [x.format for x in step.plan.storage if x and x.leaf == leaf.name]
@@ -58,7 +58,7 @@ def left_to_xla(plan: KernelPlan, reasons: Mapping[int, str]) -> dict[str, Left]
                 f"a {type(leaf.param).__name__} of shape {list(leaf.param.shape)}"
             )
         left = f"params{leaf.name}, {described}"
-        found[leaf.name] = Left(left, reason, size, 4 * size * (1 + len(moments)))
+        found.append(Left(left, reason, size, 4 * size * (1 + len(moments))))
     return found
 
 

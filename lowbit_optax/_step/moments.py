@@ -32,6 +32,7 @@ from lowbit_optax._step.moment_slots import MomentChoice, Slot, find_slots
 from lowbit_optax._step.parallel_trees import (
     in_parallel_trees,
     leaf_by_leaf,
+    uncontained,
 )
 from lowbit_optax.formats.base import MomentFormat
 from lowbit_optax.formats.block_quantized import BlockQuantized, QuantizedMoment
@@ -67,15 +68,6 @@ class MomentStorage:
         like = jax.ShapeDtypeStruct(self.shape, jnp.float32)
         others = self.slot.format
         return QuantizedMoment(like, None) if others and others.has_scales else like
-
-    def encode(self, moment: jax.Array, draws: Draws):
-        """Encode a moment."""
-        encode = functools.partial(_encode, self.format, self.number, draws)
-        return layerwise(encode)(moment)
-
-    def decode(self, stored) -> jax.Array:
-        """Decode a moment to float32."""
-        return layerwise(functools.partial(_decode, self.format, self.shape))(stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +171,8 @@ class MomentPlan:
         result = list(parts)
         for i, storage in enumerate(self.storage):
             if storage is not None and i not in stored:
-                result[i] = storage.encode(parts[i], draws[storage.leaf])
+                how = storage.format, draws[storage.leaf], storage.number
+                result[i] = encoded(parts[i], *how)
         return result
 
     def decode(self, parts: Sequence, wanted: Collection[int] | None = None) -> list:
@@ -187,7 +180,7 @@ class MomentPlan:
         result = list(parts)
         for i, storage in enumerate(self.storage):
             if storage is not None and (wanted is None or i in wanted):
-                result[i] = storage.decode(parts[i])
+                result[i] = decoded(parts[i], storage.format, storage.shape)
         return result
 
     def structure(self, state) -> trees.PyTreeDef:
@@ -241,8 +234,7 @@ class MomentPlan:
                     f"{trees.describe(parts[i])}. Use the transformation that made "
                     "this state"
                 )
-        is_uncoded = lambda x: isinstance(x, QuantizedMoment) and x.scales is None
-        return [x.codes if is_uncoded(x) else x for x in parts]
+        return list(map(uncontained, parts))
 
     def _check_float32(self, state) -> None:
         # Without formats, the inner init need not support optax's placeholders, so this
@@ -316,6 +308,28 @@ def no_moment_for_errors(name: str, field: str) -> ValueError:
         "momentum, such as 'mu' for optax.adamw or 'trace' for optax.sgd(..., "
         "momentum=0.9), or error_feedback=None"
     )
+
+
+def encoded(
+    moment: jax.Array, format_: MomentFormat | None, draws: Draws, number: int = 0
+):
+    """Return the stored form of a float32 moment or of a sum of gradients.
+
+    Args:
+      moment: float32 array.
+      format_: its format; None for float32.
+      draws, number: see :meth:`.MomentFormat.encode`.
+    """
+    if format_ is None:
+        return moment
+    return layerwise(functools.partial(_encode, format_, number, draws))(moment)
+
+
+def decoded(stored, format_: MomentFormat | None, shape: tuple[int, ...]) -> jax.Array:
+    """Return a float32 array from its stored form; inverts :func:`encoded`."""
+    if format_ is None:
+        return stored
+    return layerwise(functools.partial(_decode, format_, shape))(stored)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -48,3 +48,8 @@ def leaf_by_leaf(names: Sequence[str], treedef, stored, what: str) -> list:
         QuantizedMoment(x, None if is_blank(scale) else scale)
         for x, scale in zip(codes, scales, strict=True)
     ]
+
+
+def uncontained(part):
+    """Return a stored moment, without its QuantizedMoment if it has no scales."""
+    return part.codes if getattr(part, "scales", part) is None else part

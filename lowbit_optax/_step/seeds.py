@@ -35,7 +35,7 @@ def seed_of(seed: int | jax.Array, leaves: Sequence) -> jax.Array:
     >>> int(seed_of(0, [jnp.ones(3)])) == int(seed_of(0, [jnp.ones(3).at[0].set(2)]))
     False
     """
-    held = [x for x in leaves if trees.is_quantized(x) or trees.is_float(x)]
+    held = list(filter(trees.is_float, leaves))
     total = jnp.uint32(0)
     arrays = [x for x in jax.tree.leaves(held) if isinstance(x, Array)]
     for array in arrays:  # optax's ``init`` also accepts shapes, which have no bits

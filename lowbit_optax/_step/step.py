@@ -8,7 +8,7 @@ arrays, so float32 masters and moments exist only for leaves without a kernel.
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, MutableSequence, Sequence
 
 import jax
 
@@ -21,7 +21,9 @@ from lowbit_optax._numerics.random_bits import (
     random_bits,
     random_keys,
 )
+from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import context, trees
+from lowbit_optax._step.error_feedback import Feedback, ahead_of, fed
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.layers import Layer
 from lowbit_optax._step.leaf import Landed, StoredLeaf, axes_of_shards, number_of_shard
@@ -55,7 +57,28 @@ class LeafStep:
 
     @functools.cached_property
     def random(self) -> list[RandomBits]:
-        return random_of_leaves(self.names, self.params, self.seed, self.count)
+        """The random bits of each leaf."""
+        numbers = list(map(leaf_number, self.names))
+        if context.current().is_analysed:
+            # In an analysed step, random bits must not depend on the other leaves.
+            each = [random_bits(self.seed, self.count, [x]) for x in numbers]
+            bits = [x for (x,) in each]
+        else:
+            bits = random_bits(self.seed, self.count, numbers)
+        if self.layer is not None:
+            bits = map(self.layer.bits, bits, self.names, self.params)
+        return [
+            x.on_shard(number_of_shard(axes)) if axes else x
+            for x, axes in zip(bits, map(axes_of_shards, self.params), strict=True)
+        ]
+
+    @functools.cached_property
+    def draws(self) -> dict[str, Draws]:
+        """The random numbers for moments, keyed by the path of the leaf."""
+        return {
+            leaf.name: moment_draws(bits, leaf.spare_stream)
+            for leaf, bits in zip(self.leaves, self.random, strict=True)
+        }
 
     @functools.cached_property
     def keys(self) -> tuple[jax.Array, jax.Array]:
@@ -134,6 +157,22 @@ class Step(LeafStep):
         """Return the inner updates as a list, one for each leaf."""
         return trees.parts_of(self.names, self.treedef, updates, "inner updates")
 
+    def landed_and_fed(
+        self, number: int, update, parts: MutableSequence | dict, into: Feedback | None
+    ) -> Landed:
+        """Do the same as :meth:`landed`, and add the rounding error to a moment.
+
+        The new moments are in ``parts``, and ``into`` contains values. If ``into`` is
+        None, no moment changes.
+        """
+        if into is None:
+            return self.landed(number, update)
+        moment = parts[into.part]
+        landed = self.landed(number, update, ahead_of(moment, into.reach))
+        feed = straight_through(fed)
+        parts[into.part] = feed(moment, landed.error, into.rate, into.growth)
+        return landed
+
     def landed(self, number: int, update, ahead=None) -> Landed:
         """Add an inner update to the master of a leaf, and store it.
 
@@ -152,11 +191,6 @@ class Step(LeafStep):
         residual = self.guard.chosen(landed.residual, leaf.residual)
         return Landed(result, residual, landed.error)
 
-    @functools.cached_property
-    def draws(self) -> dict[str, Draws]:
-        """The random numbers for moments, keyed by the path of the leaf."""
-        return draws_of_moments(self.leaves, self.random)
-
 
 class Stepped(typing.NamedTuple):
     """The results of a step.
@@ -170,29 +204,3 @@ class Stepped(typing.NamedTuple):
     results: list
     residuals: list
     inner_state: typing.Any
-
-
-def random_of_leaves(names, params, seed, count) -> list[RandomBits]:
-    """Return the random bits of each leaf for one step."""
-    numbers, around = list(map(leaf_number, names)), context.current()
-    if around.is_analysed:
-        # In an analysed step, random bits must not depend on the other leaves.
-        bits = [random_bits(seed, count, [number])[0] for number in numbers]
-    else:
-        bits = random_bits(seed, count, numbers)
-    if around.layer is not None:
-        bits = map(around.layer.bits, bits, names, params)
-    return [
-        x.on_shard(number_of_shard(axes)) if axes else x
-        for x, axes in zip(bits, map(axes_of_shards, params), strict=True)
-    ]
-
-
-def draws_of_moments(
-    leaves: Sequence[StoredLeaf], random: Sequence[RandomBits]
-) -> dict[str, Draws]:
-    """Return the random numbers for moments, keyed by the path of the leaf."""
-    return {
-        leaf.name: moment_draws(bits, leaf.spare_stream)
-        for leaf, bits in zip(leaves, random, strict=True)
-    }

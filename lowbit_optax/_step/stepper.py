@@ -20,7 +20,7 @@ import jax
 import optax
 from jax.extend.core import Primitive
 
-from lowbit_optax._numerics.landing import ADD, REPLACE, Landing
+from lowbit_optax._numerics.landing import ADD, Landing
 from lowbit_optax._step import context
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 
@@ -75,12 +75,6 @@ class Stepper(abc.ABC):
         """
         with context.changed(wants_params=False):
             return self.run(params, state, updates, ADD, extra)
-
-    def step(
-        self, params: optax.Params, state, grads: optax.Updates, **extra
-    ) -> tuple[optax.Params, typing.Any]:
-        """Return ``(new params, new state)``, without computing updates."""
-        return self.run(params, state, grads, REPLACE, extra)
 
     @property
     def transformation(self) -> optax.GradientTransformationExtraArgs:

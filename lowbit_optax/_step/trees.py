@@ -48,14 +48,13 @@ def parts_of(names: Sequence[str], treedef: PyTreeDef, tree: PyTree, what: str) 
         ) from error
 
 
-def leaves_of_prefix(what: str, prefix, params, name: str = "params") -> list:
+def leaves_of_prefix(what: str, prefix, params) -> list:
     """Return the entry of a prefix tree for each leaf of the parameters, in order.
 
     Args:
       what: the name of the prefix, for errors.
       prefix: a tree of anything, in which None and a QuantizedTensor are leaves.
       params: tree of parameters, in which a QuantizedTensor is one leaf.
-      name: the name of the parameters, for errors.
 
     Raises:
       ValueError: if ``prefix`` is not a prefix of ``params``.
@@ -70,7 +69,7 @@ def leaves_of_prefix(what: str, prefix, params, name: str = "params") -> list:
         return treedef.flatten_up_to(jax.tree.broadcast(prefix, like, is_leaf=is_leaf))
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{what} must have the structure of {name}, or of a prefix of it: {error}"
+            f"{what} must have the structure of params, or of a prefix of it: {error}"
         ) from error
 
 
@@ -104,7 +103,7 @@ def abstract(tree: PyTree) -> PyTree:
 
 
 def is_float(leaf) -> bool:
-    """Return whether a leaf is a real floating-point array."""
+    """Return whether a leaf is a real floating-point array or a quantised weight."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 

@@ -35,7 +35,7 @@ def warn_of_wide_params(
         if not is_bias_or_norm(name, x)
     }
     size = sum(x.size for x in wide.values())
-    floats = [x for x in params if trees.is_quantized(x) or trees.is_float(x)]
+    floats = filter(trees.is_float, params)
     if size < _FEWEST or 2 * size <= sum(math.prod(x.shape) for x in floats):
         return
     name, largest = max(wide.items(), key=lambda item: item[1].size)

@@ -220,12 +220,11 @@ def _chosen_trace(
         return traced, given._replace(seen=seen)
     if not all(map(traced.gets_gradients, traced.inner.values())):
         as_wide = trace_wrapper(tx, wide, state, params, extra_args)
-        is_better = (
+        if (
             as_wide is not None
             and as_wide.keeps_state
             and all(map(as_wide.is_elementwise, as_wide.inner.values()))
-        )
-        if as_wide is not None and is_better:
+        ):
             return as_wide, given._replace(seen=wide)
     return traced, given
 

@@ -140,7 +140,7 @@ class WrapperTrace:
                 return {}
             leaves = []
             for i, leaf in enumerate(trees.named_leaves(params)[1]):
-                number = numbers.get(id(_first(leaf)))
+                number = numbers.get(id(jax.tree.leaves(leaf)[0]))
                 if number is None:
                     return {}
                 if self.found.get(self.outputs[0][number], ())[:2] != (call, i):
@@ -231,7 +231,3 @@ def _result(
 def _is_marked(node: Node) -> bool:
     """Return whether a node is a result of a marked update."""
     return node.call is not None and node.call.primitive is update_p
-
-
-def _first(leaf):
-    return jax.tree.leaves(leaf)[0]

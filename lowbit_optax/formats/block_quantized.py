@@ -118,13 +118,25 @@ class BlockQuantized(MomentFormat):
         return self if shape and size and size >= min_size else None
 
     def encode(self, moment, draws, number):
-        codec = self.codec
         layout = layout_of(moment.shape)
-        keys = block_maxima(codec.magnitude_key(moment), layout, self.block_size)
-        scales = codec.scale_of_key(keys)
+        keys = block_maxima(self.magnitude_key(moment), layout, self.block_size)
+        scales = self.scale_of(keys)
         prepared = self._prepared(scales, moment.shape)
         fields = self.encode_fields(moment, prepared, draws, number)
         return QuantizedMoment(pack(fields, self.bits), scales)
+
+    def magnitude_key(self, x: jax.Array) -> jax.Array:
+        """See :meth:`.Code.magnitude_key`."""
+        return self.codec.magnitude_key(x)
+
+    def scale_of(self, key: jax.Array, old: jax.Array | None = None) -> jax.Array:
+        """Return the scales for maxima of keys, whatever the old scales are."""
+        del old
+        return self.codec.scale_of_key(key)
+
+    def prepare(self, scale: jax.Array) -> Prepared:
+        """Return the ``prepared`` argument of the code's methods for stored scales."""
+        return self.codec.prepare(to_float32(scale))
 
     def encode_fields(
         self,
@@ -138,7 +150,7 @@ class BlockQuantized(MomentFormat):
 
         Args:
           moment: float32 array.
-          prepared: the scales of its blocks, from :meth:`Code.prepare`.
+          prepared: the scales of its blocks, from :meth:`prepare`.
           draws, number: see :meth:`encode`.
           multiply_add: a function for ``a * b + c``; a kernel passes its own version.
         """
@@ -155,11 +167,9 @@ class BlockQuantized(MomentFormat):
     def _prepared(self, scales: jax.Array, shape: tuple[int, ...]):
         """Return the prepared scales, repeated for every element of their blocks."""
         layout = layout_of(shape)
-        unit, inverse = (
-            repeat_blocks(x, layout, self.block_size)
-            for x in self.codec.prepare(to_float32(scales))
-        )
-        return unit, inverse
+        first, second = self.prepare(scales)
+        repeat = lambda x: repeat_blocks(x, layout, self.block_size)
+        return repeat(first), repeat(second)
 
 
 def block_quantized(

@@ -10,8 +10,6 @@ that is exact for float8_e4m3fn is exact for BlockScaledTensors too.
 import dataclasses
 import typing
 
-import jax
-
 from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax.formats import block_scaled_tensor as tensors
 from lowbit_optax.formats.base import WeightFormat
@@ -95,7 +93,7 @@ class BlockScaledWeights(WeightFormat):
 
 
 def for_tensor(
-    weights: WeightFormat, param: BlockScaledTensor, min_size: int = 0
+    weights: WeightFormat, param: BlockScaledTensor, min_size: int
 ) -> BlockScaledWeights:
     """Return the format that updates a tensor in a transformation with ``weights``.
 
@@ -120,10 +118,3 @@ def for_tensor(
     if why_not:
         raise ValueError(why_not)
     return BlockScaledWeights(weights.for_leaf(param.shape, E4M3, min_size), param.axis)
-
-
-def without_tensor(param):
-    """Return the codes' shape and dtype for a BlockScaledTensor; keep other leaves."""
-    if isinstance(param, BlockScaledTensor):
-        return jax.ShapeDtypeStruct(param.shape, E4M3)
-    return param

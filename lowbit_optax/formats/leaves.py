@@ -9,20 +9,18 @@ import jax.numpy as jnp
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax.formats.base import WeightFormat
-from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
-from lowbit_optax.formats.block_scaled_weights import BlockScaledWeights, without_tensor
+from lowbit_optax.formats.block_scaled_tensor import E4M3, BlockScaledTensor
+from lowbit_optax.formats.block_scaled_weights import BlockScaledWeights
 from lowbit_optax.formats.extra_bits import extra_bits_named
 from lowbit_optax.formats.kahan import kahan_named
 from lowbit_optax.formats.plain import MasterCopyFormat
 from pallas_kernels import Operand, Result, fused_update, shards
-from pallas_kernels.platforms import Implementation
 
 
 def join_leaf(
     format_: WeightFormat,
     param: jax.Array,
     residual: jax.Array | None,
-    implementation: Implementation = None,
 ) -> jax.Array:
     """Return the float32 master of a stored leaf.
 
@@ -30,16 +28,15 @@ def join_leaf(
       format_: weight format of the leaf.
       param: the parameter, in its narrow dtype.
       residual: the residual from the state, packed or not.
-      implementation: see :func:`pallas_kernels.fused_update`.
 
     Returns:
       float32 array with the shape of the parameter.
     """
-    join = functools.partial(_joined, format_, implementation)
+    join = functools.partial(_joined, format_)
     return straight_through(join)(param, residual)
 
 
-def _joined(format_: WeightFormat, implementation: Implementation, param, residual):
+def _joined(format_: WeightFormat, param, residual):
     if residual is None or not format_.width:
         return format_.join(param, residual)
     # If shards would cut words, the words are sharded along another axis.
@@ -49,7 +46,6 @@ def _joined(format_: WeightFormat, implementation: Implementation, param, residu
         [Operand(moved), Operand(residual, format_.width)],
         [Result(jnp.float32)],
         shape=param.shape,
-        implementation=implementation,
     )
     return shards.placed_like(master, param)
 
@@ -59,7 +55,6 @@ def split_leaf(
     master: jax.Array,
     dtype: jnp.dtype,
     random: RandomBits,
-    implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Split a float32 master into the parameter and residual that are stored.
 
@@ -68,18 +63,15 @@ def split_leaf(
       master: float32 array.
       dtype: dtype of the parameter.
       random: random bits of the leaf.
-      implementation: see :func:`pallas_kernels.fused_update`.
 
     Returns:
       ``(param, residual)``. The residual is packed if the format packs it.
     """
-    split = functools.partial(_split, format_, jnp.dtype(dtype), implementation)
+    split = functools.partial(_split, format_, jnp.dtype(dtype))
     return straight_through(split)(master, random)
 
 
-def _split(
-    format_: WeightFormat, dtype, implementation: Implementation, master, random
-):
+def _split(format_: WeightFormat, dtype, master, random):
     if not format_.width:
         return format_.split(master, dtype, random)
     param, residual = fused_update(
@@ -87,7 +79,6 @@ def _split(
         [Operand(master)],
         [Result(dtype), Result(jnp.uint32, format_.width)],
         scalars=jnp.stack([random.key, random.second]),
-        implementation=implementation,
     )
     return param, residual
 
@@ -107,7 +98,8 @@ def format_named(name: str, param, residual) -> WeightFormat:
     'param'
     """
     if isinstance(param, BlockScaledTensor):
-        of_codes = format_named(name, without_tensor(param), residual)
+        codes = jax.ShapeDtypeStruct(param.shape, E4M3)
+        of_codes = format_named(name, codes, residual)
         return BlockScaledWeights(of_codes, param.axis)
     if name == MasterCopyFormat().residual_name:
         return MasterCopyFormat()

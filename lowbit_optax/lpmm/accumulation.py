@@ -20,13 +20,17 @@ from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded, neutral_updates
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.moment_slots import NoSuchMomentError
-from lowbit_optax._step.parallel_trees import in_parallel_trees, leaf_by_leaf
+from lowbit_optax._step.parallel_trees import (
+    in_parallel_trees,
+    leaf_by_leaf,
+    uncontained,
+)
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.stepper import Stepper, check_state, stepper_of
 from lowbit_optax._step.wrapped import step_wrapped
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
-from lowbit_optax.lpmm.summed import Accumulators, Summed, uncontained
+from lowbit_optax.lpmm.summed import Accumulators, Summed
 from lowbit_optax.lpmm.sums import Sums, empty
 from lowbit_optax.transformations.guarded_step import guarded
 from lowbit_optax.transformations.lowbit import apply_updates
@@ -135,7 +139,8 @@ def accumulate_gradients(
             f"because sums of gradients may be negative, got {format}"
         ) from error
     check_transformation("accumulate_gradients", "inner", inner)
-    return Accumulation(inner, every, format, seed, min_size).transformation
+    accumulators = Accumulators(format, min_size)
+    return Accumulation(inner, every, accumulators, seed).transformation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,9 +149,8 @@ class Accumulation(Stepper):
 
     inner: optax.GradientTransformation
     every: int
-    format: MomentFormat
+    accumulators: Accumulators
     seed: int
-    min_size: int
 
     def init(self, params) -> AccumulationState:
         """Return the initial state, with accumulators of zeros."""
@@ -159,7 +163,7 @@ class Accumulation(Stepper):
             for x in leaves
         ]
         mini_step = jnp.zeros([], jnp.int32)
-        held = in_parallel_trees(self.format, treedef, accumulators)
+        held = in_parallel_trees(self.accumulators.format, treedef, accumulators)
         return AccumulationState(count, seed, mini_step, held, self.inner.init(params))
 
     def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
@@ -173,11 +177,6 @@ class Accumulation(Stepper):
         return result, AccumulationState(
             count, state.seed, mini_step, accumulators, inner_state
         )
-
-    @property
-    def accumulators(self) -> Accumulators:
-        """The format of the accumulators of all leaves."""
-        return Accumulators(self.format, self.min_size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -287,7 +286,7 @@ class _Call:
         return trees.named_leaves(self.grads if self.params is None else self.params)
 
     def _in_containers(self, parts: Sequence):
-        format_, treedef = self.config.format, self._named[2]
+        format_, treedef = self.config.accumulators.format, self._named[2]
         return in_parallel_trees(format_, treedef, parts, self.state.accumulators)
 
     @functools.cached_property

@@ -17,7 +17,6 @@ from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._step import trees
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import UNGUARDED
-from lowbit_optax._step.parallel_trees import in_parallel_trees, leaf_by_leaf
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.stepper import Stepper
 from lowbit_optax.formats import MomentFormat
@@ -109,17 +108,17 @@ class _WithSums(Stepper):
 
     def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
         """Run a step with sums instead of gradients; see :meth:`.Stepper.run`."""
-        names, _, treedef = trees.named_leaves(params)
+        treedef = trees.named_leaves(params)[2]
         parts = [self.summed.sums.parts[i] for i in self.leaves]
         format_ = self.summed.format
         if isinstance(state, LowbitState):  # otherwise, the step raises an error
-            accumulators = in_parallel_trees(format_, treedef, parts)
+            accumulators = treedef.unflatten(parts)
             inner_state = SummedState(state.inner_state, accumulators)
             state = state._replace(inner_state=inner_state)
         with_sums = _with_sums(format_, self.lowbit)
         result, new = with_sums.run(params, state, grads, landing, extra_args, guard)
-        found = leaf_by_leaf(names, treedef, new.inner_state.accumulators, "sums")
-        self.summed.new.update(zip(self.leaves, map(uncontained, found), strict=True))
+        found = treedef.flatten_up_to(new.inner_state.accumulators)
+        self.summed.new.update(zip(self.leaves, found, strict=True))
         return result, new._replace(inner_state=new.inner_state.inner_state)
 
 
@@ -153,8 +152,3 @@ def _with_sums(format_: Accumulators, lowbit: Lowbit) -> Lowbit:
     )
     inner = optax.GradientTransformationExtraArgs(init, update)
     return dataclasses.replace(lowbit, inner=inner, moments=moments)
-
-
-def uncontained(part):
-    """Return a leaf's accumulator, without its container if it has no scales."""
-    return part.codes if getattr(part, "scales", part) is None else part

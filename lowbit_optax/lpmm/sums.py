@@ -6,7 +6,6 @@ not support are added with array operations.
 """
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Sequence
 
@@ -16,21 +15,19 @@ import numpy as np
 
 from lowbit_optax._jaxprs.leaf_program import decode_scalar
 from lowbit_optax._jaxprs.not_folded import not_folded
-from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.random_bits import (
-    Draws,
     DrawsToNearest,
     RandomBits,
     accumulator_draws,
 )
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.context import layerwise
 from lowbit_optax._step.guard import Guard, Unguarded
 from lowbit_optax._step.kernels.body import KEYS
 from lowbit_optax._step.kernels.launches import Launches
 from lowbit_optax._step.kernels.limits import has_layers, needs_loop
 from lowbit_optax._step.kernels.rows import MomentRows
 from lowbit_optax._step.leaf import StoredLeaf
+from lowbit_optax._step.moments import decoded, encoded
 from lowbit_optax._step.step import LeafStep
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.formats.block_quantized import QuantizedMoment
@@ -85,16 +82,17 @@ class SumBody:
 
     def before(self, block_values):
         """Return the stored scales, prepared for decoding."""
-        return tuple(map(self.rows.prepare, block_values))
+        return tuple(map(self.rows.blocks.prepare, block_values))
 
     def statistics(self, values, scalars, index, multiply_add, before):
         """Return the arrays whose maxima per block determine the new scales."""
         del index
-        return [self.rows.key(self._sum(values, scalars, multiply_add, before))]
+        total = self._sum(values, scalars, multiply_add, before)
+        return [self.rows.blocks.magnitude_key(total)]
 
     def after(self, maxima, block_values):
         """Return ``(new scales, new scales prepared for encoding)``."""
-        scales = [self.rows.scale_of(maxima[0], block_values[0])]
+        scales = [self.rows.blocks.scale_of(maxima[0], block_values[0])]
         return scales, self.before(scales)
 
     def __call__(self, values, scalars, index, multiply_add, before=(), after=()):
@@ -128,11 +126,6 @@ class Sums(LeafStep):
     formats: Sequence[MomentFormat | None]
     guard: Guard | Unguarded
 
-    @functools.cached_property
-    def draws(self) -> list[Draws]:
-        """The random numbers of each leaf."""
-        return list(map(accumulator_draws, self.random))
-
     def added(self, implementation: Implementation) -> list:
         """Return the new accumulators."""
         by_xla = implementation == "xla" or context.current().is_analysed
@@ -152,8 +145,10 @@ class Sums(LeafStep):
         bodies = {}
         for i, (leaf, part) in enumerate(zip(self.leaves, self.parts, strict=True)):
             body = SumBody(MomentRows(self.formats[i]))
-            if part is not None and _fits(leaf) and _can_tile(body.arrays(leaf, part)):
-                bodies[i] = body
+            if part is not None and _fits(leaf):
+                arrays = body.arrays(leaf, part)
+                if has_tiling(arrays.packed, arrays.block_sizes):
+                    bodies[i] = body
         return bodies
 
     def _added_by_xla(self, number: int):
@@ -161,7 +156,8 @@ class Sums(LeafStep):
         if part is None:
             return None
         grad = self.guard.unscaled_alone(self.leaves[number].wide_grad())
-        new = encoded(format_, grad + self._decoded(number), self.draws[number])
+        draws = accumulator_draws(self.random[number])
+        new = encoded(grad + self._decoded(number), format_, draws)
         return self.guard.chosen(new, part)
 
     def decoded(self) -> list:
@@ -174,7 +170,7 @@ class Sums(LeafStep):
         if part is None:
             return leaf.grad
         try:
-            return decoded(format_, leaf.param.shape, part)
+            return decoded(part, format_, leaf.param.shape)
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 f"accumulate_gradients: the accumulator of params{leaf.name} must be "
@@ -195,10 +191,6 @@ def _fits(leaf: StoredLeaf) -> bool:
     return is_counted and is_narrow and bool(param.shape and param.size)
 
 
-def _can_tile(arrays: Leaf) -> bool:
-    return has_tiling(arrays.packed, arrays.block_sizes)
-
-
 def zeros(leaf) -> jax.Array:
     """Return float32 zeros with the shape and, for arrays, the sharding of a leaf."""
     if trees.is_quantized(leaf):
@@ -208,39 +200,4 @@ def zeros(leaf) -> jax.Array:
 
 def empty(leaf, format_: MomentFormat | None):
     """Return the accumulator of a float leaf before any gradient is added."""
-    return encoded(format_, not_folded(zeros(leaf)), DrawsToNearest())
-
-
-def decoded(format_: MomentFormat | None, shape: tuple[int, ...], part) -> jax.Array:
-    """Return a sum in float32.
-
-    Args:
-      format_: format of the accumulator, or None for float32.
-      shape: shape of the sum.
-      part: the accumulator, an array or a QuantizedMoment.
-    """
-    if format_ is None:
-        return part
-    return layerwise(traced_once(_decoded, format_, shape))(part)
-
-
-def encoded(format_: MomentFormat | None, total: jax.Array, draws: Draws):
-    """Return the accumulator that stores a sum; the inverse of :func:`decoded`.
-
-    Args:
-      format_: format of the accumulator, or None for float32.
-      total: float32 array, the sum.
-      draws: random numbers that round the sum.
-    """
-    if format_ is None:
-        return total
-    encode = traced_once(_encoded, format_)
-    return layerwise(lambda x: encode(x, draws))(total)
-
-
-def _encoded(format_: MomentFormat, total, draws):
-    return format_.encode(total, draws, 0)
-
-
-def _decoded(format_: MomentFormat, shape: tuple[int, ...], stored):
-    return format_.decode(stored, shape)
+    return encoded(not_folded(zeros(leaf)), format_, DrawsToNearest())

@@ -20,7 +20,7 @@ from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.landing import REPLACE, apply_leaf
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.error_feedback import ahead_of_leaves
+from lowbit_optax._step.error_feedback import ahead_of
 from lowbit_optax._step.inner_update import trace_update
 from lowbit_optax._step.step import Step
 from lowbit_optax._tables import Table, Tabular
@@ -196,7 +196,8 @@ def _ahead(step: Step, update, inner_state) -> list:
     if not step.plan.takes_errors:
         return [None] * len(step.leaves)
     feedback = trace_update(update, step).feedback_values(step)
-    return ahead_of_leaves(feedback, jax.tree.leaves(inner_state))
+    parts = jax.tree.leaves(inner_state)
+    return [x and ahead_of(parts[x.part], x.reach) for x in feedback]
 
 
 def _plain_report(param, update) -> LeafReport:

@@ -9,7 +9,6 @@ from lowbit_optax._arguments import check_transformation
 from lowbit_optax._step import backends, context, trees
 from lowbit_optax._step.changed_updates import ChangedUpdateError
 from lowbit_optax._step.state import holds_lowbit
-from lowbit_optax._step.step import Step
 from lowbit_optax._step.wrapped import is_direct
 from lowbit_optax._tables import Explanation
 from lowbit_optax._types import PyTree, Transformation
@@ -51,16 +50,13 @@ def explain(tx: Transformation, params: PyTree, **extra_args) -> Explanation:
     """
     found = Explanation()
 
-    def explained(step: Step, update, implementation) -> dict:
-        found.update(backends.explained(step, update, implementation))
-        return {}
-
     def update(grads, state, params, extra_args):
-        with context.reporting("explain", explained):
-            # The type annotation of optax does not include MultiSteps.
-            return typing.cast(typing.Any, optax.with_extra_args_support)(tx).update(
-                grads, state, params, **extra_args
-            )
+        # The type annotation of optax does not include MultiSteps.
+        wide_tx = typing.cast(typing.Any, optax.with_extra_args_support)(tx)
+        with context.reporting("explain", backends.explained) as texts:
+            updates = wide_tx.update(grads, state, params, **extra_args)
+        found.update(texts)
+        return updates
 
     check_transformation("explain", "tx", tx)
     shapes = trees.abstract(params)

@@ -228,8 +228,7 @@ def _initial(to_tx: Transformation, shapes, numbers: list[int]) -> list[Part]:
 
     @jax.jit  # so that no other leaf is allocated
     def init():
-        is_float = lambda x: trees.is_quantized(x) or trees.is_float(x)
-        wide = lambda x: jnp.float32 if is_float(x) else x.dtype
+        wide = lambda x: jnp.float32 if trees.is_float(x) else x.dtype
         zeros = lambda x: jnp.zeros(x.shape, wide(x))
         params = jax.tree.map(zeros, shapes, is_leaf=trees.is_quantized)
         leaves = jax.tree.leaves(to_tx.init(params))

@@ -90,28 +90,27 @@ def _parts(leaf: Leaf) -> Parts:
     if is_plain:
         size, columns = math.prod(shape), shape[-1]
         shape = (size // columns, columns) if columns <= BLOCK else (size,)
-    parts = Parts(shape, *_lengths(shape, leaf.unit(0)))
+    parts = _divided(shape, leaf.unit(0))
     if is_plain and parts.last:
         # The number of elements may have a divisor that the number of rows lacks.
-        flat = (math.prod(shape),)
-        return Parts(flat, *_lengths(flat, 1))
+        return _divided((math.prod(shape),), 1)
     lengths = shape[0], parts.length, parts.last
     axes = {layout_of((n, *shape[1:])).axis for n in lengths if n}
     return parts if is_plain or len(axes) == 1 else Parts(shape, shape[0])
 
 
-def _lengths(shape: tuple[int, ...], unit: int) -> tuple[int, int]:
-    """Returns the arguments ``length`` and ``last`` of :class:`Parts`."""
+def _divided(shape: tuple[int, ...], unit: int) -> Parts:
+    """Returns parts of the first axis that consist of ``unit`` rows or a multiple."""
     rows, row = shape[0], math.prod(shape[1:])
     parts = max(1, round(rows * row / BLOCK))
     for count in range(parts, 2 * parts):
         if rows % (count * unit) == 0:
-            return rows // count, 0
+            return Parts(shape, rows // count)
     length = max(BLOCK // (unit * row), 1) * unit
     if rows < 2 * length:
-        return rows, 0
-        # The last part gets the remainder, because few rows could change the layout.
-    return length, length + rows % length
+        return Parts(shape, rows)
+    # The last part gets the remainder, because few rows could change the layout.
+    return Parts(shape, length, length + rows % length)
 
 
 def over_parts(

@@ -73,9 +73,8 @@ class Kernels:
         shared = dataclasses.replace(scalars, values=()), layer, first
         if self.interpret and self._is_for_tpus and not _INTERPRETS_SHARDS:
             return self._over_groups(shared, [Shard(x, x.shape) for x in leaves])
-        can_partition = not self._is_for_tpus
         return sharded.over_shards(
-            self._over_groups, shared, leaves, can_partition=can_partition
+            self._over_groups, shared, leaves, can_partition=not self._is_for_tpus
         )
 
     def _over_groups(self, shared, shards: Sequence[Shard]) -> list[jax.Array]:
@@ -84,16 +83,7 @@ class Kernels:
         scalars, layer, first = shared
         if first is not None:
             shards = [shard.after(first[0]) for shard in shards]
-        call = Call(
-            self.body,
-            shards,
-            scalars.table,
-            scalars.rows,
-            layer,
-            scalars.when,
-            self.room,
-            self.interpret,
-        )
+        call = Call(self.body, shards, scalars, layer, self.room, self.interpret)
         groups = launcher.groups(shards)
         if len(groups) == 1:
             return launcher.update(call)
@@ -101,8 +91,8 @@ class Kernels:
         for group in groups:
             own = [shards[i] for i in group]
             rows = [lax.slice(scalars.rows, [i], [i + 1]) for i in group]
-            rows = lax.concatenate(rows, 0)
-            new = launcher.update(dataclasses.replace(call, shards=own, rows=rows))
+            given = dataclasses.replace(scalars, rows=lax.concatenate(rows, 0))
+            new = launcher.update(dataclasses.replace(call, shards=own, scalars=given))
             count = len(own[0].leaf.results)
             for n, i in enumerate(group):
                 written[i] = new[n * count :][:count]
@@ -133,7 +123,7 @@ def reference(
         for x in xla.update(
             body,
             leaf,
-            xla.row_of(scalars.table, row, scalars.values),
+            xla.row_of(scalars, row),
             layer,
             scalars.when,
             index,

@@ -60,8 +60,7 @@ def over_shards(
 
         return local, *_all_specs(described, specs, count)
 
-    is_known = mesh is not None and shards.has_explicit_axes(mesh)
-    if is_known or (mesh is not None and not can_partition):
+    if mesh is not None and (shards.has_explicit_axes(mesh) or not can_partition):
         local = local_of(args, mesh, _known_spec)
         results = shards.over_known_axes(local, args, mesh)
         # Only the kernel needs shards of whole words and blocks.

@@ -283,10 +283,8 @@ class Call:
     Args:
       body: see :data:`Body`.
       shards: local arrays of leaves that can share a kernel.
-      table: uint32 table with rows of scalars.
-      rows: uint32 vector with each leaf's row index; None if the table has one row.
+      scalars: see :class:`Scalars`, without ``values``.
       layer: int32 vector with one element, the index of the layer to update in stacks.
-      when: see :class:`Scalars`.
       room: number of programs that the whole leaves need, and number of programs that a
         kernel over different leaves should have. Kernels with equal numbers of programs
         can be compiled once.
@@ -295,10 +293,8 @@ class Call:
 
     body: Body | BlockBody
     shards: Sequence[Shard]
-    table: jax.Array
-    rows: jax.Array | None = None
+    scalars: Scalars
     layer: jax.Array | None = None
-    when: int | None = None
     room: tuple[int, int] = (1, 1)
     interpret: bool = False
 
@@ -332,6 +328,12 @@ def result_shapes(shard: Shard) -> list[tuple[int, ...]]:
         else leaf.operands[r.overwrites].array.shape
         for r in leaf.results
     ]
+
+
+def shaped(written: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Array]:
+    """Return the results, reshaped to the shapes of the leaves' arrays."""
+    shapes = [shape for shard in shards for shape in result_shapes(shard)]
+    return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
 
 
 def _share(stored: tuple[int, ...], shard: Shard) -> tuple[int, ...]:

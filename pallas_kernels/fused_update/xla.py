@@ -13,14 +13,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.bitfields import pack, unpack
-from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, MultiplyAdd, Result
+from pallas_kernels.fused_update.spec import (
+    BlockBody,
+    Body,
+    Leaf,
+    MultiplyAdd,
+    Result,
+    Scalars,
+)
 from pallas_kernels.layout import block_maxima, repeat_blocks
 
 
-def row_of(
-    table: jax.Array, row: jax.Array | None, values: Sequence[jax.Array] = ()
-) -> list[jax.Array]:
-    """Return a row of a table of scalars; ``values`` replace the last scalars."""
+def row_of(scalars: Scalars, row: jax.Array | None) -> list[jax.Array]:
+    """Return a row of the table of scalars, in which ``values`` replace the last."""
+    table, values = scalars.table, scalars.values
     if row is not None:
         table = lax.dynamic_index_in_dim(jnp.asarray(table), row[0], keepdims=False)
     words = list(table)

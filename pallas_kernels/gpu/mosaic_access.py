@@ -20,24 +20,23 @@ class Form:
     Args:
       dtype: dtype of the elements.
       width, tiles: see :class:`pallas_kernels.fused_update.gpu.operands.Access`.
-      has_mask: whether the access has a mask.
-      layer_size: number of elements in a layer; None if the array is not a stack of
-        layers.
+      layer_size: number of elements in a layer, if the array is a stack of layers.
       mark: comment to add to the instructions' assembly.
     """
 
     dtype: jnp.dtype
     width: int
     tiles: int | None
-    has_mask: bool
-    layer_size: int | None
+    layer_size: int
     mark: str
 
     @property
     def bits(self) -> int:
         return 8 * self.dtype.itemsize
 
-    def places(self, pointer, offset, *rest) -> list[tuple[typing.Any, typing.Any]]:
+    def places(
+        self, pointer, offset, mask, layer
+    ) -> list[tuple[typing.Any, typing.Any]]:
         """Return ``(address, mask)`` for each element of a register.
 
         The masks are None if the access has no mask.
@@ -45,15 +44,11 @@ class Form:
         Args:
           pointer: pointer to the array.
           offset: register with the elements' offsets.
-          *rest: registers with the mask and the layer, if the access has them.
+          mask, layer: registers with the mask and the layer, or None.
         """
-        rest = list(rest)
-        masks = [None] * registers.COLUMNS
-        if self.has_mask:
-            masks = registers.elements(rest.pop(0))
-        if self.layer_size is not None:
-            layer = registers.elements(rest.pop(0))[0]
-            start = registers.product(layer, self.layer_size)
+        masks = [None] * registers.COLUMNS if mask is None else registers.elements(mask)
+        if layer is not None:
+            start = registers.product(registers.elements(layer)[0], self.layer_size)
             pointer = registers.address(pointer, start, self.bits)
         offsets = registers.elements(offset)
         if self.width == 1 and not self.tiles:

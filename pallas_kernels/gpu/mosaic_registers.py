@@ -54,43 +54,37 @@ def layout(shape: tuple[int, ...]):
 
 
 def per_thread(
-    function: Callable, arrays: Sequence[jax.Array], shape, dtype, refs: Sequence = ()
-) -> jax.Array:
+    function: Callable,
+    arrays: Sequence[jax.Array | None],
+    shape: tuple[int, ...],
+    dtype,
+    refs: Sequence = (),
+) -> typing.Any:
     """Return an array whose registers are a function of other arrays' registers.
 
     Args:
       function: called with pointers to ``refs`` and with the arrays' registers; returns
-        a register.
-      arrays: arrays with the shape ``shape``, or scalars.
-      shape, dtype: shape and dtype of the result.
+        a register, or None if ``dtype`` is None.
+      arrays: arrays with the shape ``shape``, or scalars. The function gets None for
+        None.
+      shape, dtype: shape and dtype of the result; ``dtype`` is None for no result.
       refs: references to flat arrays in global memory.
     """
-    return typing.cast(jax.Array, _inline(function, arrays, shape, refs, dtype))
-
-
-def do_per_thread(
-    function: Callable, arrays: Sequence[jax.Array], shape, refs: Sequence = ()
-) -> None:
-    """Run a function that returns nothing on each thread; see :func:`per_thread`."""
-    _inline(function, arrays, shape, refs, None)
-
-
-def _inline(function, arrays, shape, refs, dtype):
     here = layout(shape)
-    arrays = [
-        pallas.layout_cast(jnp.broadcast_to(jnp.asarray(x), shape), here)
-        for x in arrays
+    given, structure = jax.tree.flatten(list(arrays))
+    given = [
+        pallas.layout_cast(jnp.broadcast_to(jnp.asarray(x), shape), here) for x in given
     ]
     result = None
     if dtype is not None:
         result = pallas.ShapeDtypeStruct(shape, np.dtype(dtype), layout=here)
-    kinds = (*[pallas.RefType()] * len(refs), *[here] * len(arrays))
+    kinds = (*[pallas.RefType()] * len(refs), *[here] * len(given))
 
     @pallas.inline_mgpu(arg_types=kinds, return_type=result)
     def run(_, *args):
-        given, registers = args[: len(refs)], args[len(refs) :]
-        pointers = [mosaic.utils.memref_ptr(ref) for ref in given]
-        made = function(*pointers, *(x.registers.item() for x in registers))
+        pointers = [mosaic.utils.memref_ptr(ref) for ref in args[: len(refs)]]
+        registers = [x.registers.item() for x in args[len(refs) :]]
+        made = function(*pointers, *structure.unflatten(registers))
         if dtype is None:
             return None
         holder = np.empty((1,), object)
@@ -101,13 +95,16 @@ def _inline(function, arrays, shape, refs, dtype):
             _is_signed=mosaic.utils.is_signed(dtype),
         )
 
-    return run(*refs, *arrays)
+    return run(*refs, *given)
 
 
 def elements(register) -> list:
     """Return the elements of a register as a list of single values."""
     (count,) = ir.VectorType(register.type).shape
-    return [_extract(register, i) for i in range(count)]
+    at = [ir.DenseI64ArrayAttr.get([i]) for i in range(count)]
+    return [
+        vector.extract(register, dynamic_position=[], static_position=x) for x in at
+    ]
 
 
 def register(values: Sequence):
@@ -185,11 +182,6 @@ def joined(values: Sequence, element):
     held = register(values)
     kind = ir.VectorType.get((COLUMNS,), element)
     return held if held.type == kind else vector.bitcast(kind, held)
-
-
-def _extract(value, i: int):
-    at = ir.DenseI64ArrayAttr.get([i])
-    return vector.extract(value, dynamic_position=[], static_position=at)
 
 
 def thread_number():
@@ -341,15 +333,13 @@ def assembler(
 def _assembled(instructions: str, constraints: str, dtype, pack: int, *given):
     """Run assembly on ``pack`` elements of the registers at a time."""
     kinds = [each.strip() for each in constraints.split(",")]
-    count = sum(kind.startswith("=") for kind in kinds)
-    element = element_type(dtype)
+    types = [_type_of(kind) for kind in kinds if kind.startswith("=")]
     columns = [_columns(x, pack) for x in given]
     made = []
     for i in range(COLUMNS // pack):
         args = [value for column in columns for value in column[i]]
-        types = [_type_of(kind) for kind in kinds[:count]]
         made += assembly(instructions, types, args, constraints)
-    return joined(made, element)
+    return joined(made, element_type(dtype))
 
 
 def _columns(register, pack: int) -> list[list]:
@@ -363,8 +353,6 @@ def _columns(register, pack: int) -> list[list]:
 
 def _type_of(kind: str):
     """Return the MLIR type of a result with the LLVM constraint ``kind``."""
+    integers = {"h": 16, "r": 32}
     letter = kind.removeprefix("=")
-    if letter == "f":
-        return ir.F32Type.get()
-    bits = 16 if letter == "h" else 32
-    return bits_type(bits)
+    return ir.F32Type.get() if letter == "f" else bits_type(integers[letter])

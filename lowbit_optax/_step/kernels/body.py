@@ -122,7 +122,7 @@ class LeafBody:
         if self.weight.has_scales:
             new = dataclasses.replace(leaf.param, codes_v2=new, scales_v2=scales[0])
             new = result_of(leaf.param, new, self.landing)
-        elif not self.weight.passes_through:
+        elif self.weight.format is not None:
             new = self.landing.result(leaf.param, new)
         for i, moment in enumerate(self.moments):
             if moment.has_scales:
@@ -142,7 +142,7 @@ class LeafBody:
     def before(self, block_values):
         """Convert the stored scales to the form that decoding needs."""
         pairs = zip(self._scaled.values(), block_values, strict=False)
-        return tuple(rows.prepare(scale) for rows, scale in pairs)
+        return tuple(rows.blocks.prepare(scale) for rows, scale in pairs)
 
     def statistics(self, values, scalars, index, multiply_add, before, after=None):
         """Return the arrays whose maxima per block determine the new scales.
@@ -167,7 +167,7 @@ class LeafBody:
             self._feed(new, opened[0], opened[1], random, multiply_add)
         if self.from_stored is not None and 0 in wanted:
             self._encoded(new, opened, scalars, random, multiply_add, after)
-        return [rows.key(new[n]) for n, rows in scaled.items()]
+        return [rows.blocks.magnitude_key(new[n]) for n, rows in scaled.items()]
 
     def after(self, maxima, block_values):
         """Return ``(new scales, the scales in the form that encoding needs)``.
@@ -177,9 +177,10 @@ class LeafBody:
         """
         olds = self._by_number(block_values)
         known = zip(self._by_maxima.items(), maxima, strict=False)
-        scales = {n: rows.scale_of(x, olds[n]) for (n, rows), x in known}
+        scales = {n: rows.blocks.scale_of(x, olds[n]) for (n, rows), x in known}
         prepared = tuple(
-            self._scaled[n].prepare(scales[n]) if n in scales else None for n in olds
+            rows.blocks.prepare(scales[n]) if n in scales else None
+            for n, rows in self._scaled.items()
         )
         return [scales[n] for n in olds if n in scales], prepared
 

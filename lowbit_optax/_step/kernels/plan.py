@@ -99,11 +99,6 @@ class KernelPlan:
         """Return a dict from leaf index to the reason why XLA updates the leaf."""
         return self.reasons | self.tpu_refusals if on_tpus else self.reasons
 
-    @property
-    def outside(self) -> list[Node]:
-        """The nodes that XLA computes for the kernels."""
-        return [node for x in self.kernels.values() for node in x.outside]
-
     def only_blocks(self) -> "KernelPlan":
         """Return a plan with the leaves that XLA updates block by block on a CPU.
 
@@ -316,7 +311,11 @@ class _Planner:
         Each entry is ``(index, old part, inputs of the new part)``.
         """
         found: dict[tuple[int, ...], list] = {}
-        for number, (old, new) in enumerate(self.traced.state_pairs):
+        if not self.traced.keeps_structure:
+            return found
+        nodes = self.traced.nodes
+        pairs = zip(nodes.state, nodes.new_state, strict=True)
+        for number, (old, new) in enumerate(pairs):
             shape = old.aval.shape
             if (shape, old.aval.dtype) == (new.aval.shape, new.aval.dtype):
                 inputs = elementwise.inputs_of([new], shape)

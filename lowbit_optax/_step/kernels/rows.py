@@ -8,10 +8,9 @@ import typing
 
 import jax
 
-from lowbit_optax._numerics.codes import Code, MultiplyAdd
+from lowbit_optax._numerics.codes import MultiplyAdd
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import Draws, RandomBits
-from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax.formats.base import MomentFormat, WeightFormat
 from lowbit_optax.formats.block_quantized import BlockQuantized
@@ -46,11 +45,6 @@ class WeightRows:
         return cls(format_, None, leaf.residual is not None, leaf.spare_stream)
 
     @property
-    def passes_through(self) -> bool:
-        """Whether the parameter itself is the master."""
-        return self.format is None and self.quantized is None
-
-    @property
     def is_packed(self) -> bool:
         """Whether the parameter or the residual is packed."""
         return self.quantized is not None or bool(self.format and self.format.width)
@@ -65,22 +59,10 @@ class WeightRows:
         """The functions that encode and decode a weight with scales."""
         return typing.cast(QuantizedFields, self.quantized)
 
-    def key(self, x: jax.Array) -> jax.Array:
-        """Return a key for each float32 value. Maximum keys determine the scales."""
-        return self.blocks.magnitude_key(x)
-
-    def scale_of(self, maximum: jax.Array, old: jax.Array) -> jax.Array:
-        """Return the scales of blocks, given their maximum keys and old scales."""
-        return self.blocks.scale_of(maximum, old)
-
-    def prepare(self, scale: jax.Array):
-        """Convert scales to the form that encoding and decoding need."""
-        return self.blocks.prepare(scale)
-
     def master(self, param: jax.Array, residual, prepared) -> jax.Array:
         """Return the float32 weight that the inner transformation sees.
 
-        ``prepared`` contains the scales of a QuantizedTensor, from :meth:`prepare`.
+        ``prepared`` contains the scales of a QuantizedTensor, from ``blocks.prepare``.
         """
         if self.quantized is not None:
             return self.quantized.decode(param, prepared)
@@ -134,35 +116,17 @@ class MomentRows:
         """The format of a moment with scales."""
         return typing.cast(BlockQuantized, self.format)
 
-    @property
-    def codec(self) -> Code:
-        """The code of a moment with scales."""
-        return self.blocks.codec
-
-    def key(self, x: jax.Array) -> jax.Array:
-        """See :meth:`WeightRows.key`."""
-        return self.codec.magnitude_key(x)
-
-    def scale_of(self, maximum: jax.Array, old: jax.Array) -> jax.Array:
-        """See :meth:`WeightRows.scale_of`."""
-        del old
-        return self.codec.scale_of_key(maximum)
-
-    def prepare(self, scale: jax.Array):
-        """See :meth:`WeightRows.prepare`."""
-        return self.codec.prepare(to_float32(scale))
-
     def decoded(
         self, stored: jax.Array, prepared, multiply_add: MultiplyAdd
     ) -> jax.Array:
         """Return the float32 value of a moment.
 
-        ``prepared`` contains its scales, from :meth:`prepare`; None without scales.
+        ``prepared`` contains its scales, from ``blocks.prepare``; None without scales.
         """
         if self.format is None:
             return stored
         if self.has_scales:
-            return self.codec.decode_fields(stored, prepared, multiply_add)
+            return self.blocks.codec.decode_fields(stored, prepared, multiply_add)
         return self.format.decode(stored, stored.shape)
 
     def encoded(

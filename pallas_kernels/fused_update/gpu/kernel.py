@@ -74,7 +74,8 @@ class Kernel:
     """The static properties for which a kernel is compiled.
 
     Args:
-      body, when, interpret: see :class:`.spec.Call`.
+      body, interpret: see :class:`.spec.Call`.
+      when: see :class:`.spec.Scalars`.
       leaf: the first leaf, without arrays; all leaves have the same kinds of operands
         and results.
       tiling: the tiling of all leaves, or of the first leaf if ``numbers`` is not None.
@@ -146,12 +147,12 @@ def prepare(
     The arguments are the shared arguments, followed by all arrays of each leaf. Arrays
     are flat; stacks consist of flat layers.
     """
-    shards, leaf = call.shards, call.shards[0].leaf
+    shards, leaf, scalars = call.shards, call.shards[0].leaf, call.scalars
     tilings = size.common_tilings(shards)
     numbers, words, programs = _table(tilings, call.room)
-    table = call.table.reshape(-1)
+    table = scalars.table.reshape(-1)
     shared, structure = jax.tree.flatten(
-        Shared(call.rows, _bases(shards), call.layer, words, table)
+        Shared(scalars.rows, _bases(shards), call.layer, words, table)
     )
     kernel = Kernel(
         body=call.body,
@@ -161,8 +162,8 @@ def prepare(
         programs=programs,
         leaves=len(shards),
         shared=structure,
-        table_width=call.table.shape[-1],
-        when=call.when,
+        table_width=scalars.table.shape[-1],
+        when=scalars.when,
         interpret=call.interpret,
     )
     arrays = [
@@ -183,12 +184,6 @@ def prepare(
         for r, shape in zip(leaf.results, result_shapes(shard), strict=True)
     )
     return kernel, written, [*shared, *arrays]
-
-
-def shaped(written: Sequence[jax.Array], shards: Sequence[Shard]) -> list[jax.Array]:
-    """Return the results, reshaped to the shapes of the leaves' arrays."""
-    shapes = [shape for shard in shards for shape in result_shapes(shard)]
-    return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
 
 
 def _bases(shards: Sequence[Shard]) -> jax.Array | None:

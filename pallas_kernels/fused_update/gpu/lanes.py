@@ -77,11 +77,10 @@ class Lanes:
         count, stride = tiling.chunk_rows, self.row_stride
         offsets = offsets_of_rows(self.first, start, stride, count, tiling)
         spacing, rows = self.row_index.astype(jnp.uint32), []
-        exist = self._exist(start, offsets)
-        for number, offset in enumerate(offsets):
+        pairs = zip(offsets, self._exist(start, offsets), strict=True)
+        for number, (offset, exists) in enumerate(pairs):
             row = jnp.uint32(start + np.int32(number))
             index = self.index + row * spacing
-            exists = exist[number]
             readable = self.readable if exists is self.inside else exists
             rows.append(Row(number, index, offset, exists, readable))
         return rows

@@ -14,12 +14,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as pallas
 
-from pallas_kernels.fused_update.gpu.kernel import Kernel, prepare, shaped
+from pallas_kernels.fused_update.gpu.kernel import Kernel, prepare
 from pallas_kernels.fused_update.gpu.mosaic_arrays import Threads, load, store
 from pallas_kernels.fused_update.gpu.program import run_program
 from pallas_kernels.fused_update.gpu.sharing import Sharing
 from pallas_kernels.fused_update.gpu.tiling import FlatTiling
-from pallas_kernels.fused_update.spec import BlockBody, Call
+from pallas_kernels.fused_update.spec import BlockBody, Call, shaped
 from pallas_kernels.gpu import mosaic_registers as registers
 from pallas_kernels.gpu.mosaic import INSTRUCTIONS
 from pallas_kernels.layout import TILE_COLUMNS
@@ -50,13 +50,12 @@ def update(call: Call) -> list[jax.Array]:
 def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
     """Run the kernel and return its results, some of which overwrite operands."""
     overwritten = kernel.aliases
-    programs = kernel.programs
-    warpgroups = 1 if programs < _FEW_PROGRAMS else _warpgroups(kernel)
+    warpgroups = 1 if kernel.programs < _FEW_PROGRAMS else _warpgroups(kernel)
     new = [x for i, x in enumerate(written) if i not in overwritten]
     call = pallas.kernel(
-        functools.partial(_program, kernel, programs, warpgroups),
+        functools.partial(_program, kernel, warpgroups),
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in new),
-        grid=(math.ceil(programs / warpgroups),),
+        grid=(math.ceil(kernel.programs / warpgroups),),
         grid_names=("block",),
         num_threads=warpgroups,
         thread_name="warpgroup",
@@ -106,7 +105,7 @@ def _warpgroups(kernel: Kernel) -> int:
     return 2 if has_masks or has_long_codes or keeps_many else 4
 
 
-def _program(kernel: Kernel, programs: int, warpgroups: int, *refs):
+def _program(kernel: Kernel, warpgroups: int, *refs):
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     program = block * jnp.int32(warpgroups) + warpgroup
     arguments, rest = refs[: kernel.arguments], iter(refs[kernel.arguments :])
@@ -118,8 +117,8 @@ def _program(kernel: Kernel, programs: int, warpgroups: int, *refs):
     arrangement = Threads(kernel.tiling, exchange=next(rest, None))
 
     def unless_beyond(work):
-        if programs % warpgroups:
-            jax.lax.cond(program < jnp.int32(programs), work, lambda: None)
+        if kernel.programs % warpgroups:
+            jax.lax.cond(program < jnp.int32(kernel.programs), work, lambda: None)
         else:
             work()
 

@@ -112,28 +112,20 @@ def _maximum_of_two_warps(pointer, register):
 def load(shape: tuple[int, ...], ref, access, leaf: int) -> jax.Array:
     """Load elements of an array of a leaf; see :class:`.operands.Access`."""
     make = functools.partial(mosaic_access.load, _form(ref, access, leaf))
-    return registers.per_thread(make, _place(access), shape, ref.dtype, [ref])
+    place = access.offset, access.mask, access.layer
+    return registers.per_thread(make, place, shape, ref.dtype, [ref])
 
 
 def store(shape: tuple[int, ...], ref, access, value, leaf: int) -> None:
     """Store elements of an array of a leaf; see :class:`.operands.Access`."""
     make = functools.partial(mosaic_access.store, _form(ref, access, leaf))
-    registers.do_per_thread(make, [value, *_place(access)], shape, [ref])
+    arrays = value, access.offset, access.mask, access.layer
+    registers.per_thread(make, arrays, shape, None, [ref])
 
 
 def _form(ref, access, leaf: int) -> mosaic_access.Form:
     # The leaf's index makes the instructions of each leaf unique. Otherwise, LLVM would
     # merge the loads of different leaves into one load with a selected address.
     return mosaic_access.Form(
-        ref.dtype,
-        access.width,
-        access.tiles,
-        access.mask is not None,
-        None if access.layer is None else ref.shape[-1],
-        f"// leaf {leaf}",
+        ref.dtype, access.width, access.tiles, ref.shape[-1], f"// leaf {leaf}"
     )
-
-
-def _place(access) -> list[jax.Array]:
-    place = (access.offset, access.mask, access.layer)
-    return [x for x in place if x is not None]

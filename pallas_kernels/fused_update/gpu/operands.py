@@ -9,7 +9,7 @@ kernel, is the same for all leaves.
 
 import dataclasses
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,9 @@ class Access:
 
 Stores = list[tuple[Access, jax.Array]]
 
+Key = tuple[int, int]
+"""The indices of an operand and of its row or word."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
@@ -77,19 +80,19 @@ class Memory:
         """Whether loads and stores are in branches, of which there should be few."""
         return len(self.operands) > 1
 
-    def load(self, accesses: Sequence[Access]) -> list[jax.Array]:
-        """Load elements of operands.
+    def load(self, accesses: Mapping[Key, Access]) -> dict[Key, typing.Any]:
+        """Load elements of operands, keyed like the accesses.
 
         If there are blocks of two sizes, separate branches load the values per block of
         each size. Triton cannot compile one conditional that returns both ("requires
         the same encoding for all operands and results").
         """
-        kinds, loaded = [access.tiles for access in accesses], {}
+        kinds, loaded = {key: access.tiles for key, access in accesses.items()}, {}
         is_marked = self.has_branches and self.mark is not None
-        if not is_marked or len(set(kinds) - {None}) < 2:
-            kinds = [None] * len(accesses)
-        for kind in dict.fromkeys(kinds):
-            some = {i: accesses[i] for i, each in enumerate(kinds) if each == kind}
+        if not is_marked or len({*kinds.values()} - {None}) < 2:
+            kinds = dict.fromkeys(accesses)
+        for kind in dict.fromkeys(kinds.values()):
+            some = {key: accesses[key] for key, each in kinds.items() if each == kind}
 
             def load(number: int, some=some):
                 refs = self.operands[number]
@@ -99,7 +102,7 @@ class Memory:
                 )
 
             loaded |= zip(some, self._branches(load), strict=True)
-        return [loaded[i] for i in range(len(accesses))]
+        return loaded
 
     def store(self, new: Stores) -> None:
         """Store elements of results."""
@@ -205,11 +208,8 @@ class Packed:
         """Return the initial carry of the loop over chunks, an empty word or None."""
         if is_unrolled(self.bits):
             return None
-        return self.carried(jnp.zeros(self.lanes.arrangement.shape, jnp.uint32))
-
-    def carried(self, word: jax.Array | None) -> jax.Array | None:
-        """Convert a partly filled word, or None, so that a loop can carry it."""
-        return None if word is None else self.lanes.arrangement.carried(word)
+        arrangement = self.lanes.arrangement
+        return arrangement.carried(jnp.zeros(arrangement.shape, jnp.uint32))
 
     def stores(
         self, chunk: Scalar, fields: Sequence, carry: jax.Array | None

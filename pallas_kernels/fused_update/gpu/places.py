@@ -123,19 +123,12 @@ def offsets_of_rows(
     """Return the offsets of ``count`` rows. ``first`` has the offsets of row 0."""
     if isinstance(start, jax.Array):  # otherwise there is one chunk, which starts at 0
         first = first + start * stride
-    first = _bounded(first, tiling)
+    if tiling.is_below_2_30:
+        # The remainder tells the compiler that the offset is below 2^30. Adding a
+        # constant then cannot overflow, so the constant becomes part of load and store
+        # instructions. The compiler recognizes offsets as neighbours only if the terms
+        # in which they differ are already part of the offset.
+        offset = first.astype(jnp.uint32)
+        bound = jnp.full(first.shape, 2**30, jnp.uint32)
+        first = lax.rem(offset, bound).astype(jnp.int32)
     return [first + np.int32(number) * stride for number in range(count)]
-
-
-def _bounded(offset: jax.Array, tiling: Tiling) -> jax.Array:
-    """Return ``offset`` with a hint to the compiler that it is below 2^30.
-
-    Adding a constant to such an offset cannot overflow, so the constant becomes part of
-    load and store instructions. The compiler recognizes offsets as neighbours only if
-    the terms in which they differ are already part of ``offset``.
-    """
-    if not tiling.is_below_2_30:
-        return offset
-    return lax.rem(
-        offset.astype(jnp.uint32), jnp.full(offset.shape, 2**30, jnp.uint32)
-    ).astype(jnp.int32)

@@ -28,7 +28,7 @@ from pallas_kernels.fused_update.gpu.lanes import (
     lanes_of,
 )
 from pallas_kernels.fused_update.gpu.numbers import Scalar, constants
-from pallas_kernels.fused_update.gpu.operands import Access, Memory, Packed, Stores
+from pallas_kernels.fused_update.gpu.operands import Access, Key, Memory, Packed, Stores
 from pallas_kernels.fused_update.gpu.peephole import (
     with_instructions,
     with_peephole_rules,
@@ -158,8 +158,7 @@ class _Program:
         def step(counted, _):
             chunk, carry = counted
             new = self._update_chunk(chunk, carry)
-            pairs = zip(self._packed, new, strict=True)
-            carry = [x.carried(word) for x, word in pairs]
+            carry = jax.tree.map(self._block_lanes.arrangement.carried, new)
             return (chunk + np.int32(1), carry), None
 
         lax.scan(step, (jnp.int32(0), carry), length=chunks)
@@ -168,7 +167,8 @@ class _Program:
         """Update the chunk with this index, and return its partly filled words."""
         rows, memory = self._lanes.rows(chunk), self._memory
         wanted = self._words_and_blocks(chunk)
-        loaded = self._load(wanted | (self._plain(rows) if self._reads_at_once else {}))
+        at_once = self._plain(rows) if self._reads_at_once else {}
+        loaded = memory.load(wanted | at_once)
         for number, x in enumerate(self._reads):
             if isinstance(x, Packed):
                 words = [loaded[key] for key in wanted if key[0] == number]
@@ -179,7 +179,7 @@ class _Program:
         fields = {x.number: [] for x in self._packed}
         for row in rows:
             if not self._reads_at_once:
-                loaded |= self._load(self._plain([row]))
+                loaded |= memory.load(self._plain([row]))
             new = run(self._values(row, loaded), self._scalars, row.index)
             for x, value in zip(self._per_row, new, strict=True):
                 if isinstance(x, _Plain):
@@ -198,7 +198,7 @@ class _Program:
         memory.store([*stores, *(store for words, _ in full for store in words)])
         return [open_word for _, open_word in full]
 
-    def _words_and_blocks(self, chunk: Scalar) -> "_Accesses":
+    def _words_and_blocks(self, chunk: Scalar) -> dict[Key, Access]:
         """Return accesses to the chunk's packed operands and per-block operands."""
         wanted = {}
         for number, x in enumerate(self._reads):
@@ -209,7 +209,7 @@ class _Program:
                 wanted[number, 0] = x.access(chunk)
         return wanted
 
-    def _plain(self, rows: Sequence[Row]) -> "_Accesses":
+    def _plain(self, rows: Sequence[Row]) -> dict[Key, Access]:
         """Return accesses to all other operands of these rows."""
         return {
             (number, row.number): x.access(row)
@@ -217,10 +217,6 @@ class _Program:
             for number, x in enumerate(self._reads)
             if isinstance(x, (_Plain, _Repeated))
         }
-
-    def _load(self, wanted: "_Accesses") -> dict[tuple[int, int], typing.Any]:
-        values = self._memory.load(list(wanted.values()))
-        return dict(zip(wanted, values, strict=True))
 
     def _values(self, row: Row, loaded) -> list[jax.Array]:
         """Return a row's elements for each operand that is not per block."""
@@ -287,10 +283,6 @@ class _Program:
             lanes.blocks_of(size).maxima(x)
             for size, x in zip(sizes, maxima, strict=False)
         ]
-
-
-_Accesses = dict[tuple[int, int], Access]
-"""Accesses for loads, keyed by the indices of the operand and of its row or word."""
 
 
 class _Plain(typing.NamedTuple):

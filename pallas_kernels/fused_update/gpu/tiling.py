@@ -161,8 +161,7 @@ class BlockTiling:
     @property
     def rows(self) -> int:
         """The number of rows in a matrix."""
-        length = self.shape[self.layout.row_axis]
-        return math.ceil(length / FOLD) if self.layout.is_folded else length
+        return Layout(self.shape, self.layout.axis).rows
 
     @functools.cached_property
     def row_stride(self) -> int:

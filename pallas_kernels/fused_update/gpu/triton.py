@@ -10,12 +10,12 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.fused_update.gpu.kernel import Kernel, prepare, shaped
+from pallas_kernels.fused_update.gpu.kernel import Kernel, prepare
 from pallas_kernels.fused_update.gpu.program import run_program
 from pallas_kernels.fused_update.gpu.sharing import Sharing
 from pallas_kernels.fused_update.gpu.tiling import FlatTiling
 from pallas_kernels.fused_update.gpu.triton_arrays import Arrays, load, store
-from pallas_kernels.fused_update.spec import Call
+from pallas_kernels.fused_update.spec import Call, shaped
 from pallas_kernels.gpu.instructions import Instructions
 
 _SIZE = Sharing(

@@ -33,6 +33,7 @@ class KernelArray:
 
     Args:
       tiling: tiling of the leaf.
+      interpret: whether Pallas simulates the kernel.
       shape: shape of the leaf's array.
       dtype, bits, block_size, overwrites: see :class:`.Operand` and :class:`.Result`.
       is_stacked: whether the array is a stack of layers.
@@ -40,6 +41,7 @@ class KernelArray:
     """
 
     tiling: Tiling
+    interpret: bool
     shape: tuple[int, ...]
     dtype: np.dtype
     bits: int | None
@@ -94,8 +96,9 @@ class KernelArray:
         """Whether fields are unpacked into scratch memory during a program's loop."""
         return self.bits is not None and self.tiling.group % period(self.bits)[0] > 0
 
-    def scratch_shape(self, interpret: bool) -> tuple[int, ...] | None:
-        """Return the shape of scratch memory for words, fields or repeated elements."""
+    @property
+    def scratch_shape(self) -> tuple[int, ...] | None:
+        """Shape of scratch memory for words, fields or repeated elements."""
         tiling = self.tiling
         if self.block_size is not None:
             return tiling.units * SUBLANES * tiling.stacked_blocks, LANES
@@ -103,18 +106,17 @@ class KernelArray:
             return (tiling.block_rows, *self.block[1:])
         if self.is_narrow and tiling.side_by_side is not None:
             return self.block
-        if self.is_narrow and interpret:
+        if self.is_narrow and self.interpret:
             return tiling.block_rows * self.dtype.itemsize // 4, LANES
         return None
 
-    def scratch(self, interpret: bool) -> list:
-        """Return scratch memory for the transpose and for :meth:`scratch_shape`."""
+    def scratch(self) -> list:
+        """Return scratch memory for the transpose and for :attr:`scratch_shape`."""
         scratch = []
         if self.is_transposed:
             scratch.append(pltpu.VMEM(self.block, self.kernel_dtype))
-        shape = self.scratch_shape(interpret)
-        if shape is not None:
-            scratch.append(pltpu.VMEM(shape, jnp.uint32))
+        if self.scratch_shape is not None:
+            scratch.append(pltpu.VMEM(self.scratch_shape, jnp.uint32))
         return scratch
 
     def spec(self) -> pl.BlockSpec:
@@ -139,19 +141,19 @@ class KernelArray:
         rows, *last = self.block
         return pl.BlockSpec((None, rows, None, *last), place)
 
-    def to_kernel(self, x: jax.Array, interpret: bool) -> jax.Array:
+    def to_kernel(self, x: jax.Array) -> jax.Array:
         """Convert an array of the leaf for a kernel. XLA copies it if it is float16."""
         x = self._view(x)
         if self.kernel_dtype != x.dtype:
             x = lax.bitcast_convert_type(x, self.kernel_dtype)
-        if interpret:
+        if self.interpret:
             x = self._padded(x)
         return jnp.swapaxes(x, -1, -2) if self.is_transposed else x
 
-    def from_kernel(self, x: jax.Array, interpret: bool) -> jax.Array:
+    def from_kernel(self, x: jax.Array) -> jax.Array:
         """Convert an array from a kernel to the shape and dtype of the leaf's array."""
         x = jnp.swapaxes(x, -1, -2) if self.is_transposed else x
-        if interpret:
+        if self.interpret:
             x = x[:, : self._view_shape[1], ..., : self._view_shape[-1]]
         if x.dtype != self.dtype:
             x = lax.bitcast_convert_type(x, self.dtype)
@@ -167,9 +169,9 @@ class KernelArray:
             x = jnp.moveaxis(x, -2, axis)
         return x.reshape(self.shape)
 
-    def output(self, interpret: bool) -> jax.ShapeDtypeStruct:
+    def output(self) -> jax.ShapeDtypeStruct:
         """Return the shape and dtype of the array that a kernel writes."""
-        shape = self._padded_shape if interpret else self._view_shape
+        shape = self._padded_shape if self.interpret else self._view_shape
         return jax.ShapeDtypeStruct(
             (*shape[:-2], *self._turned(shape[-2:])),
             self.kernel_dtype,
@@ -267,8 +269,8 @@ class RepeatedArray(KernelArray):
     def is_transposed(self) -> bool:
         return False
 
-    def scratch_shape(self, interpret: bool) -> tuple[int, ...] | None:
-        del interpret
+    @property
+    def scratch_shape(self) -> tuple[int, ...] | None:
         return (self.tiling.block_rows, LANES) if self.is_of_rows else REGISTER
 
     def spec(self) -> pl.BlockSpec:
@@ -293,13 +295,14 @@ class RepeatedArray(KernelArray):
 
 
 def kernel_arrays(
-    shard: Shard, tiling: Tiling
+    shard: Shard, tiling: Tiling, interpret: bool
 ) -> tuple[tuple[KernelArray, ...], tuple[KernelArray, ...]]:
     """Return the operands and the results of a shard's kernel."""
     leaf = shard.leaf
     operands = tuple(
         (RepeatedArray if o.repeated else KernelArray)(
             tiling,
+            interpret,
             o.array.shape,
             o.array.dtype,
             o.bits,
@@ -311,6 +314,7 @@ def kernel_arrays(
     results = tuple(
         KernelArray(
             tiling,
+            interpret,
             shape,
             r.dtype,
             r.bits,

@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.bitfields import get_field, period, put_fields
@@ -36,6 +35,7 @@ from pallas_kernels.fused_update.tpu.registers import (
     Ref,
     every,
     exchanged,
+    in_steps,
     load,
     part,
     store,
@@ -199,12 +199,11 @@ class Block:
         """Calls a function with the index of each row."""
         rows, at_once = self.ref.shape[0], math.gcd(self.ref.shape[0], _ROWS_AT_ONCE)
 
-        def call(first, _):
+        def of_rows(first: jax.Array) -> None:
             for row in range(at_once):
                 function(first + jnp.int32(row))
-            return first + jnp.int32(at_once), None
 
-        lax.scan(call, jnp.int32(0), length=rows // at_once)
+        in_steps(rows, at_once, of_rows)
 
     def _widen(self, row: jax.Array) -> None:
         """Moves each element of a row to the upper bits of its own word."""
@@ -227,15 +226,9 @@ class Block:
     def _for_periods(self, function: Callable[[jax.Array, int], None]) -> None:
         """Calls a function with the index of each group of 8 periods, and the width."""
         bits = typing.cast(int, self.array.bits)
-
-        def call(number, _):
-            function(number, bits)
-            return number + jnp.int32(1), None
-
         rows, *aside, _ = self.ref.shape
         count = rows * math.prod(aside) // (SUBLANES * period(bits)[1])
-        # With 64-bit types enabled, a fori_loop would count in int64.
-        lax.scan(call, jnp.int32(0), length=count)
+        in_steps(count, 1, lambda number: function(number, bits))
 
     def _unpack_period(self, number: jax.Array, bits: int) -> None:
         height, count = period(bits)

@@ -129,35 +129,27 @@ def _identity(x):
     return id(x)
 
 
-class BlockFunctions(typing.NamedTuple):
-    """The traced methods of a :class:`.BlockBody`, except ``__call__``."""
-
-    before: Function
-    rounds: Sequence[tuple[Function, Function]]
-    """``statistics`` and ``after`` for each round of maxima."""
-    block_sizes: Sequence[int]
-
-
 @dataclasses.dataclass(frozen=True)
 class Functions:
     """The traced functions of a body.
 
     Args:
       run: the body itself.
-      of_blocks: the other methods of a :class:`.BlockBody`, or None.
+      before: the method of a :class:`.BlockBody`; None for other bodies.
+      rounds: ``statistics`` and ``after`` for each round of maxima.
+      block_sizes: the size of the blocks for each maximum.
     """
 
     run: Function
-    of_blocks: BlockFunctions | None = None
+    before: Function | None = None
+    rounds: Sequence[tuple[Function, Function]] = ()
+    block_sizes: Sequence[int] = ()
 
     @property
     def unsupported(self) -> list[str]:
         """The operations that TPU kernels do not support."""
-        parts = [self.run]
-        if self.of_blocks is not None:
-            before, rounds, _ = self.of_blocks
-            parts += [before, *itertools.chain(*rounds)]
-        return [operation for x in parts for operation in x.unsupported]
+        parts = [self.run, self.before, *itertools.chain(*self.rounds)]
+        return [name for x in parts if x is not None for name in x.unsupported]
 
 
 def traced(
@@ -204,5 +196,5 @@ def _traced(body, kinds: Sequence, scalars: int, integers: np.dtype) -> Function
         after = Function(body.after, maxima, block_values)
         given[1:] = [after.shapes[1]]
         rounds.append((keys, after))
-    of_blocks = BlockFunctions(before, rounds, body.block_sizes)
-    return Functions(Function(run, *arguments, *given), of_blocks)
+    run_with_blocks = Function(run, *arguments, *given)
+    return Functions(run_with_blocks, before, rounds, body.block_sizes)

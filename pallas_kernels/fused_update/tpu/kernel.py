@@ -20,14 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.fused_update import xla
-from pallas_kernels.fused_update.spec import (
-    BlockBody,
-    Body,
-    Call,
-    Leaf,
-    Shard,
-    result_shapes,
-)
+from pallas_kernels.fused_update.spec import BlockBody, Body, Call, Leaf, Shard, shaped
 from pallas_kernels.fused_update.tpu.arrays import KernelArray, kernel_arrays
 from pallas_kernels.fused_update.tpu.functions import traced
 from pallas_kernels.fused_update.tpu.program import BlockProgram
@@ -138,35 +131,34 @@ def update(call: Call) -> list[jax.Array]:
         written = xla.update(
             call.body,
             dataclasses.replace(leaf, shape=shape),
-            xla.row_of(call.table, call.rows),
+            xla.row_of(call.scalars, call.scalars.rows),
             call.layer,
-            call.when,
+            call.scalars.when,
             xla.index_of(shape, leaf.shape, shard.base, call.layer),
         )
-    shapes = result_shapes(shard)
-    return [x.reshape(shape) for x, shape in zip(written, shapes, strict=True)]
+    return shaped(written, call.shards)
 
 
 def _by_kernel(call: Call, shard: Shard) -> list[jax.Array]:
-    interpret = call.interpret
+    interpret, scalars = call.interpret, call.scalars
     zero = jnp.zeros((1,), jnp.uint32)
-    row = zero if call.rows is None else call.rows
+    row = zero if scalars.rows is None else scalars.rows
     base = zero if shard.base is None else shard.base.reshape(1)
     layer = jnp.zeros((1,), jnp.int32) if call.layer is None else call.layer
     tiling = tiling_of(shard)
-    operands, results = kernel_arrays(shard, tiling)
+    operands, results = kernel_arrays(shard, tiling, interpret)
     kernel = _Kernel(
         body=call.body,
         tiling=tiling,
         operands=operands,
         results=results,
-        table_width=call.table.shape[-1],
-        when=call.when,
+        table_width=scalars.table.shape[-1],
+        when=scalars.when,
         interpret=interpret,
         generation=None if interpret else generation_of_target(),
     )
     pairs = zip(operands, shard.leaf.arrays, strict=True)
-    arrays = [each.to_kernel(x, interpret) for each, x in pairs]
+    arrays = [each.to_kernel(x) for each, x in pairs]
     if not interpret:
         # Without the constraint, XLA first copies parts of the arrays to vector memory.
         in_memory = pltpu.MemorySpace.HBM
@@ -175,11 +167,11 @@ def _by_kernel(call: Call, shard: Shard) -> list[jax.Array]:
     written = _call(kernel)(
         layer.astype(jnp.int32),
         jnp.concatenate([row, base]),
-        call.table.reshape(-1),
+        scalars.table.reshape(-1),
         *arrays,
     )
     pairs = zip(results, written, strict=True)
-    return [each.from_kernel(x, interpret) for each, x in pairs]
+    return [each.from_kernel(x) for each, x in pairs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +195,7 @@ def _call(kernel: _Kernel):
     return jax.jit(
         pl.pallas_call(
             functools.partial(_program, kernel),
-            out_shape=[x.output(kernel.interpret) for x in kernel.results],
+            out_shape=[x.output() for x in kernel.results],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 # All scalars are prefetched. With 64-bit types enabled, Pallas gives
                 # other scalars an index map in int64, which TPUs do not support.
@@ -211,9 +203,7 @@ def _call(kernel: _Kernel):
                 grid=kernel.tiling.grid,
                 in_specs=[x.spec() for x in kernel.operands],
                 out_specs=[x.spec() for x in kernel.results],
-                scratch_shapes=[
-                    memory for x in arrays for memory in x.scratch(kernel.interpret)
-                ],
+                scratch_shapes=[memory for x in arrays for memory in x.scratch()],
             ),
             input_output_aliases={
                 3 + x.overwrites: number
@@ -232,11 +222,11 @@ def _call(kernel: _Kernel):
 
 
 def _program(kernel: _Kernel, layer, place, table, *refs):
-    matrix, aside, rows, columns = (pl.program_id(axis) for axis in range(4))
+    position = [pl.program_id(axis) for axis in range(4)]
     row = place[0].astype(jnp.int32) * jnp.int32(kernel.table_width)
     scalars = [table[row + jnp.int32(i)] for i in range(kernel.table_width)]
     arrays = *kernel.operands, *kernel.results
-    blocks = blocks_of(arrays, refs, kernel.interpret)
+    blocks = blocks_of(arrays, refs)
     count = len(kernel.operands)
     operands, results = blocks[:count], blocks[count:]
     size = math.prod(kernel.tiling.whole) % 2**32
@@ -251,8 +241,8 @@ def _program(kernel: _Kernel, layer, place, table, *refs):
         scalars=scalars,
         operands=operands,
         results=results,
-        first=_first_element(kernel.tiling, first, matrix, aside, rows, columns),
-        place=(rows, columns),
+        first=_first_element(kernel.tiling, first, position),
+        place=(position[2], position[3]),
     )
     if kernel.when is None:
         program.update()
@@ -265,15 +255,16 @@ def _program(kernel: _Kernel, layer, place, table, *refs):
 
 
 def _first_element(
-    tiling: Tiling,
-    first: jax.Array,
-    matrix: jax.Array,
-    aside: jax.Array,
-    rows: jax.Array,
-    columns: jax.Array,
+    tiling: Tiling, first: jax.Array, position: Sequence[jax.Array]
 ) -> jax.Array:
-    """Returns the index of a program's first element in the whole leaf."""
-    whole = tiling.whole
+    """Returns the index of a program's first element in the whole leaf.
+
+    Args:
+      tiling: tiling of the leaf.
+      first: index of the shard's first element.
+      position: the program's indices along the axes of the grid.
+    """
+    (matrix, aside, rows, columns), whole = position, tiling.whole
 
     def stride(axis: int) -> int:
         return math.prod(whole[len(whole) + axis + 1 :])

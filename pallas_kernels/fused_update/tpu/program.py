@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.fused_update.tpu.blocks import Block
 from pallas_kernels.fused_update.tpu.functions import Functions, Known
+from pallas_kernels.fused_update.tpu.registers import in_steps
 from pallas_kernels.fused_update.tpu.repeated_blocks import ScaleBlock
 from pallas_kernels.fused_update.tpu.tiling import LANES, REGISTER, SUBLANES, Tiling
 from pallas_kernels.fused_update.tpu.values import Sum, whole
@@ -45,28 +46,21 @@ class BlockProgram:
     def update(self) -> None:
         """Update all blocks."""
         known: Known = {}
-        of_blocks = self.functions.of_blocks
         self.functions.run.add_known(self.scalars, known)
-        if of_blocks is not None:
-            for statistics, _ in of_blocks.rounds:
-                statistics.add_known(self.scalars, known)
+        for statistics, _ in self.functions.rounds:
+            statistics.add_known(self.scalars, known)
         for block in (*_scales(self.operands), *_plain(self.operands)):
             block.open(self.place[1])
-        self._units(known)
-        for block in (*_plain(self.results), *_scales(self.results)):
-            block.close(self.place[1])
 
-    def _units(self, known: Known) -> None:
-        """Updates all units in a loop."""
         unroll = self.tiling.unroll
 
-        def units(first, _):
+        def units(first: jax.Array) -> None:
             for offset in range(unroll):
                 self._unit(first, offset, dict(known))
-            return first + jnp.int32(unroll), None
 
-        # With 64-bit types enabled, a fori_loop would count in int64.
-        lax.scan(units, jnp.int32(0), length=self.tiling.units // unroll)
+        in_steps(self.tiling.units, unroll, units)
+        for block in (*_plain(self.results), *_scales(self.results)):
+            block.close(self.place[1])
 
     def keep(self) -> None:
         """Copy each overwritten operand to its result, instead of updating it."""
@@ -89,7 +83,7 @@ class BlockProgram:
         for block in range(count):
             rows = slice(block * height, (block + 1) * height)
             of_blocks = []
-            if self.functions.of_blocks is not None:
+            if self.functions.before is not None:
                 of_blocks = self._update_scales(
                     (unit, block), arguments[rows], exist[rows], **options
                 )
@@ -128,7 +122,7 @@ class BlockProgram:
 
         For one matrix, they are ``unit`` and 0.
         """
-        count = jnp.int32(self.tiling.registers or 1)
+        count = jnp.int32(self.tiling.registers)
         return lax.div(unit, count), lax.rem(unit, count)
 
     def _exists(self, unit: jax.Array, row: int) -> jax.Array | None:
@@ -163,8 +157,8 @@ class BlockProgram:
           exist: for each row, a mask of the elements inside the array, or None for all.
           **options: see :meth:`.functions.Function.__call__`.
         """
-        functions = self.functions.of_blocks
-        assert functions is not None
+        functions = self.functions
+        assert functions.before is not None
         values = [block.load_elements(*place) for block in _scales(self.operands)]
         given, maxima, stored = [functions.before(values, **options)], [], []
         for statistics, of_maxima in functions.rounds:

@@ -61,6 +61,17 @@ def store(ref: Ref, rows: Iterable, group: int) -> None:
         ref[_register(ref, row, group)] = whole(value)
 
 
+def in_steps(count: int, step: int, function: Callable[[jax.Array], None]) -> None:
+    """Call a function with the int32 numbers 0, ``step``, ... below ``count``."""
+
+    def call(number, _):
+        function(number)
+        return number + jnp.int32(step), None
+
+    # With 64-bit types enabled, a fori_loop would count in int64.
+    lax.scan(call, jnp.int32(0), length=count // step)
+
+
 def exchanged(
     registers: Sequence[jax.Array], source: Callable[[int, int], tuple[int, int]]
 ) -> list[jax.Array]:

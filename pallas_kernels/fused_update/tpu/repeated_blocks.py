@@ -135,22 +135,18 @@ class RepeatedBlock(Block):
         return typing.cast(RepeatedArray, self.array).is_of_rows
 
 
-def blocks_of(
-    arrays: Sequence[KernelArray], refs: Sequence[Ref], interpret: bool
-) -> list[Block]:
+def blocks_of(arrays: Sequence[KernelArray], refs: Sequence[Ref]) -> list[Block]:
     """Return a program's blocks, given references to arrays and to scratch memory."""
     outside, scratch = refs[: len(arrays)], iter(refs[len(arrays) :])
     pairs = zip(arrays, outside, strict=True)
-    return [_block(*each, scratch, interpret) for each in pairs]
+    return [_block(array, ref, scratch) for array, ref in pairs]
 
 
-def _block(
-    array: KernelArray, outside: Ref, scratch: Iterator[Ref], interpret: bool
-) -> Block:
+def _block(array: KernelArray, outside: Ref, scratch: Iterator[Ref]) -> Block:
     ref = next(scratch) if array.is_transposed else outside
     kind = Block if array.block_size is None else ScaleBlock
     kind = RepeatedBlock if isinstance(array, RepeatedArray) else kind
-    has_scratch = array.scratch_shape(interpret) is not None
+    has_scratch = array.scratch_shape is not None
     return kind(array, outside, ref, next(scratch) if has_scratch else None)
 
 

@@ -113,8 +113,8 @@ class Tiling:
 
     @property
     def registers(self) -> int:
-        """Number of registers for a row of matrices side by side; 0 for one matrix."""
-        return (self.side_by_side or 0) // SUBLANES
+        """Number of registers for a row of matrices side by side; 1 for one matrix."""
+        return (self.side_by_side or SUBLANES) // SUBLANES
 
     @property
     def unit_rows(self) -> int:
@@ -124,7 +124,7 @@ class Tiling:
     @property
     def units(self) -> int:
         """Number of units of a program."""
-        return self.block_rows // self.unit_rows * (self.registers or 1)
+        return self.block_rows // self.unit_rows * self.registers
 
     @property
     def unroll(self) -> int:
@@ -157,14 +157,14 @@ def tiling_of(shard: Shard) -> Tiling:
     group, stacked_blocks = _group(leaf, has_sublanes=aside is None and axis != -1)
     both = (*leaf.operands, *leaf.results)
     max_rows, limit = _MAX_ROWS // (aside or 1), _MAX_BYTES
+    bytes_of_both = sum(_bytes_of(like, aside is not None) for like in both)
+    bytes_per_row = 2 * LANES * (aside or 1) * bytes_of_both
     if aside is not None:
         unit = math.lcm(group, *periods)
-        bytes_per_row = 2 * LANES * aside * sum(map(_bytes_side_by_side, both))
     else:
         # A register covers 8 groups and 8 periods, and one or more blocks.
         unit = max(_MIN_ROWS, *(SUBLANES * rows for rows in (*heights, *periods)))
         unit *= max(widths) if axis == -1 else 1
-        bytes_per_row = 2 * LANES * sum(map(_bytes_of, both))
         # Transposed words are processed in whole tiles if these fit into memory.
         tile_rows = LANES * max(periods, default=1)
         tile_bytes = tile_rows * bytes_per_row
@@ -200,15 +200,12 @@ def _group(leaf: Leaf, *, has_sublanes: bool) -> tuple[int, int]:
     """
     heights = [block_shape(size)[0] for size in leaf.block_sizes]
     periods = [period(bits)[0] for bits in leaf.packed]
+    words = math.lcm(_MIN_GROUP, *(rows for rows in periods if rows <= _MAX_GROUP))
     if not has_sublanes:
-        whole_words = (rows for rows in periods if rows <= _MAX_GROUP)
-        return math.lcm(_MIN_GROUP, *whole_words, *heights), 1
-    group = math.lcm(
-        _MIN_GROUP,
-        *(rows for rows in periods if rows <= _MAX_GROUP),
-        # Values per block are computed once per group, so large groups are cheaper.
-        *(max(rows // SUBLANES, min(rows, _MAX_GROUP)) for rows in heights),
-    )
+        return math.lcm(words, *heights), 1
+    # Values per block are computed once per group, so large groups are cheaper.
+    parts = (max(rows // SUBLANES, min(rows, _MAX_GROUP)) for rows in heights)
+    group = math.lcm(words, *parts)
     higher = math.lcm(group, *(rows for rows in periods if rows <= _MAX_PERIOD))
     if all(rows % higher == 0 for rows in heights):
         return higher, 1
@@ -288,9 +285,8 @@ def _side_by_side(leaf: Leaf, shape: tuple[int, ...]) -> int | None:
         _row_axis(leaf, shape) > -3
         or minor_axes(shape) != (-1, -2)
         or shape[-2] % SUBLANES
+        or not _has_one_height(leaf)
     ):
-        return None
-    if not _has_one_height(leaf):
         return None
     arrays = [o.array.dtype for o in leaf.operands if o.block_size is None]
     full = SUBLANES * 4 // min(dtype.itemsize for dtype in arrays)
@@ -323,23 +319,14 @@ def _has_one_height(leaf: Leaf) -> bool:
     return len(heights) <= 1 and max(heights, default=1) <= _MAX_UNROLLED
 
 
-def _bytes_of(like: Operand | Result) -> float:
+def _bytes_of(like: Operand | Result, is_side_by_side: bool) -> float:
     """Returns the bytes per element, including scratch memory."""
     if like.bits is not None:
         # Blocks are counted twice, but scratch memory is not.
         return like.bits / 8 + (0 if is_unrolled(like.bits) else 2)
     if like.block_size is not None:
         return 1.0
-    # Narrow rows also use scratch memory.
-    return {1: 1.5, 2: 3}.get(_dtype_of(like).itemsize, 4)
-
-
-def _bytes_side_by_side(like: Operand | Result) -> float:
-    """Returns :func:`_bytes_of` plus a word of scratch memory per narrow element."""
-    if like.bits is not None or like.block_size is not None:
-        return _bytes_of(like)
-    return {1: 3, 2: 4}.get(_dtype_of(like).itemsize, 4)
-
-
-def _dtype_of(like: Operand | Result):
-    return (like.array if isinstance(like, Operand) else like).dtype
+    dtype = (like.array if isinstance(like, Operand) else like).dtype
+    # Narrow rows also use scratch memory, a word per element if side by side.
+    of_narrow = {1: 3, 2: 4} if is_side_by_side else {1: 1.5, 2: 3}
+    return of_narrow.get(dtype.itemsize, 4)

@@ -102,7 +102,7 @@ def test_signed_codes_are_symmetric_and_zero_is_a_code(code):
 
 @each_code
 def test_values_are_normal_and_scales_finite_in_blocks_of_any_size(code):
-    if not code.is_linear_in_units:
+    if isinstance(code, Float):
         pytest.skip("its fields are sums with the block's base")
     for largest in (2.0**-126, 1e-37, 1e-30):
         _, values = finite_values(code, largest)
@@ -115,7 +115,7 @@ def test_values_are_normal_and_scales_finite_in_blocks_of_any_size(code):
 
 @each_unsigned_code
 def test_the_largest_of_a_block_is_never_rounded_to_infinity(code):
-    if not code.is_linear_in_units:
+    if isinstance(code, Float):
         pytest.skip("its fields are sums with the block's base")
     # The quotient of a stored value and the unit may slightly exceed the exact value.
     _, ready = prepared(code, 3.3)

@@ -35,9 +35,9 @@ def by_xla(monkeypatch):
         return xla.update(
             call.body,
             dataclasses.replace(leaf, shape=shape),
-            xla.row_of(call.table, call.rows),
+            xla.row_of(call.scalars, call.scalars.rows),
             call.layer,
-            call.when,
+            call.scalars.when,
             xla.index_of(shape, leaf.shape, base, call.layer),
         )
 

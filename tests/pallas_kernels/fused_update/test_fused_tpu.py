@@ -273,7 +273,7 @@ def test_a_shard_of_few_columns_before_heads_has_the_bits_of_the_whole():
         given = leaf.with_arrays([jnp.asarray(a[:, heads]) for a in arrays])
         local = 256, heads.stop - heads.start, 8
         shard = Shard(given, local, jnp.uint32(8 * heads.start))
-        got = tpu.update(Call(body, [shard], table, interpret=True))
+        got = tpu.update(Call(body, [shard], Scalars(table), interpret=True))
         assert_equal(got, [x[:, heads], numbers[:, heads]])
 
 
@@ -362,6 +362,6 @@ def test_shards_have_the_bits_of_the_whole(shape, parts):
         first = part(index_of(shape), place).flat[0]
         given = leaf.with_arrays([part(x, place) for x in arrays])
         shard = Shard(given, local, jnp.uint32(first))
-        table, row = jnp.asarray(TABLE), jnp.uint32([1])
-        got = tpu.update(Call(body, [shard], table, row, interpret=True))
+        scalars = Scalars(jnp.asarray(TABLE), jnp.uint32([1]))
+        got = tpu.update(Call(body, [shard], scalars, interpret=True))
         assert_equal(got, [part(x, place) for x in want])
