@@ -99,6 +99,7 @@ ROWS = {
     "stochastic": Row(_in(stochastic_rounding())),
     "stochastic, exact sums": Row(_in(stochastic_rounding(**_EXACT))),
     "error into mu": Row(_in(INTO_MU)),
+    "factored, all in float32": _float32(_factored),
     "factored": Row(_in(None, FEW_BITS, _factored)),
     "factored, no extra bits": Row(_in(INTO_MU, FEW_BITS, _factored)),
     "LPMM, 12 bits": Row(_lpmm, None),
