@@ -43,7 +43,6 @@ ROWS = {
     "linear, stochastic": _codes(code="linear", rounding="stochastic"),
     "companded, nearest": _codes(code="companded", rounding="nearest"),
     "companded, stochastic": _codes(code="companded", rounding="stochastic"),
-    "4 bits": _row({"mu": block_quantized(4), "nu": block_quantized(8)}),
 }
 
 
