@@ -14,8 +14,9 @@ from jax.extend.core import primitives as p
 from lowbit_optax._jaxprs.elementwise import is_elementwise
 from lowbit_optax._jaxprs.graph import EXPENSIVE, Call, Node
 
-_WRITTEN = EXPENSIVE | {p.reshape_p, p.squeeze_p, p.transpose_p}
-"""Primitives whose results a kernel may read if they have the leaf's shape.
+_MOVES = {"reshape", "reshard", "sharding_constraint", "slice", "squeeze", "transpose"}
+_WRITTEN = _MOVES | {x.name for x in EXPENSIVE}
+"""The names of primitives whose results a kernel may read if they have its shape.
 
 XLA writes these results to memory anyway. It would fuse other results, such as random
 numbers, with the update, and reading them takes longer than XLA's whole update.
@@ -60,6 +61,6 @@ def _is_readable(node: Node, shape: tuple[int, ...]) -> bool:
     if not jnp.issubdtype(dtype, jnp.number) or dtype.itemsize > 4:
         return False
     if node.aval.shape == shape:
-        return node.call is None or node.call.primitive in _WRITTEN
+        return node.call is None or node.call.primitive.name in _WRITTEN
     # An array of equal rank has length 1 or the length of the leaf along each axis.
     return len(node.aval.shape) == len(shape)

@@ -9,18 +9,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from lowbit_optax import formats
-from lowbit_optax._step import trees
-from lowbit_optax._step.context import layerwise
+from lowbit_optax._step import context, trees
 from lowbit_optax._step.moment_slots import Moments
+from lowbit_optax._step.param_shardings import leaf_shardings
 from lowbit_optax.aliases.common import check_learning_rate, check_numbers, checked
+from lowbit_optax.aliases.newton_schulz import orthogonalized_shards
 from lowbit_optax.formats.moment_fields import register_moments
 from lowbit_optax.transformations.lowbit import lowbit
 from lowbit_optax.transformations.options import Options, takes_options
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-8
 
 IsMatrix = Callable[[str, typing.Any], bool]
@@ -76,7 +75,9 @@ def lowbit_muon(
 
     A leaf with more than two axes is a stack of matrices in its last two axes. NS runs
     on one matrix after the other, so that temporary memory does not grow with the
-    stack. With :mod:`lowbit_optax.release`, the backward loop updates each matrix.
+    stack. With :mod:`lowbit_optax.release`, the backward loop updates each matrix. On a
+    mesh with explicit axes, or with ``param_shardings``, shards of matrices are moved
+    in bfloat16, and NS of a stack runs on different layers on different devices.
 
     Args:
       learning_rate: the learning rate eta, a number or a schedule.
@@ -132,10 +133,10 @@ def lowbit_muon(
         raise ValueError(
             f"lowbit_muon: ns_dtype must be float32 or bfloat16, got {dtype}"
         )
-    orthogonal = functools.partial(orthogonalized, steps=ns_steps, dtype=dtype)
+    given = options.get("param_shardings")
     muon = optax.chain(
         _momentum(beta, nesterov),
-        optax.stateless_with_tree_map(lambda x, _: layerwise(orthogonal)(x)),
+        optax.stateless(functools.partial(_orthogonal, ns_steps, dtype, given)),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -143,35 +144,6 @@ def lowbit_muon(
     inner = optax.partition({"muon": muon, "adam": adam}, labels)
     weights = formats.extra_bits(8 if bits is None else bits)
     return lowbit(inner, weights=weights, moments=moments, **options)
-
-
-def orthogonalized(
-    x: jax.Array, steps: int = 5, dtype: jax.typing.DTypeLike = jnp.float32
-) -> jax.Array:
-    """Moves all singular values close to 1, and multiplies by Muon's shape factor.
-
-    Args:
-      x: float32 [..., rows, columns].
-      steps, dtype: ``ns_steps`` and ``ns_dtype`` of :func:`lowbit_muon`.
-
-    >>> import jax.numpy as jnp
-    >>> x = orthogonalized(jnp.diag(jnp.float32([4.0, 2.0])))
-    >>> bool(jnp.all(jnp.abs(jnp.diag(x) - 1) < 0.35)), float(x[0, 1])
-    (True, 0.0)
-    """
-    if x.ndim > 2:
-        of_one = functools.partial(orthogonalized, steps=steps, dtype=dtype)
-        return lax.map(of_one, x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
-    rows, columns = x.shape
-    is_high = rows > columns
-    a, b, c = (jnp.asarray(value, dtype) for value in _COEFFICIENTS)
-    y = (x / (jnp.sqrt(jnp.sum(x * x)) + jnp.float32(_EPS))).astype(dtype)
-    y = y.T if is_high else y
-    for _ in range(steps):
-        square = y @ y.T
-        y = a * y + (b * square + c * (square @ square)) @ y
-    y = (y.T if is_high else y).astype(jnp.float32)
-    return y * jnp.float32(max(1, columns / rows) ** 0.5)
 
 
 def _momentum(beta: float, nesterov: bool) -> optax.GradientTransformation:
@@ -194,6 +166,22 @@ def _momentum(beta: float, nesterov: bool) -> optax.GradientTransformation:
         return found, MomentumState(count, mu)
 
     return optax.GradientTransformation(init, update)
+
+
+def _orthogonal(steps: int, dtype, given, updates, params):
+    """Returns the orthogonalised updates; ``given`` is ``param_shardings``."""
+    around = context.current()
+    _, leaves, structure = trees.named_leaves(updates)
+    places = leaf_shardings(None if around.is_analysed else given, params, around.layer)
+    found = []
+    for x, place in zip(leaves, places, strict=True):
+        explicit = jax.typeof(x).sharding
+        place = explicit if any(explicit.spec) else place
+        of_one = functools.partial(
+            orthogonalized_shards, sharding=place, steps=steps, dtype=dtype
+        )
+        found.append(context.layerwise(of_one)(x))
+    return structure.unflatten(found)
 
 
 def _labels(is_matrix: IsMatrix | None, params):
