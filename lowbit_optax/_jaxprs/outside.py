@@ -15,8 +15,8 @@ from lowbit_optax._jaxprs.elementwise import is_elementwise
 from lowbit_optax._jaxprs.graph import EXPENSIVE, Call, Node
 
 _MOVES = {"reshape", "reshard", "sharding_constraint", "slice", "squeeze", "transpose"}
-_WRITTEN = _MOVES | {x.name for x in EXPENSIVE}
-"""The names of primitives whose results a kernel may read if they have its shape.
+_WRITTEN = _MOVES | {"shard_map"} | {x.name for x in EXPENSIVE}
+"""The names of primitives whose results a kernel may read if they fit its leaf.
 
 XLA writes these results to memory anyway. It would fuse other results, such as random
 numbers, with the update, and reading them takes longer than XLA's whole update.

@@ -75,23 +75,45 @@ def orthogonalized_shards(
     if sharding is None or not any(sharding.spec):
         return of_whole(x)
     mesh, spec = sharding.mesh, sharding.spec
-    axes = axes_of(spec, x.ndim)
-    if not any(axes[-2:]):
+    if not any(axes_of(spec, x.ndim)[-2:]):
         return jax.shard_map(of_whole, mesh=mesh, in_specs=spec, out_specs=spec)(x)
-    narrow, whole = x.astype(jnp.bfloat16), [None] * x.ndim
-    # Splits the longest axis of the stack over the devices.
+    # The layers of the longest axis of the stack are divided among the devices.
     layers = max(range(x.ndim - 2), key=lambda axis: x.shape[axis], default=None)
-    if layers is not None and x.shape[layers] > 1:
-        whole[layers] = tuple(name for names in axes for name in names)
-        count = math.prod(mesh.shape[name] for name in whole[layers])
-        # Without this constraint, XLA would move the operands in float32.
-        narrow = _padded(moved([narrow], [spec], mesh)[0], layers, count)
-    specs = [PartitionSpec(*whole)]
-    run = jax.shard_map(of_whole, mesh=mesh, in_specs=specs[0], out_specs=specs[0])
-    (found,) = moved([run(*moved([narrow], specs, mesh))], [spec], mesh)
-    if found.shape != x.shape:
+    if layers is not None and x.shape[layers] == 1:
+        layers = None
+    specs = _specs_to_whole(spec, x.ndim, layers)
+    narrow = x.astype(jnp.bfloat16)
+    if layers is not None:
+        names = axes_of(specs[-1], x.ndim)[layers]
+        narrow = _padded(narrow, layers, math.prod(mesh.shape[name] for name in names))
+    # Starts with the spec of x. Otherwise, XLA would move float32 operands of x.
+    for to in specs:
+        narrow = moved([narrow], [to], mesh)[0]
+    run = jax.shard_map(of_whole, mesh=mesh, in_specs=specs[-1], out_specs=specs[-1])
+    found = run(narrow)
+    for to in reversed(specs[:-1]):
+        found = moved([found], [to], mesh)[0]
+    if layers is not None and found.shape != x.shape:
         found = lax.slice_in_dim(found, 0, x.shape[layers], axis=layers)
     return found.astype(x.dtype)
+
+
+def _specs_to_whole(
+    spec: PartitionSpec, rank: int, layers: int | None
+) -> list[PartitionSpec]:
+    """Returns the shardings between shards of matrices and whole matrices.
+
+    Only one axis of the matrices changes at a time, because XLA would replicate a whole
+    stack for a change of both. If ``layers`` is None, the matrices are replicated.
+    """
+    specs, axes = [spec], axes_of(spec, rank)
+    for axis in rank - 2, rank - 1:
+        if axes[axis]:
+            if layers is not None:
+                axes[layers] += axes[axis]
+            axes[axis] = ()
+            specs.append(PartitionSpec(*(names or None for names in axes)))
+    return specs
 
 
 def _padded(x: jax.Array, axis: int, count: int) -> jax.Array:

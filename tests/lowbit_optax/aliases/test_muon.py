@@ -12,7 +12,7 @@ from released import assert_equal_steps
 
 import lowbit_optax
 from lowbit_optax import block_quantized, lowbit, lowbit_muon
-from lowbit_optax.aliases.muon import orthogonalized
+from lowbit_optax.aliases.newton_schulz import orthogonalized
 from lowbit_optax.states.checkpoints import storage_formats
 
 pytestmark = pytest.mark.standard_promotion

@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
+import lowbit_optax.release
 from lowbit_optax.aliases.newton_schulz import orthogonalized
 
 pytestmark = pytest.mark.standard_promotion
@@ -56,6 +57,32 @@ def test_shards_are_updated_as_on_one_device(name, axis):
     error = np.linalg.norm(moves[0] - moves[1]) / np.linalg.norm(moves[1])
     # Shards of matrices travel in bfloat16. Whole matrices do not travel.
     assert error < (0.01 if any([*spec, None, None][len(shape) - 2 :]) else 1e-5)
+
+
+@pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_released_steps_gather_one_layer_after_the_other(axis):
+    def loss_fn(params, x):
+        def body(x, w):
+            x = jnp.einsum("ab,bc->ac", x, w, out_sharding=P() if explicit else None)
+            return jnp.tanh(x), None
+
+        return jnp.mean(jax.lax.scan(body, x, params["w"])[0] ** 2)
+
+    explicit = axis == AxisType.Explicit
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis, axis))
+    place = {"w": NamedSharding(mesh, P(None, "x", "y"))}
+    stack = np.random.default_rng(0).normal(size=(3, 64, 64)) / 8
+    with jax.set_mesh(mesh):
+        params = jax.device_put({"w": jnp.asarray(stack, jnp.float32)}, place)
+        tx = lowbit_optax.lowbit_muon(0.02, param_shardings=place)
+        x, state = jnp.ones((4, 64)), jax.jit(tx.init)(params)
+        released = jax.jit(lowbit_optax.release.value_and_update(loss_fn, tx))
+        _, got, _ = released(params, state, x)
+        grads = jax.jit(jax.grad(loss_fn))(params, x)
+        step = jax.jit(lambda *arguments: lowbit_optax.step(tx, *arguments))
+        want, _ = step(params, state, grads)
+    np.testing.assert_allclose(got["w"], want["w"], rtol=0, atol=1e-3)
+    assert float(jnp.abs(got["w"] - params["w"]).max()) > 1e-3
 
 
 def test_it_needs_whole_matrices():
