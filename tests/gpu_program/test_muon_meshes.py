@@ -18,7 +18,7 @@ STACK = (24, 1024, 4096)
 
 
 def costs(mesh, spec, shape=STACK):
-    """Bytes exchanged by kind and temporary bytes, per parameter of a device's shard."""
+    """Bytes exchanged by kind and temporary bytes, per parameter of a shard."""
     place = NamedSharding(mesh, spec)
     tx = lowbit_optax.lowbit_muon(0.02, param_shardings=place)
     params = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
