@@ -65,5 +65,5 @@ def test_on_256_devices_no_device_holds_more_than_a_layer():
     sent, temporary = costs(gpu_mesh(256), P(None, None, "d"))
     layer = 256 / STACK[0]  # a layer has this many times the parameters of a shard
     assert sent == {"all-to-all": pytest.approx(4 * layer)}
-    # A layer and its products in float32. The whole stack would need 24 times as much.
+    # A layer and its products are in float32. The whole stack would need 24 times that.
     assert temporary < 13 * layer
