@@ -28,6 +28,7 @@ from lowbit_optax.lpmm import accumulate_gradients, lpmm_adam, lpmm_sgd
 from lowbit_optax.reports import explain, memory_report, plan, step_report
 from lowbit_optax.split_array import SplitArray, join_array, split_array
 from lowbit_optax.states.conversion import convert
+from lowbit_optax.states.host_shardings import host_shardings
 from lowbit_optax.states.masters import from_master, master_weights, with_master
 from lowbit_optax.states.sharding import state_shardings
 from lowbit_optax.transformations.averaging import ema_of_params
@@ -87,6 +88,7 @@ __all__ = [
     "explain",
     "extra_bits",
     "from_master",
+    "host_shardings",
     "join_array",
     "kahan",
     "lowbit",

@@ -23,12 +23,14 @@ from jax.extend.core import primitives as p
 from lowbit_optax._jaxprs.coming_autodiff import AS_BOUND, in_todays_terms
 from pallas_kernels.operations import ClosedJaxpr
 
-_CALLS = frozenset(
+CALLS = frozenset(
     {
         p.call_p, p.closed_call_p, p.custom_jvp_call_p, p.custom_vjp_call_p, p.jit_p,
         p.remat_p,
     }
 )  # fmt: skip
+"""Primitives that call a function."""
+
 SUMS = frozenset({p.add_p, p.add_jaxvals_p})
 """Primitives that add two arrays. JAX has a separate one for sums of derivatives."""
 
@@ -348,7 +350,7 @@ class Graph:
 
     def _read_equation(self, eqn, operands: list[Node]) -> list[Node]:
         primitive, params = eqn.primitive, eqn.params
-        if primitive in _CALLS and params.get("name") not in self._opaque:
+        if primitive in CALLS and params.get("name") not in self._opaque:
             return self._inlined(called_jaxpr(params), operands)
         if primitive is p.copy_p:
             return operands

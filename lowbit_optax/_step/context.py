@@ -8,6 +8,7 @@ context variable:
     masters.from_master ---> start -------------+
     release, in its loop --> layer -------------+--> [wrappers] --> current()
     release, before it ----> is_analysed -------+
+    host_step, around it --> alone -------------+
     convert, before it ----> start -------------+
     diagnostics -----------> report ------------+
     step, around a wrapper > wants_params ------+
@@ -42,6 +43,8 @@ class StepContext:
         :mod:`lowbit_optax._step.wrapped`.
       of_wrappers: arrays from the trace of a wrapper, which the inner update may
         contain as constants.
+      alone: if True, leaves do not share kernels, because they are updated one after
+        the other.
       report: function that is called with the step, the inner update and the
         implementation, instead of running the step; None for ordinary steps.
     """
@@ -51,6 +54,7 @@ class StepContext:
     is_analysed: bool = False
     wants_params: bool = False
     of_wrappers: tuple = ()
+    alone: bool = False
     report: Callable[..., None] | None = None
 
 

@@ -9,7 +9,6 @@ parts           leaves and layers that the optimizer can update separately
 step_values     the values that a step computes, to compare two steps
 evaluation      runs the loss with the wrappers in it
 released_step   runs the forward pass, a pass that measures gradients, and updates
-host_memory     copies the state of a layer to the device and back
 """
 
 from lowbit_optax.release.api import explain, host_shardings, value_and_update

@@ -12,7 +12,7 @@ import optax
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._tables import Explanation
 from lowbit_optax._types import OptState, Params
-from lowbit_optax.release.host_memory import with_memory_kind
+from lowbit_optax.states.host_memory import with_memory_kind
 from lowbit_optax.release.plan import loss_scaled, plan_release, without_scale
 from lowbit_optax.release.released_step import released_step
 from lowbit_optax.release.traced_loss import trace_loss
@@ -331,7 +331,8 @@ def host_shardings(
 
         def sharding(path, leaf, is_stack: bool):
             kind = "pinned_host" if is_stack else "device"
-            return with_memory_kind(jax.tree_util.keystr(path), leaf, kind)
+            what = f"release: state{jax.tree_util.keystr(path)}"
+            return with_memory_kind(what, getattr(leaf, "sharding", None), kind)
 
         return jax.tree_util.tree_map_with_path(sharding, opt_state, marks)
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lowbit_optax.release.barriers import tied
+from lowbit_optax._jaxprs.barriers import tied
 from lowbit_optax.release.float_state import FloatState, as_floats, as_state
-from lowbit_optax.release.host_memory import is_on_host
+from lowbit_optax.states.host_memory import is_on_host
 
 
 class Operands(typing.NamedTuple):

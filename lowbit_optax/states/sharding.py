@@ -127,8 +127,8 @@ def state_shardings(
     return jax.tree.unflatten(jax.tree.structure(state), map(sharding_of, parts))
 
 
-def _shardings_of_params(tx: Transformation, params: PyTree, mesh):
-    """Return the ``param_shardings`` of a transformation, on ``mesh`` if given."""
+def known_shardings(tx: Transformation, params: PyTree) -> dict[str, NamedSharding]:
+    """Return the ``param_shardings`` of a transformation, by path of the parameter."""
     found: dict[str, NamedSharding | None] = {}
 
     def start(config, params):
@@ -139,14 +139,20 @@ def _shardings_of_params(tx: Transformation, params: PyTree, mesh):
     with context.changed(start=start):
         # Wrap tx.init, because JAX may have traced it on these shapes before.
         jax.eval_shape(lambda params: tx.init(params), trees.abstract(params))
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def _shardings_of_params(tx: Transformation, params: PyTree, mesh):
+    """Return the ``param_shardings`` of a transformation, on ``mesh`` if given."""
+    found = known_shardings(tx, params)
     names, _, treedef = trees.named_leaves(params)
-    missing = next((name for name in names if found.get(name) is None), None)
+    missing = next((name for name in names if name not in found), None)
     if missing is not None:
         raise ValueError(
             f"state_shardings: shardings must be given for params{missing}, or tx must "
             "have param_shardings"
         )
-    shardings = [x for x in map(found.get, names) if x is not None]
+    shardings = [found[name] for name in names]
     if mesh is not None:
         shardings = [x if isinstance(x.mesh, Mesh) else x.spec for x in shardings]
     return treedef.unflatten(shardings)

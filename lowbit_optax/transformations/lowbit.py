@@ -24,6 +24,8 @@ from lowbit_optax._step.wrapped import step_wrapped
 from lowbit_optax._types import OptState, Params, PyTree, Transformation
 from lowbit_optax.formats import extra_bits
 from lowbit_optax.formats.base import WeightFormat
+from lowbit_optax.states.host_memory import is_on_host
+from lowbit_optax.states.host_step import step_by_group
 from pallas_kernels.platforms import Implementation, check_implementation
 
 
@@ -200,6 +202,9 @@ def step(
     >>> params
     Array([0.5, 0.5, 0.5, 0.5], dtype=bfloat16)
     """
+    if any(map(is_on_host, jax.tree.leaves(opt_state))):
+        on_device = lambda *arguments: step(tx, *arguments, **extra_args)
+        return step_by_group(on_device, params, opt_state, grads)
     stepper = stepper_of(tx)
     with context.changed(wants_params=False):
         if stepper is not None:

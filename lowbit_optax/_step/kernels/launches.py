@@ -20,6 +20,7 @@ from jax import lax
 
 from lowbit_optax._jaxprs.leaf_program import encode_scalars, plain_scalars
 from lowbit_optax._numerics.random_bits import keys_at_layer, take_in
+from lowbit_optax._step import context
 from lowbit_optax._step.kernels.body import KEYS, LeafBody
 from lowbit_optax._step.kernels.limits import needs_loop
 from lowbit_optax._step.layers import Layer
@@ -82,11 +83,12 @@ class Launches:
         for i, leaf in leaves.items():
             body, dtypes = self.bodies[i], tuple(x.dtype for x in leaf.arrays)
             if joined.accepts(leaf):
-                groups.setdefault((body, dtypes), []).append(i)
+                group = body, dtypes, i if self._is_alone else None
+                groups.setdefault(group, []).append(i)
             else:
                 written[i] = _blocked(body, leaf, keys, np.uint32(i), scalars)
         new: list = []
-        for (body, _), numbers in groups.items():
+        for (body, *_), numbers in groups.items():
             for part in joined.divided(numbers, leaves):
                 some = [leaves[i] for i in part]
                 # Update parts one after the other, so that they share memory.
@@ -98,7 +100,8 @@ class Launches:
     def _group(self, number: int, leaf: Leaf):
         """Return a key that is equal for leaves that share a kernel."""
         size = math.prod(leaf.shape)
-        if self._is_layer(number) or size >= MIN_ELEMENTS_ALONE:
+        is_large = size >= MIN_ELEMENTS_ALONE
+        if is_large or self._is_alone or self._is_layer(number):
             return number
         dtypes = tuple(x.dtype for x in leaf.arrays)
         implementation = typing.cast(Implementation, self.implementation)
@@ -128,6 +131,10 @@ class Launches:
         body = self.bodies[numbers[0]]
         scalars = Scalars(table, rows, self._plain_scalars, body.when)
         return _fused(body, self.implementation, leaves, scalars, layer, first)
+
+    @property
+    def _is_alone(self) -> bool:
+        return context.current().alone
 
     def _is_layer(self, number: int) -> bool:
         layer = self.step.layer

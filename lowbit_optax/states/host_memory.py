@@ -1,14 +1,8 @@
-"""Keep optimizer state in host memory, and copy one layer at a time to the device.
+"""Keep arrays of an optimizer's state in host memory.
 
-::
-
-    for every layer, the last one first:
-        state of the layer ---> device        while its gradients are computed
-        update of the layer
-        state of the layer ---> host memory
-
-The backward loop carries the stacks in host memory and writes them in place. XLA copies
-only slices of them, asynchronously.
+A step copies a part of them to the device, updates it and copies it back, and XLA does
+this asynchronously. :mod:`lowbit_optax.states.host_step` copies a few leaves at a time,
+and :mod:`lowbit_optax.release` copies layers of stacks.
 """
 
 import typing
@@ -22,7 +16,8 @@ _Space = jax.memory.Space
 
 def is_on_host(array) -> bool:
     """Return whether an array, which may be traced, is in host memory."""
-    return jax.typeof(array).memory_space == _Space.Host
+    is_array = isinstance(array, jax.Array)
+    return is_array and jax.typeof(array).memory_space == _Space.Host
 
 
 def on_device(array):
@@ -48,29 +43,29 @@ def placed(arrays: Iterable, on_the_host: Collection[int]) -> list:
     """
     arrays = list(arrays)
     if not all(is_on_host(arrays[number]) for number in on_the_host):
-        _check_has("the state of layers", jax.devices()[0], "pinned_host")
+        device = jax.devices()[0]
+        _check_has("release: the state of layers", device, "pinned_host")
     return [
         on_host(x) if number in on_the_host else on_device(x)
         for number, x in enumerate(arrays)
     ]
 
 
-def with_memory_kind(name: str, leaf, kind: str) -> Sharding:
+def with_memory_kind(what: str, sharding: Sharding | None, kind: str) -> Sharding:
     """Return the sharding of an array with the given memory kind.
 
     Args:
-      name: the leaf's path, for the error message.
-      leaf: an array or a ShapeDtypeStruct, on the first device if it has no sharding.
+      what: the name of the calling function and the leaf's path, for the error message.
+      sharding: the sharding; None for an array on the first device.
       kind: the memory kind, such as ``"pinned_host"``.
 
     Raises:
       ValueError: if a device has no memory of this kind.
     """
-    sharding: typing.Any = getattr(leaf, "sharding", None)
     if sharding is None:
         sharding = SingleDeviceSharding(jax.devices()[0])
     for device in sharding.device_set:
-        _check_has(f"state{name}", device, kind)
+        _check_has(what, device, kind)
     return sharding.with_memory_kind(kind)
 
 
@@ -78,9 +73,10 @@ def _check_has(what: str, device, kind: str) -> None:
     kinds = _memory_kinds(device)
     if kind not in kinds:
         raise ValueError(
-            f"release: {what} cannot be in {kind!r} memory, because {device} supports "
+            f"{what} cannot be in {kind!r} memory, because {device} supports "
             f"{', '.join(map(repr, sorted(kinds))) or 'no kinds of memory'}; use "
-            "another backend, or pass state_memory='device'"
+            "another backend, or keep the state on the device (with release, pass "
+            "state_memory='device')"
         )
 
 

@@ -1,0 +1,77 @@
+"""Place the optimizer state in host memory, except for counts and other scalars."""
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
+
+from lowbit_optax._step import trees
+from lowbit_optax._types import PyTree, Transformation
+from lowbit_optax.states.host_memory import with_memory_kind
+from lowbit_optax.states.sharding import Uneven, known_shardings, state_shardings
+from lowbit_optax.states.state_leaves import is_scalar_of_the_state, state_leaves
+
+
+def host_shardings(
+    tx: Transformation,
+    params: PyTree,
+    shardings=None,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    uneven: Uneven = "error",
+):
+    """Return shardings that place the state of parameters in host memory.
+
+    Pass them to ``jax.jit(tx.init, out_shardings=...)``, to ``jax.device_put`` for a
+    state that exists, or to a checkpointer that restores one. The moments, residuals,
+    packed words and scales of parameters are in ``pinned_host`` memory. Other arrays,
+    such as counts, seeds and loss scales, are on the device. :func:`lowbit_optax.step`
+    then updates a few parameters at a time, and returns a state in the same places.
+
+    Args:
+      tx: an optax transformation.
+      params: tree of arrays or ShapeDtypeStructs. A QuantizedTensor is one leaf.
+      shardings, mesh, uneven: see :func:`lowbit_optax.state_shardings`. If neither
+        shardings nor a mesh is known, the state is on the device of the parameters, or
+        on the first device for ShapeDtypeStructs.
+
+    Returns:
+      A tree of shardings like ``tx.init(params)``.
+
+    Raises:
+      TypeError, ValueError: see :func:`lowbit_optax.state_shardings`.
+      ValueError: if a device has no memory of the kind ``pinned_host``.
+
+    >>> import jax.numpy as jnp, lowbit_optax
+    >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    >>> tx = lowbit_optax.lowbit_adamw(1e-3)
+    >>> shardings = host_shardings(tx, params)
+    >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
+    >>> state.residual.tree["w"].sharding.memory_kind, state.count.sharding.memory_kind
+    ('pinned_host', 'device')
+    """
+    names, leaves, _ = trees.named_leaves(params)
+    shapes = {name: tuple(x.shape) for name, x in zip(names, leaves, strict=True)}
+    state = jax.eval_shape(tx.init, trees.abstract(params))
+    devices = _devices(params)
+    is_sharded = shardings is not None or mesh is not None or len(devices) > 1
+    if is_sharded or not jax.sharding.get_mesh().empty or known_shardings(tx, params):
+        placed = state_shardings(tx, params, shardings, mesh=mesh, uneven=uneven)
+    else:
+        one = SingleDeviceSharding(next(iter(devices), jax.devices()[0]))
+        placed = jax.tree.map(lambda _: one, state)
+
+    def on_host(part, sharding):
+        is_held = part.owner is not None and part.kind != "blank"
+        if is_held and is_scalar_of_the_state(part, shapes[part.owner]):
+            is_held = False
+        what = f"host_shardings: state{jax.tree_util.keystr(part.path)}"
+        return with_memory_kind(what, sharding, "pinned_host" if is_held else "device")
+
+    parts = state_leaves(params, state)
+    each = zip(parts, jax.tree.leaves(placed), strict=True)
+    return jax.tree.unflatten(jax.tree.structure(state), [on_host(*x) for x in each])
+
+
+def _devices(params: PyTree) -> set[jax.Device]:
+    """Return the devices of the parameters whose sharding is known."""
+    known = (getattr(x, "sharding", None) for x in jax.tree.leaves(params))
+    return set().union(*(x.device_set for x in known if x is not None))
