@@ -8,7 +8,7 @@ context variable:
     masters.from_master ---> start -------------+
     release, in its loop --> layer -------------+--> [wrappers] --> current()
     release, before it ----> is_analysed -------+
-    host_step, around it --> alone -------------+
+    host_step, around it -> alone -------------+
     convert, before it ----> start -------------+
     diagnostics -----------> report ------------+
     step, around a wrapper > wants_params ------+
@@ -43,8 +43,7 @@ class StepContext:
         :mod:`lowbit_optax._step.wrapped`.
       of_wrappers: arrays from the trace of a wrapper, which the inner update may
         contain as constants.
-      alone: if True, leaves do not share kernels, because they are updated one after
-        the other.
+      alone: if True, leaves do not share kernels, because they are updated in groups.
       report: function that is called with the step, the inner update and the
         implementation, instead of running the step; None for ordinary steps.
     """

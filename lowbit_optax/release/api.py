@@ -12,10 +12,10 @@ import optax
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._tables import Explanation
 from lowbit_optax._types import OptState, Params
-from lowbit_optax.states.host_memory import with_memory_kind
 from lowbit_optax.release.plan import loss_scaled, plan_release, without_scale
 from lowbit_optax.release.released_step import released_step
 from lowbit_optax.release.traced_loss import trace_loss
+from lowbit_optax.states.host_memory import with_memory_kind
 
 _Value = typing.TypeVar("_Value")
 

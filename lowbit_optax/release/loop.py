@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lowbit_optax._jaxprs.barriers import tied
+from lowbit_optax.release.barriers import tied
 from lowbit_optax.release.float_state import FloatState, as_floats, as_state
 from lowbit_optax.states.host_memory import is_on_host
 

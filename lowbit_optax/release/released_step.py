@@ -6,20 +6,19 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax._jaxprs.barriers import tied
 from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._step import context
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.layers import Layer
 from lowbit_optax.loss_scaling.sizes import Sizes
-from lowbit_optax.release.barriers import alone
+from lowbit_optax.release.barriers import alone, tied
 from lowbit_optax.release.evaluation import Rule, carried, evaluate
 from lowbit_optax.release.float_state import as_floats, as_state
-from lowbit_optax.states.host_memory import on_device, placed, placed_like
 from lowbit_optax.release.parts import Part
 from lowbit_optax.release.plan import ReleasePlan, loss_scaled, without_scale
 from lowbit_optax.release.traced_loss import TracedLoss
 from lowbit_optax.release.wrappers import check_kept
+from lowbit_optax.states.host_memory import on_device, placed, placed_like
 from lowbit_optax.transformations.guarded_step import guarded
 
 ByPath = Mapping[str, typing.Any]

@@ -14,10 +14,9 @@ from collections.abc import Callable
 
 import jax
 
-from lowbit_optax._jaxprs.barriers import tied
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.layers import Layer
-from lowbit_optax.release.barriers import alone
+from lowbit_optax.release.barriers import alone, tied
 from lowbit_optax.release.float_state import FloatState, as_floats, as_state
 from lowbit_optax.release.loop import Operands, ReleasedLoop
 

@@ -5,7 +5,6 @@ this asynchronously. :mod:`lowbit_optax.states.host_step` copies a few leaves at
 and :mod:`lowbit_optax.release` copies layers of stacks.
 """
 
-import typing
 from collections.abc import Collection, Iterable
 
 import jax

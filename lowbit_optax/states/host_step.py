@@ -1,15 +1,18 @@
-"""Run a step on a state in host memory, with two groups of leaves on the device.
+"""Run a step on a state in host memory, with one group of parameters on the device.
 
 ::
 
-    state of group 3 ---> device           after group 1 is back in host memory
-    update of group 3                      while group 4 is copied to the device
-    new state of group 3 ---> host memory
+    scalars, such as a global norm, and random keys
+    for every group of parameters:         a loop of one iteration
+        state of the group ---> device
+        update of the group
+        new state ---> host memory
 
-The ordinary step is traced, with a copy to the device of each array of the state and a
-copy of each new array to host memory. Then the equations that each group needs are run
-group by group. Values that need no state in host memory, such as a global norm, random
-keys and counts, are computed once for all groups.
+The ordinary step is traced. The trace copies each array of the state to the device, and
+each new array back to host memory. Then the equations of each group run in a loop of
+their own. Without loops, XLA's schedulers start the copies of later groups early and
+keep their state on the device, and barriers do not prevent it, because XLA removes them
+before it schedules. Within a group, copies and updates of different leaves overlap.
 """
 
 import dataclasses
@@ -18,11 +21,11 @@ import typing
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 from jax.extend import core
 
-from lowbit_optax._jaxprs.barriers import tied
 from lowbit_optax._jaxprs.coming_autodiff import in_todays_terms
 from lowbit_optax._jaxprs.graph import (
     CALLS,
@@ -32,6 +35,7 @@ from lowbit_optax._jaxprs.graph import (
     evaluate,
     inline,
     is_by_platform,
+    made_of,
     with_outputs,
 )
 from lowbit_optax._step import context
@@ -39,9 +43,11 @@ from lowbit_optax.states.host_memory import is_on_host, on_device, placed_like
 from lowbit_optax.states.state_leaves import state_leaves
 from pallas_kernels.operations import ClosedJaxpr
 
-GROUP_BYTES = 2**26
-"""The state of a group is not larger, unless the group is a single leaf. PCIe copies
-64 MiB in 1 to 3 ms, and a copy of a few MiB would already use its full bandwidth."""
+GROUP_BYTES = 2**28
+"""The state of a group is not larger, unless the group is a single leaf. Copies of
+different leaves overlap only within a group, so groups should not be small."""
+
+_MOST_KEYS = 2**16
 
 
 def step_by_group(step: Callable, params, state, grads) -> tuple:
@@ -69,20 +75,20 @@ def step_by_group(step: Callable, params, state, grads) -> tuple:
         closed, shapes = jax.make_jaxpr(whole, return_shape=True)(*arguments)
     if closed.effects:
         return whole(*arguments)
-    owners = [x.owner if is_on_host(x.leaf) else None for x in state_leaves(params, state)]
-    before, after = len(jax.tree.leaves(params)), len(jax.tree.leaves(grads))
-    owners = [*[None] * before, *owners, *[None] * after]
+    parts = state_leaves(params, state)
+    of_state = [x.owner if is_on_host(x.leaf) else None for x in parts]
+    owners = [None] * len(jax.tree.leaves(params)) + of_state
+    owners += [None] * (len(flat) - len(owners))
 
     def run_for(platform: str | None) -> Callable:
         return functools.partial(_by_group, closed, owners, platform)
 
     platforms = {name: run_for(name) for name in sorted(_platforms(closed.jaxpr))}
-    default = run_for(None)
     if platforms:
-        results = lax.platform_dependent(*flat, default=default, **platforms)
+        flat = lax.platform_dependent(*flat, default=run_for(None), **platforms)
     else:
-        results = default(*flat)
-    return jax.tree.structure(shapes).unflatten(results)
+        flat = run_for(None)(*flat)
+    return jax.tree.structure(shapes).unflatten(flat)
 
 
 def _platforms(jaxpr) -> set[str]:
@@ -101,10 +107,10 @@ def _by_group(
     platform: str | None,
     *arguments: jax.Array,
 ) -> list:
-    """Return the results of a jaxpr, computed group by group.
+    """Return the results of a step's jaxpr, computed group by group.
 
     Args:
-      closed: the jaxpr.
+      closed: the jaxpr. Its results have the order of its first arguments.
       owners: for each argument in host memory, the path of its parameter.
       platform: the platform for which the program is compiled; None for platforms
         without branches of their own.
@@ -116,17 +122,37 @@ def _by_group(
     host = list(needs)
     outputs = _Reader(platform, needs).read(closed, inputs)
     known: dict[Node, typing.Any] = dict(zip(inputs, arguments, strict=True))
-    written: list[list] = [[], []]
+    evaluate([x for x in made_of(outputs) if x not in needs and _is_shared(x)], known)
+    # XLA would inline a loop if it knew the number of iterations. On CPUs it should do
+    # so, because host memory is the same memory, and inlining keeps the bits.
+    one = jnp.int32(1)
+    barrier = lax.optimization_barrier
+    once = lax.platform_dependent(one, cpu=lambda x: x, default=barrier)
     for group in _groups(host, outputs, needs):
-        own = [node for node in host if needs[node] <= group]
-        arrays, _ = tied(([known[node] for node in own], written[-2]))
-        known.update(zip(own, arrays, strict=True))
-        of_group = [x for x in outputs if x in needs and needs[x] <= group]
-        written.append(evaluate(of_group, known))
+        numbers = [n for n, x in enumerate(outputs) if needs.get(x, _NONE) & group]
+        old, new = [inputs[n] for n in numbers], [outputs[n] for n in numbers]
+
+        def update(_, arrays, old=old, new=new):
+            return evaluate(new, known | dict(zip(old, arrays, strict=True)))
+
+        arrays = lax.fori_loop(0, once, update, [known[x] for x in old])
+        known.update(zip(new, arrays, strict=True))
     return evaluate(outputs, known)
 
 
+def _is_shared(node: Node) -> bool:
+    """Return whether to compute a value once for all groups.
+
+    XLA must fuse other values, such as clipped gradients, with the update of their
+    leaf, because products and sums in one fusion round once.
+    """
+    aval = node.aval
+    is_keys = jnp.issubdtype(aval.dtype, jnp.integer) and aval.size <= _MOST_KEYS
+    return node.call is not None and (node.is_scalar or is_keys)
+
+
 _Needs = dict[Node, frozenset[str]]
+_NONE: frozenset[str] = frozenset()
 
 
 def _groups(
@@ -141,8 +167,8 @@ def _groups(
         (owner,) = needs[node]
         size = node.aval.size * node.aval.dtype.itemsize
         sizes[owner] = sizes.get(owner, 0) + size
-    several = [needs[x] for x in outputs if x in needs and len(needs[x]) > 1]
-    last = frozenset().union(*several)
+    found = [needs.get(x, _NONE) for x in outputs]
+    last = _NONE.union(*(x for x in found if len(x) > 1))
     groups: list[list[str]] = []
     held = GROUP_BYTES
     for owner, size in sizes.items():
@@ -181,10 +207,10 @@ class _Reader:
     def _equation(self, eqn, operands: list[Node]) -> Sequence[Node]:
         primitive, params = eqn.primitive, eqn.params
         if is_by_platform(primitive, params):
-            places = params["branches_platforms"]
-            chosen = (n for n, x in enumerate(places) if x is None or self.platform in x)
-            return self.read(params["branches"][next(chosen)], operands[1:])
-        needs = frozenset().union(*(self.needs.get(x, ()) for x in operands))
+            places = enumerate(params["branches_platforms"])
+            chosen = next(n for n, x in places if x is None or self.platform in x)
+            return self.read(params["branches"][chosen], operands[1:])
+        needs = _NONE.union(*(self.needs.get(x, _NONE) for x in operands))
         if len(needs) > 1 and primitive in CALLS:
             return self.read(called_jaxpr(params), operands)
         if len(needs) > 1 and primitive.name == "optimization_barrier":
