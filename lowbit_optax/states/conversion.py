@@ -82,8 +82,9 @@ def convert(
       change.
     - Sums that a wrapper keeps in the parameters' dtype, if the dtype becomes narrower.
 
-    Sharded arrays stay where they are. Under ``jax.jit``, conversion is faster, and
-    does not keep the float32 arrays of all leaves at the same time.
+    Sharded arrays stay where they are, and state in host memory is copied to the
+    device. Under ``jax.jit``, conversion is faster, and does not keep the float32
+    arrays of all leaves at the same time.
 
     Args:
       params: tree of parameters.

@@ -29,6 +29,7 @@ from lowbit_optax._step.state import LowbitState
 from lowbit_optax._types import Transformation
 from lowbit_optax.formats.base import MomentFormat
 from lowbit_optax.formats.leaves import join_leaf
+from lowbit_optax.states.host_memory import on_device
 from lowbit_optax.states.state_leaves import KeyPath
 
 
@@ -178,7 +179,7 @@ def decoded_run(tx: Transformation, params, state) -> DecodedRun:
     by_name = dict(zip(names, given, strict=True))
     nodes, treedef = recorded_nodes(tx, params)
     try:
-        stored = treedef.flatten_up_to(state)
+        stored = treedef.flatten_up_to(jax.tree.map(on_device, state))
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"state must be a state of from_tx for these params: {error}. Got "

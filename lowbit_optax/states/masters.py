@@ -25,6 +25,7 @@ from lowbit_optax.formats.block_scaled_weights import BlockScaledWeights
 from lowbit_optax.formats.leaves import format_named, join_leaf
 from lowbit_optax.formats.quantized_weights import QuantizedWeights
 from lowbit_optax.states.decoded import Recorded, check_one_state_each, recorded_nodes
+from lowbit_optax.states.host_memory import on_device
 
 
 def master_weights(params: Params, state: OptState) -> Params:
@@ -61,6 +62,7 @@ def master_weights(params: Params, state: OptState) -> Params:
     for name, leaf in zip(names, leaves, strict=True):
         if name in residuals:
             format_, residual = residuals[name]
+            residual = jax.tree.map(on_device, residual)
             leaf = traced_once(join_leaf, format_)(leaf, residual)
         elif trees.is_quantized(leaf):
             with trees.naming(name):

@@ -180,6 +180,10 @@ def step(
 
         jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
 
+    The state may be in host memory, where :func:`lowbit_optax.host_shardings` places
+    it. The compiled step copies one group of parameters' state at a time to the device,
+    updates it and copies it back, with the same results.
+
     Args:
       tx: an optax transformation.
       params: tree of parameters.
