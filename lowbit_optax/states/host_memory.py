@@ -8,7 +8,7 @@ and :mod:`lowbit_optax.release` copies layers of stacks.
 from collections.abc import Collection, Iterable
 
 import jax
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Sharding, SingleDeviceSharding
 
 _Space = jax.memory.Space
 
@@ -63,9 +63,15 @@ def with_memory_kind(what: str, sharding: Sharding | None, kind: str) -> Shardin
     """
     if sharding is None:
         sharding = SingleDeviceSharding(jax.devices()[0])
-    for device in sharding.device_set:
+    for device in devices_of(sharding):
         _check_has(what, device, kind)
     return sharding.with_memory_kind(kind)
+
+
+def devices_of(sharding: Sharding) -> set[jax.Device]:
+    """Return the devices of a sharding; none for an abstract mesh."""
+    is_abstract = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
+    return set() if is_abstract else sharding.device_set
 
 
 def _check_has(what: str, device, kind: str) -> None:

@@ -5,7 +5,7 @@ from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
 
 from lowbit_optax._step import trees
 from lowbit_optax._types import PyTree, Transformation
-from lowbit_optax.states.host_memory import with_memory_kind
+from lowbit_optax.states.host_memory import devices_of, with_memory_kind
 from lowbit_optax.states.sharding import Uneven, known_shardings, state_shardings
 from lowbit_optax.states.state_leaves import is_scalar_of_the_state, state_leaves
 
@@ -20,11 +20,16 @@ def host_shardings(
 ):
     """Return shardings that place the state of parameters in host memory.
 
-    Pass them to ``jax.jit(tx.init, out_shardings=...)``, to ``jax.device_put`` for a
-    state that exists, or to a checkpointer that restores one. The moments, residuals,
-    packed words and scales of parameters are in ``pinned_host`` memory. Other arrays,
-    such as counts, seeds and loss scales, are on the device. :func:`lowbit_optax.step`
-    then updates a few parameters at a time, and returns a state in the same places.
+    The moments, residuals, packed words and scales of parameters are in ``pinned_host``
+    memory. Other arrays, such as counts, seeds and loss scales, are on the device.
+    :func:`lowbit_optax.step` in ``jax.jit`` then updates one group of parameters at a
+    time, and returns a state in the same places.
+
+    Put a state there with ``jax.device_put``. With the ``out_shardings`` of ``jax.jit``
+    and from a checkpointer, arrays reach host memory, but JAX gives them the types of
+    arrays on the device, and a compiled step would move them there. Such a state needs
+    ``jax.jit(lambda state: jax.device_put(state, shardings))(state)`` before the first
+    step.
 
     Args:
       tx: an optax transformation.
@@ -44,7 +49,8 @@ def host_shardings(
     >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
     >>> tx = lowbit_optax.lowbit_adamw(1e-3)
     >>> shardings = host_shardings(tx, params)
-    >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
+    >>> init = jax.jit(lambda params: jax.device_put(tx.init(params), shardings))
+    >>> state = init(params)
     >>> state.residual.tree["w"].sharding.memory_kind, state.count.sharding.memory_kind
     ('pinned_host', 'device')
     """
@@ -74,4 +80,4 @@ def host_shardings(
 def _devices(params: PyTree) -> set[jax.Device]:
     """Return the devices of the parameters whose sharding is known."""
     known = (getattr(x, "sharding", None) for x in jax.tree.leaves(params))
-    return set().union(*(x.device_set for x in known if x is not None))
+    return set().union(*(devices_of(x) for x in known if x is not None))
