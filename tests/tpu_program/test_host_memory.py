@@ -1,17 +1,22 @@
 """The state of scanned layers in host memory, in steps compiled for a TPU."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
 import lowbit_optax
 from lowbit_optax import release
+from lowbit_optax.states import host_step
 
 pytest.importorskip("libtpu", reason="needs the tpu-program extra")
 
 from tools.gpu_program.release_steps import matrices
 from tools.gpu_program.steps import bytes_of
 from tools.tpu_program.release_steps import HostStep, compile_step, is_stack, streamed
+from tools.tpu_program.targets import tpu_mesh
 
 LAYERS, WIDTH = 6, 2048
 STEPS = {
@@ -47,3 +52,22 @@ def test_the_device_holds_two_or_three_layers_of_the_state_copied_by_themselves(
     stacks = {"float32": 2, "extra_bits": 3, "lowbit": 5}[name]
     assert on_host.copied_slices == 2 * stacks
     assert on_host.is_in_place
+
+
+@pytest.mark.parametrize("leaves", [4, 12])
+def test_without_release_the_device_holds_one_group_of_the_state(leaves, monkeypatch):
+    tx, width = optax.adamw(1e-3), 1024
+    monkeypatch.setattr(host_step, "GROUP_BYTES", 1)
+    where = jax.NamedSharding(tpu_mesh("v5e:2x2"), jax.P())
+    shape = jax.ShapeDtypeStruct((width, width), jnp.float32, sharding=where)
+    params = {f"w{n}": shape for n in range(leaves)}
+    shardings = lowbit_optax.host_shardings(tx, params, where)
+    like = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    state = jax.tree.map(like, jax.eval_shape(tx.init, params), shardings)
+    step = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
+    compiled = HostStep(step.lower(params, state, params).compile())
+    of_a_leaf = 2 * bytes_of(shape)
+    assert compiled.host == leaves * of_a_leaf
+    assert compiled.is_in_place
+    # The old and the new state of a leaf, and a few leaves in the TPU's fast memory.
+    assert compiled.temporary <= 3 * of_a_leaf
