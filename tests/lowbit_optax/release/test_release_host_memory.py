@@ -13,7 +13,7 @@ from released import SGD, head_loss, simple_body, simple_loss, simple_params
 
 import lowbit_optax
 from lowbit_optax import release
-from lowbit_optax.release import host_memory
+from lowbit_optax.states import host_memory
 
 pytestmark = pytest.mark.standard_promotion
 
