@@ -68,7 +68,7 @@ def with_memory_kind(what: str, sharding: Sharding | None, kind: str) -> Shardin
     return sharding.with_memory_kind(kind)
 
 
-def devices_of(sharding: Sharding) -> set[jax.Device]:
+def devices_of(sharding: Sharding) -> set:
     """Return the devices of a sharding; none for an abstract mesh."""
     is_abstract = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
     return set() if is_abstract else sharding.device_set

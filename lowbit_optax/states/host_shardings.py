@@ -1,13 +1,17 @@
 """Place the optimizer state in host memory, except for counts and other scalars."""
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 from lowbit_optax._step import trees
 from lowbit_optax._types import PyTree, Transformation
 from lowbit_optax.states.host_memory import devices_of, with_memory_kind
 from lowbit_optax.states.sharding import Uneven, known_shardings, state_shardings
-from lowbit_optax.states.state_leaves import is_scalar_of_the_state, state_leaves
+from lowbit_optax.states.state_leaves import (
+    StateLeaf,
+    is_scalar_of_the_state,
+    state_leaves,
+)
 
 
 def host_shardings(
@@ -65,19 +69,17 @@ def host_shardings(
         one = SingleDeviceSharding(next(iter(devices), jax.devices()[0]))
         placed = jax.tree.map(lambda _: one, state)
 
-    def on_host(part, sharding):
-        is_held = part.owner is not None and part.kind != "blank"
-        if is_held and is_scalar_of_the_state(part, shapes[part.owner]):
-            is_held = False
-        what = f"host_shardings: state{jax.tree_util.keystr(part.path)}"
-        return with_memory_kind(what, sharding, "pinned_host" if is_held else "device")
+    def in_memory(part: StateLeaf, sharding: Sharding) -> Sharding:
+        owner, what = part.owner, f"state{jax.tree_util.keystr(part.path)}"
+        stays = owner is None or is_scalar_of_the_state(part, shapes[owner])
+        kind = "device" if stays or part.kind == "blank" else "pinned_host"
+        return with_memory_kind(f"host_shardings: {what}", sharding, kind)
 
-    parts = state_leaves(params, state)
-    each = zip(parts, jax.tree.leaves(placed), strict=True)
-    return jax.tree.unflatten(jax.tree.structure(state), [on_host(*x) for x in each])
+    leaves = map(in_memory, state_leaves(params, state), jax.tree.leaves(placed))
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
 
-def _devices(params: PyTree) -> set[jax.Device]:
+def _devices(params: PyTree) -> set:
     """Return the devices of the parameters whose sharding is known."""
     known = (getattr(x, "sharding", None) for x in jax.tree.leaves(params))
     return set().union(*(devices_of(x) for x in known if x is not None))
