@@ -123,8 +123,8 @@ def _by_group(
     outputs = _Reader(platform, needs).read(closed, inputs)
     known: dict[Node, typing.Any] = dict(zip(inputs, arguments, strict=True))
     evaluate([x for x in made_of(outputs) if x not in needs and _is_shared(x)], known)
-    # XLA would inline a loop if it knew the number of iterations. On CPUs it should do
-    # so, because host memory is the same memory, and inlining keeps the bits.
+    # XLA would inline a loop if it knew the number of iterations. On CPUs, where host
+    # memory is the same memory, inlined loops give the bits of an ordinary step.
     one = jnp.int32(1)
     barrier = lax.optimization_barrier
     once = lax.platform_dependent(one, cpu=lambda x: x, default=barrier)
@@ -187,8 +187,8 @@ class _Reader:
     """Reads a jaxpr as a graph in which the updates of different leaves are separate.
 
     Functions that update several leaves are inlined, and conditionals that select a
-    platform are replaced by its branch. All other equations stay as they are, so that
-    XLA computes the same numbers as in an ordinary step.
+    platform are replaced by its branch. All other equations are unchanged, so that XLA
+    computes the same numbers as in an ordinary step.
 
     Args:
       platform: see :func:`_by_group`.
