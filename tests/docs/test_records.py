@@ -19,6 +19,7 @@ from benchmarks.training import (
     four_bit_muon,
     pareto,
     reinforcement,
+    resnet_cifar,
     shakespeare,
 )
 
@@ -294,6 +295,10 @@ def _four_bit_muon(record):
     yield from four_bit_muon.text(record).splitlines()
 
 
+def _resnet_cifar(record):
+    yield from resnet_cifar.text(record).splitlines()
+
+
 def _shakespeare(record):
     yield from shakespeare.table(record).splitlines()
 
@@ -310,6 +315,7 @@ FIGURES = [
     ("training/compute_optimal", "accuracy", _compute_optimal),
     ("training/compute_optimal_large", "accuracy", _compute_optimal),
     ("training/four_bit_muon", "accuracy", _four_bit_muon),
+    ("training/resnet_cifar", "accuracy", _resnet_cifar),
     ("training/shakespeare", "accuracy", _shakespeare),
     ("training/reinforcement", "reinforcement", _reinforcement),
     ("programs/large_models", "claims", _large_models),
