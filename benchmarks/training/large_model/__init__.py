@@ -1,0 +1,9 @@
+"""A run of a Llama-like model, which `docs/large_model.md` explains step by step.
+
+model       weights, their shardings, the loss, and the batches
+formats     the optimizers: clipping, schedule, weight format, loss scale
+training    starts a run, trains it for a step, and converts it to another format
+plan        which processes run which jobs
+worker      a process that runs jobs, saves checkpoints and resumes from them
+same_bits   counts the bits by which two runs differ
+"""
