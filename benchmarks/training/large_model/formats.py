@@ -57,10 +57,8 @@ FORMATS = {
     "float32": Format(optax.adamw, jnp.float32),
     "lowbit_adamw": Format(lowbit_optax.lowbit_adamw),
     "kahan_adamw": Format(lowbit_optax.kahan_adamw),
-    "lowbit_adamw, 16 bits, released": Format(
+    "lowbit_adamw_released": Format(
         lowbit_optax.lowbit_adamw, is_released=True, options={"bits": 16}
     ),
-    "float16, master copy, loss scale": Format(
-        _master_copy_adamw, jnp.float16, has_loss_scale=True
-    ),
+    "float16_master_copy": Format(_master_copy_adamw, jnp.float16, has_loss_scale=True),
 }

@@ -3,8 +3,6 @@
 import json
 from typing import NamedTuple
 
-TENSOR = 2  # devices of the mesh axis `tensor`; the other axis has the rest
-
 
 class Job(NamedTuple):
     """A part of a run: it starts from weights or a checkpoint, and ends at a step.

@@ -1,11 +1,13 @@
 """Start a run on a mesh, train it for a step, and convert it to another format."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 import lowbit_optax
 from benchmarks.training.large_model.formats import MAX_GRAD_NORM, Format
@@ -14,7 +16,7 @@ from lowbit_optax import release
 
 
 class Run(NamedTuple):
-    """Everything that a checkpoint contains, as trees of sharded arrays."""
+    """Everything that a checkpoint contains: trees of sharded arrays."""
 
     params: Any
     state: Any
@@ -22,91 +24,134 @@ class Run(NamedTuple):
     average_state: Any
 
 
-class Training:
-    """The functions of a run, for one format and one mesh."""
+class Training(NamedTuple):
+    """Everything else: constants, which every process creates anew."""
 
-    def __init__(self, model: Llama, format_: Format, steps: int, mesh: Mesh):
-        self.model, self.format, self.mesh = model, format_, mesh
-        self.placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
-        self.tx = format_.optimizer(steps, self.placed)
-        self.ema = lowbit_optax.ema_of_params(0.9, param_shardings=self.placed)
-        self.shapes = jax.eval_shape(self._begin, model.shapes())
-        self.shardings = Run(
-            self.placed,
-            lowbit_optax.state_shardings(self.tx, self.shapes.params, self.placed),
-            self.placed,
-            lowbit_optax.state_shardings(self.ema, self.shapes.average, self.placed),
-        )
-        self.train_step = jax.jit(
-            self._train_step, donate_argnums=0, out_shardings=(None, self.shardings)
-        )
+    model: Llama
+    format: Format
+    mesh: Mesh
+    placed: dict
+    tx: optax.GradientTransformation
+    ema: optax.GradientTransformation
 
-    def start(self, factor: float) -> Run:
-        """Start from random float32 weights, which are sharded from the beginning."""
-        init = lambda key, by: jax.tree.map(lambda x: x * by, self.model.init(key))
-        weights = jax.jit(init, out_shardings=self.placed)(jax.random.key(0), factor)
-        return jax.jit(self._begin, out_shardings=self.shardings)(weights)
 
-    def targets(self) -> Run:
-        """Return shapes with shardings, for restoring a checkpoint."""
-        place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-        return jax.tree.map(place, self.shapes, self.shardings)
+def mesh_of_all_devices(tensor: int = 2) -> Mesh:
+    """Return a mesh with this many devices along the axis `tensor`."""
+    shape = len(jax.devices()) // tensor, tensor
+    return jax.make_mesh(shape, ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
-    def convert(self, run: Run, source: "Training") -> Run:
-        """Convert a run to this format. The average keeps its own format."""
-        change = functools.partial(
-            lowbit_optax.convert,
-            from_tx=source.tx,
-            to_tx=self.tx,
-            dtype=jax.tree.map(lambda x: x.dtype, self.shapes.params),
-        )
-        places = self.shardings[:2]
-        changed = jax.jit(change, out_shardings=places)(run.params, run.state)
-        return run._replace(params=changed[0], state=changed[1])
 
-    def masters(self, run: Run):
-        """Return the float32 weights of a run."""
-        if self.format.is_plain:
-            return run.params
-        return lowbit_optax.master_weights(run.params, run.state)
+def training_of(model: Llama, format_: Format, steps: int, mesh: Mesh) -> Training:
+    """Return the optimizer and the average for a run with this number of steps."""
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
+    tx = format_.optimizer(steps, placed)
+    ema = lowbit_optax.ema_of_params(0.9, param_shardings=placed)
+    return Training(model, format_, mesh, placed, tx, ema)
 
-    def _begin(self, weights) -> Run:
-        average, average_state = lowbit_optax.from_master(self.ema, weights)
-        if self.format.is_plain:
-            return Run(weights, self.tx.init(weights), average, average_state)
-        params, state = lowbit_optax.from_master(self.tx, weights, self.format.dtype)
-        return Run(params, state, average, average_state)
 
-    def _train_step(self, run: Run, tokens: jax.Array):
-        """Return the loss, and the run after a step; tokens are from `batch_of`."""
-        if self.format.is_released:
-            update = release.value_and_update(
-                self.model.loss, self.tx, max_grad_norm=MAX_GRAD_NORM
-            )
-            rows = tokens.reshape(-1, tokens.shape[-1])
-            loss, params, state = update(run.params, run.state, rows)
-        else:
-            loss, grads = self._gradients(run, tokens)
-            params, state = lowbit_optax.step(self.tx, run.params, run.state, grads)
-        run = run._replace(params=params, state=state)
-        average, average_state = lowbit_optax.step(
-            self.ema, run.average, run.average_state, self.masters(run)
-        )
-        return loss, run._replace(average=average, average_state=average_state)
+def begin(training: Training, weights) -> Run:
+    """Return a run that starts from float32 weights, and keeps their low bits."""
+    average, average_state = lowbit_optax.from_master(training.ema, weights)
+    if training.format.is_plain:
+        params, state = weights, training.tx.init(weights)
+    else:
+        dtype = training.format.dtype
+        params, state = lowbit_optax.from_master(training.tx, weights, dtype)
+    return Run(params, state, average, average_state)
 
-    def _gradients(self, run: Run, tokens: jax.Array):
-        """Return the mean loss and the mean float32 gradients of all microbatches."""
-        if self.format.has_loss_scale:
-            scaled = lowbit_optax.scaled_value_and_grad(self.model.loss)
-            differentiate = lambda params, x: scaled(params, run.state, x)
-        else:
-            differentiate = jax.value_and_grad(self.model.loss)
 
-        def add(sums, microbatch):
-            found = differentiate(run.params, microbatch)
-            return jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, found), None
+def targets(training: Training) -> Run:
+    """Return the shapes of a run, each with its sharding."""
+    shapes = jax.eval_shape(functools.partial(begin, training), training.model.shapes())
+    placed = training.placed
+    shardings = Run(
+        placed,
+        lowbit_optax.state_shardings(training.tx, shapes.params, placed),
+        placed,
+        lowbit_optax.state_shardings(training.ema, shapes.average, placed),
+    )
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    return jax.tree.map(place, shapes, shardings)
 
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), run.params)
-        zeros = jax.lax.with_sharding_constraint(zeros, self.placed)
-        sums, _ = jax.lax.scan(add, (jnp.zeros([]), zeros), tokens)
-        return jax.tree.map(lambda x: x / len(tokens), sums)
+
+def shardings_of(tree):
+    """Return the shardings of arrays or of targets."""
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def compiled_start(training: Training) -> tuple[Callable, Callable]:
+    """Return functions that create sharded float32 weights, and start from them."""
+    create = jax.jit(training.model.init, out_shardings=training.placed)
+    places = shardings_of(targets(training))
+    return create, jax.jit(functools.partial(begin, training), out_shardings=places)
+
+
+def mean_gradients(training: Training, run: Run, tokens: jax.Array):
+    """Return the mean loss and the mean float32 gradients of all microbatches."""
+    if training.format.has_loss_scale:
+        scaled = lowbit_optax.scaled_value_and_grad(training.model.loss)
+        differentiate = lambda params, x: scaled(params, run.state, x)
+    else:
+        differentiate = jax.value_and_grad(training.model.loss)
+
+    def add(sums, microbatch):
+        found = differentiate(run.params, microbatch)
+        return jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, found), None
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), run.params)
+    zeros = jax.lax.with_sharding_constraint(zeros, training.placed)
+    sums, _ = jax.lax.scan(add, (jnp.zeros([]), zeros), tokens)
+    return jax.tree.map(lambda x: x / len(tokens), sums)
+
+
+def released_update(training: Training, run: Run, tokens: jax.Array):
+    """Return the loss, and params and state, updated during the backward pass."""
+    update = release.value_and_update(
+        training.model.loss, training.tx, max_grad_norm=MAX_GRAD_NORM
+    )
+    sequences = tokens.reshape(-1, tokens.shape[-1])
+    return update(run.params, run.state, sequences)
+
+
+def train_step(training: Training, run: Run, tokens: jax.Array):
+    """Return the loss of a step, and the run after it."""
+    if training.format.is_released:
+        loss, params, state = released_update(training, run, tokens)
+    else:
+        loss, grads = mean_gradients(training, run, tokens)
+        params, state = lowbit_optax.step(training.tx, run.params, run.state, grads)
+    run = run._replace(params=params, state=state)
+    average, average_state = lowbit_optax.step(
+        training.ema, run.average, run.average_state, masters(training, run)
+    )
+    return loss, run._replace(average=average, average_state=average_state)
+
+
+def compiled_step(training: Training) -> Callable:
+    """Return `train_step` as a compiled function of the run and the tokens."""
+    return jax.jit(
+        functools.partial(train_step, training),
+        donate_argnums=0,
+        out_shardings=(None, shardings_of(targets(training))),
+    )
+
+
+def masters(training: Training, run: Run):
+    """Return the float32 weights of a run."""
+    if training.format.is_plain:
+        return run.params
+    return lowbit_optax.master_weights(run.params, run.state)
+
+
+def convert(run: Run, source: Training, training: Training) -> Run:
+    """Convert a run to another format. The average keeps its format."""
+    like = targets(training)
+    change = functools.partial(
+        lowbit_optax.convert,
+        from_tx=source.tx,
+        to_tx=training.tx,
+        dtype=jax.tree.map(lambda x: x.dtype, like.params),
+    )
+    places = shardings_of((like.params, like.state))
+    params, state = jax.jit(change, out_shardings=places)(run.params, run.state)
+    return run._replace(params=params, state=state)
