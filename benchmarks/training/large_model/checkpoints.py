@@ -6,7 +6,7 @@ from benchmarks.training.large_model.training import Run, Training, targets
 
 
 def save(manager: ocp.CheckpointManager, step: int, run: Run) -> None:
-    """Save a run after a step. Orbax writes the files while the training goes on."""
+    """Save a run after a step. Orbax writes the files while the training continues."""
     manager.save(step, args=ocp.args.StandardSave(run))
 
 

@@ -40,7 +40,7 @@ class Format(NamedTuple):
         if not self.is_plain:
             options["param_shardings"] = param_shardings
         tx = self.alias(rate, weight_decay=0.1, **options)
-        if not self.is_released:  # a released step clips by itself
+        if not self.is_released:  # max_grad_norm clips in a released step
             tx = optax.chain(optax.clip_by_global_norm(MAX_GRAD_NORM), tx)
         if self.has_loss_scale:
             scaling = lowbit_optax.loss_scaling.backoff_scale()

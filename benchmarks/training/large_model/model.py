@@ -36,7 +36,7 @@ SPECS = {
 
 
 class Llama(NamedTuple):
-    """The sizes of a model, and those of its batches.
+    """The sizes of a model and of its batches.
 
     Attributes:
         layers: the number of layers.

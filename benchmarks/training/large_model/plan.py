@@ -1,6 +1,7 @@
-"""Which processes run which jobs, and what a process is told on its command line."""
+"""The jobs of a run, and the text that tells a process which jobs it runs."""
 
 import json
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -13,7 +14,6 @@ class Job(NamedTuple):
         stop: the number of steps after which it ends.
         source: the name and the format of the job whose last checkpoint it resumes.
         factor: the factor of the initial weights.
-        is_saved: whether it saves checkpoints.
         kill_at: the step after which the last process kills itself.
         same_as: the name of a job that makes the same steps.
     """
@@ -23,13 +23,12 @@ class Job(NamedTuple):
     stop: int
     source: tuple[str, str] | None = None
     factor: float = 1.0
-    is_saved: bool = False
     kill_at: int | None = None
     same_as: str | None = None
 
 
 class Task(NamedTuple):
-    """What one of several processes does.
+    """The work of one of several processes.
 
     Attributes:
         folder: where everything is stored.
@@ -45,8 +44,8 @@ class Task(NamedTuple):
     sizes: dict
     total: int
     save_every: int
-    devices: int
-    jobs: list[Job]
+    devices: int = 1
+    jobs: Sequence[Job] = ()
     processes: int = 1
     rank: int = 0
     port: int = 0

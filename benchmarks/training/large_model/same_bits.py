@@ -1,4 +1,4 @@
-"""Count the bits by which a run differs from what its processes have kept.
+"""Count the bits that differ between a run and the arrays that processes kept.
 
 Every process writes the shards of its own devices to a file, without Orbax. A run on
 another mesh, in one process, then compares its arrays with all files.
@@ -21,7 +21,7 @@ def differing(tree, paths: list[pathlib.Path]) -> int:
     """Return the number of bits that differ from the shards in files.
 
     In a run of several processes, every process passes its own file. In one process,
-    the paths are those of all files, whose shards must cover all arrays.
+    pass all files, whose shards must cover all arrays.
     """
     kept = {}
     for path in paths:
@@ -43,7 +43,7 @@ def differing(tree, paths: list[pathlib.Path]) -> int:
 
 
 def bits(left, right) -> int:
-    """Return the number of bits by which two arrays differ."""
+    """Return the number of bits that differ between two arrays."""
     left, right = np.asarray(left), np.asarray(right)
     assert (left.dtype, left.shape) == (right.dtype, right.shape)
     pair = (np.frombuffer(x.tobytes(), np.uint8) for x in (left, right))

@@ -25,7 +25,7 @@ class Run(NamedTuple):
 
 
 class Training(NamedTuple):
-    """Everything else: constants, which every process creates anew."""
+    """Everything else: constants, which every process creates."""
 
     model: Llama
     format: Format

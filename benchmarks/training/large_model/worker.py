@@ -10,7 +10,6 @@ import os
 import pathlib
 import signal
 import sys
-import time
 
 from benchmarks.training.large_model.plan import Job, Task
 
@@ -64,8 +63,7 @@ class Worker:
                 self._write(job, step=step, loss=float(loss))
                 if step % self.task.save_every == 0:
                     self._keep(job, step, run)
-                    if job.is_saved:
-                        checkpoints.save(manager, step, run)
+                    checkpoints.save(manager, step, run)
                 is_last = self.task.rank == self.task.processes - 1
                 if step == job.kill_at and is_last:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -104,7 +102,7 @@ class Worker:
 
     def _write(self, job: Job, **figures) -> None:
         with open(self.folder / f"{job.name}-{self.task.rank}.jsonl", "a") as file:
-            file.write(json.dumps(figures | {"at": time.time()}) + "\n")
+            file.write(json.dumps(figures) + "\n")
 
 
 def _bytes_per_parameter(run: train.Run) -> float:
