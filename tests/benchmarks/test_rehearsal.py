@@ -2,12 +2,16 @@
 
 import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from places import ROOT, run_python
 
 pytest.importorskip("orbax.checkpoint")
 
 from benchmarks.training import rehearsal
+from benchmarks.training.large_model import same_bits
 
 pytestmark = pytest.mark.example
 
@@ -34,6 +38,19 @@ def test_a_run_that_is_killed_and_resumed_loses_nothing(tmp_path):
         "released": (9, 12),
         "float16": (13, 16),
     }
+
+
+def test_one_differing_bit_is_counted(tmp_path):
+    rows = jax.NamedSharding(jax.make_mesh((8,), ("data",)), jax.P("data"))
+    weights = np.ones((16, 4), np.float32)
+
+    def tree():
+        return {"w": jax.device_put(weights, rows), "count": jnp.int32(3)}
+
+    same_bits.keep(tree(), tmp_path / "kept")
+    assert same_bits.differing(tree(), [tmp_path / "kept"]) == 0
+    weights[9, 2] = np.nextafter(np.float32(1), np.float32(2))
+    assert same_bits.differing(tree(), [tmp_path / "kept"]) == 1
 
 
 def test_the_page_shows_the_functions_of_the_benchmark():
