@@ -22,7 +22,7 @@ from typing import NamedTuple
 from benchmarks import ROOT
 from benchmarks.training.large_model.plan import Job, Task
 
-MINUTES = 7
+MINUTES = 5
 NEEDS = ("orbax.checkpoint",)
 
 SECONDS = 1200  # the longest time for a group of processes
