@@ -1,23 +1,22 @@
-"""Run a step on a state in host memory, with one group of parameters on the device.
+"""Run a step on a state in host memory, with two groups of parameters on the device.
 
 ::
 
     scalars, such as a global norm, and random keys
+    state of the first group ---> device
     for every group of parameters:         a loop of one iteration
-        state of the group ---> device
         update of the group
-        new state ---> host memory
+        new state ---> host memory, and state of the next group ---> device
 
-The ordinary step is traced. The trace copies each array of the state to the device, and
-each new array back to host memory. Then the equations of each group run in a loop of
-their own. Without loops, XLA's schedulers start the copies of later groups early and
-keep their state on the device, and barriers do not prevent it, because XLA removes them
-before it schedules. Within a group, copies and updates of different leaves overlap.
+The ordinary step is traced, and the equations of each group run in a loop of their own.
+Both copies of an iteration run at the same time. Without loops, XLA's schedulers start
+the copies of later groups early and keep their state on the device, and barriers do not
+prevent it, because XLA removes them before it schedules.
 """
 
 import dataclasses
 import functools
-import typing
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -44,8 +43,7 @@ from lowbit_optax.states.state_leaves import state_leaves
 from pallas_kernels.operations import ClosedJaxpr
 
 GROUP_BYTES = 2**28
-"""The state of a group is not larger, unless the group is a single leaf. Copies of
-different leaves overlap only within a group, so groups should not be small."""
+"""The state of a group is not larger, unless the group is a single leaf."""
 
 _MOST_KEYS = 2**16
 
@@ -62,17 +60,19 @@ def step_by_group(step: Callable, params, state, grads) -> tuple:
     Returns:
       ``(params, state)``, with each array of the state where it was before.
     """
+    to_device = functools.partial(jax.tree.map, on_device)
 
     def whole(params, state, grads):
-        new, new_state = step(params, jax.tree.map(on_device, state), grads)
+        new, new_state = step(params, to_device(state), grads)
         return new, jax.tree.map(placed_like, new_state, state)
 
     arguments = params, state, grads
     flat = jax.tree.leaves(arguments)
     if not any(isinstance(x, Tracer) for x in flat):
         return whole(*arguments)
+    on_the_device = params, jax.eval_shape(to_device, state), grads
     with context.changed(alone=True):
-        closed, shapes = jax.make_jaxpr(whole, return_shape=True)(*arguments)
+        closed, shapes = jax.make_jaxpr(step, return_shape=True)(*on_the_device)
     if closed.effects:
         return whole(*arguments)
     parts = state_leaves(params, state)
@@ -117,27 +117,46 @@ def _by_group(
       *arguments: the arguments of the jaxpr.
     """
     inputs = [Node(var.aval) for var in closed.jaxpr.invars]
+    before: dict[Node, jax.Array] = dict(zip(inputs, arguments, strict=True))
     pairs = zip(inputs, owners, strict=True)
     needs = {node: frozenset([owner]) for node, owner in pairs if owner is not None}
     host = list(needs)
     outputs = _Reader(platform, needs).read(closed, inputs)
-    known: dict[Node, typing.Any] = dict(zip(inputs, arguments, strict=True))
+    new_of = dict(zip(inputs, outputs, strict=False))
+    known = {x: on_device(array) for x, array in before.items() if x not in host}
     evaluate([x for x in made_of(outputs) if x not in needs and _is_shared(x)], known)
     # XLA would inline a loop if it knew the number of iterations. On CPUs, where host
     # memory is the same memory, inlined loops give the bits of an ordinary step.
     one = jnp.int32(1)
     barrier = lax.optimization_barrier
     once = lax.platform_dependent(one, cpu=lambda x: x, default=barrier)
-    for group in _groups(host, outputs, needs):
-        numbers = [n for n, x in enumerate(outputs) if needs.get(x, _NONE) & group]
-        old, new = [inputs[n] for n in numbers], [outputs[n] for n in numbers]
+    groups = _groups(host, outputs, needs)
+    held = [on_device(before[x]) for x in host if needs[x] <= groups[0]]
+    after: dict[Node, jax.Array] = {}
+    for group, following in itertools.zip_longest(groups, groups[1:], fillvalue=_NONE):
+        changed = [x for x in new_of if needs.get(new_of[x], _NONE) & group]
+        state = [x for x in host if needs[x] <= group]
+        coming = [x for x in host if needs[x] <= following]
 
-        def update(_, arrays, old=old, new=new):
-            return evaluate(new, known | dict(zip(old, arrays, strict=True)))
+        def update(_, carry, changed=changed, state=state, coming=coming):
+            arrays, held, _ = carry
+            known_here = known | dict(zip(changed, arrays, strict=True))
+            known_here.update(zip(state, held, strict=True))
+            new = evaluate([new_of[x] for x in changed], known_here)
+            # The new state uses the memory of the old one, and is then copied.
+            known_here.update(zip(changed, new, strict=True))
+            held = [known_here[x] for x in state]
+            copies = [on_device(before[x]) for x in coming]
+            return list(map(placed_like, new, arrays)), held, copies
 
-        arrays = lax.fori_loop(0, once, update, [known[x] for x in old])
-        known.update(zip(new, arrays, strict=True))
-    return evaluate(outputs, known)
+        arrays = [before[x] for x in changed]
+        room = [jnp.zeros_like(before[x]) for x in coming]
+        arrays, _, held = lax.fori_loop(0, once, update, (arrays, held, room))
+        after.update(zip(changed, arrays, strict=True))
+    for node in new_of.keys() - after.keys():
+        (value,) = evaluate([new_of[node]], known)
+        after[node] = placed_like(value, before[node])
+    return [after[node] for node in new_of]
 
 
 def _is_shared(node: Node) -> bool:

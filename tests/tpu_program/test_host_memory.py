@@ -15,6 +15,8 @@ pytest.importorskip("libtpu", reason="needs the tpu-program extra")
 
 from tools.gpu_program.release_steps import matrices
 from tools.gpu_program.steps import bytes_of
+from tools.hlo import text
+from tools.hlo_nodes import read_computations
 from tools.tpu_program.release_steps import HostStep, compile_step, is_stack, streamed
 from tools.tpu_program.targets import tpu_mesh
 
@@ -55,8 +57,8 @@ def test_the_device_holds_two_or_three_layers_of_the_state_copied_by_themselves(
 
 
 @pytest.mark.parametrize("leaves", [4, 12])
-def test_without_release_the_device_holds_one_group_of_the_state(leaves, monkeypatch):
-    tx, width = optax.adamw(1e-3), 1024
+def test_without_release_the_device_holds_two_groups_of_the_state(leaves, monkeypatch):
+    tx, width = optax.adamw(1e-3), 2048
     monkeypatch.setattr(host_step, "GROUP_BYTES", 1)
     where = jax.NamedSharding(tpu_mesh("v5e:2x2"), jax.P())
     shape = jax.ShapeDtypeStruct((width, width), jnp.float32, sharding=where)
@@ -69,5 +71,20 @@ def test_without_release_the_device_holds_one_group_of_the_state(leaves, monkeyp
     of_a_leaf = 2 * bytes_of(shape)
     assert compiled.host == leaves * of_a_leaf
     assert compiled.is_in_place
-    # The old and the new state of a leaf, and a few leaves in the TPU's fast memory.
-    assert compiled.temporary <= 3 * of_a_leaf
+    # A few arrays are also in the TPU's fast memory.
+    assert compiled.temporary <= 2.5 * of_a_leaf
+    loops = copies_in_loops(compiled)
+    assert loops == [["copy-start"] * 4 + ["copy-done"] * 4] * (leaves - 1)
+
+
+def copies_in_loops(step: HostStep) -> list[list[str]]:
+    """The copies from and to the host in each loop that copies in both directions."""
+    computations = read_computations(text(step.program))
+    entry = list(computations)[-1]
+    found = []
+    for name, nodes in computations.items():
+        copies = [x for x in nodes if x.op in ("copy-start", "copy-done")]
+        moved = [x.op for x in copies if "S(5)" in x.shape or x.op == "copy-done"]
+        if name != entry and len(moved) > 4:
+            found.append(moved)
+    return found

@@ -109,10 +109,13 @@ def test_each_group_is_copied_in_a_loop_of_its_own(name):
         programs = [x.jaxpr for x in closed.eqns[-1].params["branches"]]
         assert len(programs) == 2
     for program in programs:
-        assert not copies(program, into_loops=False)
-        loops = [copies(x) for x in loops_of(program)]
+        # The first group is copied before its loop, and each loop copies the next one.
+        first, loops = copies(program, into_loops=False), loops_of(program)
         assert len(loops) == len(params)
-        assert sum(loops) == kinds(where).count(HOST)
+        of_each = [first, *map(copies, loops)]
+        assert of_each.pop() == 0
+        assert all(of_each)
+        assert sum(of_each) == kinds(where).count(HOST)
     text = jax.jit(step).trace(params, state, grads).lower(lowering_platforms=("tpu",))
     # If XLA knew the number of iterations, it would inline the loops.
     assert text.as_text().count("stablehlo.optimization_barrier") == 1
@@ -149,8 +152,9 @@ def test_leaves_whose_updates_depend_on_each_other_are_one_group():
     tx, params, grads = problem("mixed")
     state = jax.device_put(tx.init(params), lowbit_optax.host_shardings(tx, params))
     step = jax.make_jaxpr(functools.partial(lowbit_optax.step, tx))
-    (loop,) = loops_of(step(params, state, grads).jaxpr)
-    assert copies(loop) == len(params)
+    program = step(params, state, grads).jaxpr
+    (loop,) = loops_of(program)
+    assert (copies(program, into_loops=False), copies(loop)) == (len(params), 0)
 
 
 def test_a_step_outside_of_jit_puts_the_state_back():
