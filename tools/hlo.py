@@ -8,12 +8,13 @@ import typing
 import jax
 
 from tools.hlo_arrays import Array, arrays
-from tools.hlo_nodes import Node, read_entry, read_nodes
+from tools.hlo_nodes import Node, read_computations, read_entry, read_nodes
 
 COLLECTIVES = (
     "all-gather",
     "all-reduce",
     "all-to-all",
+    "collective-broadcast",
     "collective-permute",
     "reduce-scatter",
 )
@@ -179,14 +180,40 @@ def collectives(compiled: jax.stages.Compiled) -> list[str]:
 
 
 def exchanged(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Return the bytes of results per kind of collective; loops are counted once."""
+    """Return the bytes of the results of each kind of collective in one run.
+
+    A collective in a loop counts once per iteration. Loops must count from zero to a
+    constant, as those of ``lax.scan`` do.
+    """
+    computations = read_computations(text(compiled))
     found = collections.Counter()
-    for node in read_nodes(text(compiled)):
-        # The end of an asynchronous operation has the type of the result.
-        kind = node.op.removesuffix("-done")
-        if kind in COLLECTIVES:
-            found[kind] += _bytes_of(node)
+
+    def add(name: str, times: int) -> None:
+        for node in computations.get(name, ()):
+            # The end of an asynchronous operation has the type of the result.
+            kind = node.op.removesuffix("-done")
+            if kind in COLLECTIVES:
+                found[kind] += times * _bytes_of(node)
+            inner = times
+            if node.op == "while":
+                inner *= _iterations(node, computations)
+            for called in node.called():
+                add(called, inner)
+
+    add(list(computations)[-1], 1)
     return found
+
+
+def _iterations(loop: Node, computations: dict[str, list[Node]]) -> int:
+    """Return the number of a loop's iterations.
+
+    XLA:GPU writes it. The conditions of XLA:TPU compare a counter with a constant.
+    """
+    if written := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
+        return int(written[1])
+    (condition,) = loop.called("condition")
+    (limit,) = (x for x in computations[condition] if x.op == "constant")
+    return int(limit.arguments)
 
 
 def copies(compiled: jax.stages.Compiled) -> list[int]:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+_HEAD = re.compile(r"(ENTRY )?%(\S+) \(.*\{$")
 _LINE = re.compile(r"\s*(ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:, (.*)|$)")
 
 
@@ -37,6 +38,10 @@ class Node:
         """The part of a tuple that a ``get-tuple-element`` returns."""
         return int(re.findall(r"\bindex=(\d+)", self.attributes)[0])
 
+    def called(self, role: str = r"\w+") -> list[str]:
+        """The names of the computations that it runs, such as a loop's ``body``."""
+        return re.findall(rf"\b{role}=%([\w.\-]+)", self.attributes)
+
 
 def read_entry(text: str) -> list[Node]:
     """Return the instructions of the entry computation, in the order in which they run.
@@ -54,5 +59,15 @@ def read_entry(text: str) -> list[Node]:
 
 def read_nodes(text: str) -> list[Node]:
     """Return the instructions of all computations."""
-    found = filter(None, map(_LINE.match, text.splitlines()))
-    return [Node(x[2], x[3], x[4], x[5], x[6] or "", bool(x[1])) for x in found]
+    return [node for nodes in read_computations(text).values() for node in nodes]
+
+
+def read_computations(text: str) -> dict[str, list[Node]]:
+    """Return the instructions of each computation by name."""
+    found, nodes = {}, []
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            nodes = found[head[2]] = []
+        elif x := _LINE.match(line):
+            nodes.append(Node(x[2], x[3], x[4], x[5], x[6] or "", bool(x[1])))
+    return found

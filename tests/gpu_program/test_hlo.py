@@ -7,7 +7,7 @@ from unittest import mock
 import jax
 import pytest
 
-from tools.hlo import copies, kernels
+from tools.hlo import copies, exchanged, kernels
 
 PROGRAM = """HloModule step, is_scheduled=true
 
@@ -39,6 +39,43 @@ def test_an_operand_that_is_part_of_a_tuple_counts_alone(part, operand):
     ]
     assert kernels(program) == expected
     assert copies(program) == [1024]
+
+
+LOOP = """HloModule step, is_scheduled=true
+
+%condition (state: (s32[], f32[4])) -> pred[] {{
+  %state = (s32[], f32[4]) parameter(0)
+  %counter = s32[] get-tuple-element(%state), index=0
+  %limit = s32[] constant(6)
+  ROOT %more = pred[] compare(%counter, %limit), direction=LT
+}}
+
+%body (state: (s32[], f32[4])) -> (s32[], f32[4]) {{
+  %old = (s32[], f32[4]) parameter(0)
+  %x = f32[4]{{0}} get-tuple-element(%old), index=1
+  %begun = f32[4]{{0}} all-reduce-start(%x), to_apply=%add
+  ROOT %done = f32[4]{{0}} all-reduce-done(%begun)
+}}
+
+ENTRY %main (x: f32[4]) -> f32[4] {{
+  %x.1 = f32[4]{{0}} parameter(0)
+  %whole = f32[8]{{0}} all-gather(%x.1), dimensions={{0}}
+  ROOT %loop = (s32[], f32[4]) while(%x.1), condition=%condition, body=%body{written}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("written", "times"),
+    [
+        (', backend_config={"known_trip_count":{"n":"5"}}', 5),
+        ("", 6),
+    ],
+)
+def test_a_collective_in_a_loop_counts_once_per_iteration(written, times):
+    program = mock.create_autospec(jax.stages.Compiled, instance=True)
+    program.as_text.return_value = LOOP.format(written=written)
+    assert exchanged(program) == {"all-gather": 32, "all-reduce": times * 16}
 
 
 OF_PTX = ("bits", "buffers", "floats", "lanes", "memory", "parser")

@@ -232,7 +232,8 @@ def compile_lowered(
 
     XLA lowers kernels on shards when it compiles, so this function sets the mesh again.
     """
-    mesh = jax.tree.leaves(lowered.out_info)[0].sharding.mesh
+    shardings = (x.sharding for x in jax.tree.leaves(lowered.out_info))
+    mesh = next(sharding.mesh for sharding in shardings if sharding is not None)
     with tempfile.TemporaryDirectory() as folder, mosaic.dumped_to(folder):
         with jax.set_mesh(mesh):
             compiled = lowered.compile(compiler_options=options)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from collectives import collectives
 from jax.sharding import AxisType
 from optimizers import (
     ALIASES,
@@ -21,6 +20,7 @@ from optimizers import (
 )
 
 import lowbit_optax
+from tools.hlo import collectives
 
 pytestmark = pytest.mark.standard_promotion
 

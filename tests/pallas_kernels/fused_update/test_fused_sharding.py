@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from blocks import BlockMixture
-from collectives import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernels import (
@@ -27,6 +26,7 @@ from pallas_kernels import (
     pack,
     unpack,
 )
+from tools.hlo import collectives
 
 U32 = jnp.uint32
 LAST = [int(x) for x in TABLE[2]]
