@@ -37,7 +37,7 @@ becomes the smallest positive value.
 import dataclasses
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ ONE_EXPONENT = 1 << 23  # adds 1 to the exponent of a float32 pattern
 _LARGEST_SCALED = 2.0**50  # in signed codes
 
 Scale = typing.Literal["bfloat16", "power_of_two"]
-Prepared = tuple[jax.Array, jax.Array]
+Prepared = Sequence[jax.Array]
 MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 

@@ -10,15 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._jaxprs.traced_once import traced_once
-from lowbit_optax._numerics import linear_code
-from lowbit_optax._numerics.codes import MultiplyAdd, as_fields, float_of, multiply_add
 from lowbit_optax._numerics.dtypes import float_dtype
-from lowbit_optax._numerics.random_bits import PARAM_STREAM, RandomBits
+from lowbit_optax._numerics.linear_code import QuantizedFields
+from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.rounding import narrow_or_cast
-from lowbit_optax.formats.base import Rounding, rounding_words
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight, register_with_flax
 from pallas_kernels.bitfields import pack, unpack_with
-from pallas_kernels.layout import Layout, block_maxima, repeat_blocks
+from pallas_kernels.layout import Layout, block_maxima
 
 
 @jax.tree_util.register_dataclass
@@ -148,58 +146,6 @@ def _dequantized(dtype: jnp.dtype, tensor: QuantizedTensor) -> jax.Array:
         return narrow_or_cast(code.decode(fields, prepared), dtype)
 
     return unpack_with(decode, tensor.codes, tensor.bits, tensor.layout, *prepared)
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizedFields:
-    """Elementwise functions between values and the fields of a QuantizedTensor::
-
-        magnitude_key(x) --> maximum over the block --> scale_of(maximum, old scale)
-        prepare(scale) --> prepared, once per block, for encode and decode
-
-    Args:
-      bits, block_size: see :class:`QuantizedTensor`.
-      rounding: how :meth:`encode` rounds.
-    """
-
-    bits: int
-    block_size: int
-    rounding: Rounding = "stochastic"
-
-    def magnitude_key(self, x: jax.Array) -> jax.Array:
-        """Return integers whose maximum over a block determines its scale."""
-        return linear_code.magnitude_key(x)
-
-    def scale_of(self, key: jax.Array, old: jax.Array | None = None) -> jax.Array:
-        """Return the uint32 scales for maxima of keys, or old scales where they fit."""
-        maximum = linear_code.magnitude_of(key)
-        if old is None:
-            return as_fields(linear_code.delta_of(maximum, self.bits))
-        return as_fields(linear_code.kept_delta(maximum, float_of(old), self.bits))
-
-    def prepare(self, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the ``prepared`` argument of the other methods for a uint32 scale."""
-        return linear_code.prepare(float_of(scale))
-
-    def prepare_values(self, scales: jax.Array, layout: Layout) -> list[jax.Array]:
-        """Return the prepared scales, repeated for every value of their blocks."""
-        prepared = self.prepare(scales)
-        return [repeat_blocks(x, layout, self.block_size) for x in prepared]
-
-    def encode(
-        self,
-        x: jax.Array,
-        prepared,
-        random: RandomBits | None,
-        multiply_add: MultiplyAdd = multiply_add,
-    ) -> jax.Array:
-        """Round float32 values to fields, to the nearest ones if ``random`` is None."""
-        words = rounding_words(self.rounding, random, x.shape, PARAM_STREAM)
-        return linear_code.encode(x, prepared, self.bits, words, multiply_add)
-
-    def decode(self, fields: jax.Array, prepared) -> jax.Array:
-        """Return the float32 values of fields."""
-        return linear_code.decode(fields, prepared, self.bits)
 
 
 def quantize(

@@ -13,11 +13,11 @@ import typing
 import jax
 
 from lowbit_optax._numerics.landing import REPLACE, Landing
+from lowbit_optax._numerics.linear_code import QuantizedFields
 from lowbit_optax._numerics.random_bits import PARAM_STREAM
 from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.formats.base import Rounding, WeightFormat, check_rounding
 from lowbit_optax.formats.plain import Nearest
-from lowbit_optax.formats.quantized_tensor import QuantizedFields
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from lowbit_optax import formats
 from lowbit_optax._arguments import check_choice, check_static_int
 from lowbit_optax.aliases.common import checked, sgd
 from lowbit_optax.formats import MomentFormat
-from lowbit_optax.formats.quantized_tensor import Rounding
+from lowbit_optax.formats.base import Rounding
 from lowbit_optax.formats.quantized_weights import quantized_weights
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
 from lowbit_optax.transformations.lowbit import lowbit

@@ -13,8 +13,8 @@ from lowbit_optax._numerics.random_bits import RandomBits, leaf_number, random_b
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import trees
 from lowbit_optax._step.seeds import seed_of
-from lowbit_optax.formats.base import check_rounding
-from lowbit_optax.formats.quantized_tensor import Rounding, is_quantized, quantize
+from lowbit_optax.formats.base import Rounding, check_rounding
+from lowbit_optax.formats.quantized_tensor import is_quantized, quantize
 from pallas_kernels.layout import check_block_size, layout_of
 
 PAPER_BLOCK_SIZE = 2048

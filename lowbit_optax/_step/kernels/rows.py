@@ -10,11 +10,12 @@ import jax
 
 from lowbit_optax._numerics.codes import MultiplyAdd
 from lowbit_optax._numerics.landing import Landing
+from lowbit_optax._numerics.linear_code import QuantizedFields
 from lowbit_optax._numerics.random_bits import Draws, RandomBits
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax.formats.base import MomentFormat, WeightFormat
 from lowbit_optax.formats.block_quantized import BlockQuantized
-from lowbit_optax.formats.quantized_weights import QuantizedFields, QuantizedWeights
+from lowbit_optax.formats.quantized_weights import QuantizedWeights
 
 
 @dataclasses.dataclass(frozen=True)

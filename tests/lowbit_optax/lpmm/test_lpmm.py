@@ -8,12 +8,14 @@ import numpy as np
 import optax
 import pytest
 from blocks import blocks_of
+from given_words import random_of
 from optimizers import assert_same_bits, initial, jitted
 from quantised import quantizer, values_of
 
 import lowbit_optax
 from lowbit_optax import lpmm_adam, lpmm_sgd
 from lowbit_optax._numerics import linear_code
+from lowbit_optax._numerics.codes import as_fields
 from lowbit_optax.lpmm import QuantizedTensor, dequantize, value_and_grad
 
 HALVES = jnp.bfloat16, jnp.float16
@@ -46,10 +48,11 @@ def test_the_mean_over_all_random_words_is_the_value_itself(bits):
     x = (codes[:, None] + np.arange(256) / 256).reshape(-1, 1).astype(np.float32)
     x = np.clip(x, -top, top) * np.float32(2.0**-5)
     words = np.broadcast_to(np.arange(256, dtype=np.uint32) << 24, (len(x), 256))
-    prepared = linear_code.prepare(jnp.full(words.shape, 2.0**-5))
+    code = linear_code.QuantizedFields(bits, block_size=32)
+    prepared = code.prepare(as_fields(jnp.full(words.shape, 2.0**-5)))
     wide = jnp.asarray(np.broadcast_to(x, words.shape))
-    fields = linear_code.encode(wide, prepared, bits, jnp.asarray(words))
-    values = linear_code.decode(fields, prepared, bits)
+    fields = code.encode(wide, prepared, random_of(jnp.asarray(words)))
+    values = code.decode(fields, prepared)
     mean = np.asarray(values).astype(np.float64).mean(axis=1)
     np.testing.assert_array_equal(mean, x[:, 0].astype(np.float64))
 
