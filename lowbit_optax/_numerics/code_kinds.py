@@ -1,7 +1,5 @@
 """Look up a code by name; see :mod:`lowbit_optax._numerics.codes`."""
 
-import functools
-
 from lowbit_optax._numerics.codes import Code, Scale
 from lowbit_optax._numerics.float_code import Float
 from lowbit_optax._numerics.in_units import Dynamic, Linear, Segments, Sqrt
@@ -13,18 +11,16 @@ from lowbit_optax._numerics.in_units import Dynamic, Linear, Segments, Sqrt
 _COMPANDED = {(8, True): 4, (8, False): 4, (4, True): 1, (4, False): 2}
 _LOG = {8: 5, 4: 3}
 
+_CLASSES = {"linear": Linear, "dynamic": Dynamic, "sqrt": Sqrt, "float": Float}
 
-@functools.lru_cache(maxsize=64)
+UNSIGNED = ("sqrt", "log", "float")
+"""The codes without negative values."""
+
+
 def code_of(name: str, bits: int, signed: bool, scale: Scale) -> Code:
     """Return the code called ``name``, for signed or for non-negative values."""
-    if name == "linear":
-        return Linear(bits, signed, scale)
-    if name == "dynamic":
-        return Dynamic(bits, signed, scale)
-    if name == "sqrt":
-        return Sqrt(bits, False, scale)
-    if name == "float":
-        return Float(bits, False, scale)
-    if name == "log":
-        return Segments(bits, False, scale, _LOG[bits])
-    return Segments(bits, signed, scale, _COMPANDED[bits, signed])
+    signed = signed and name not in UNSIGNED
+    if name in _CLASSES:
+        return _CLASSES[name](bits, signed, scale)
+    segments = _LOG[bits] if name == "log" else _COMPANDED[bits, signed]
+    return Segments(bits, signed, scale, segments)

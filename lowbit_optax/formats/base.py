@@ -267,12 +267,10 @@ def check_rounding(where: str, given: str) -> None:
 
 
 def rounding_words(
-    rounding: str, random: RandomBits | None, shape: tuple[int, ...], stream: int
+    rounding: str, random: RandomBits, shape: tuple[int, ...], stream: int
 ) -> jax.Array | None:
     """Return the words for stochastic rounding, or None for other rounding modes."""
-    if rounding != "stochastic" or random is None:
-        return None
-    return random.words(shape, stream)
+    return random.words(shape, stream) if rounding == "stochastic" else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,15 +281,13 @@ class MomentFormat:
     ``for_leaf`` and ``stored_as``.
     """
 
+    has_scales: typing.ClassVar[bool] = False
+    """Whether it stores each moment as a :class:`.QuantizedMoment`."""
+
     @property
     def stored_as(self) -> str:
         """A description of all that ``decode`` depends on; see ``storage_formats``."""
         return repr(self)
-
-    @property
-    def has_scales(self) -> bool:
-        """Whether it stores each moment as a :class:`.QuantizedMoment`."""
-        return False
 
     def for_field(
         self,

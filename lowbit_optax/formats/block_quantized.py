@@ -12,7 +12,7 @@ import typing
 import jax
 
 from lowbit_optax._arguments import check_static_int
-from lowbit_optax._numerics.code_kinds import code_of
+from lowbit_optax._numerics.code_kinds import UNSIGNED, code_of
 from lowbit_optax._numerics.codes import Code, MultiplyAdd, Prepared, multiply_add
 from lowbit_optax._numerics.random_bits import Draws
 from lowbit_optax._numerics.rounding import to_float32
@@ -29,7 +29,6 @@ from pallas_kernels.layout import (
 
 CodeName = typing.Literal["linear", "companded", "dynamic", "sqrt", "log", "float"]
 _CODES = typing.get_args(CodeName)
-_UNSIGNED = ("sqrt", "log", "float")
 _SCALES = ("bfloat16", "power_of_two")
 
 
@@ -69,9 +68,7 @@ class BlockQuantized(MomentFormat):
     signed: bool = True
     is_sum: bool = False
 
-    @property
-    def has_scales(self):
-        return True
+    has_scales: typing.ClassVar[bool] = True
 
     @property
     def stored_as(self):
@@ -101,7 +98,7 @@ class BlockQuantized(MomentFormat):
             code, rounding = self.code or "linear", self.rounding or "nearest"
             chosen = dataclasses.replace(self, code=code, rounding=rounding)
             return chosen.for_field(name, is_second)
-        is_unsigned = self.code in _UNSIGNED
+        is_unsigned = self.code in UNSIGNED
         if is_unsigned and is_second is False:
             raise ValueError(
                 f"block_quantized: code {self.code!r} is for second moments and "
@@ -166,10 +163,8 @@ class BlockQuantized(MomentFormat):
 
     def _prepared(self, scales: jax.Array, shape: tuple[int, ...]):
         """Return the prepared scales, repeated for every element of their blocks."""
-        layout = layout_of(shape)
-        first, second = self.prepare(scales)
-        repeat = lambda x: repeat_blocks(x, layout, self.block_size)
-        return repeat(first), repeat(second)
+        layout, prepared = layout_of(shape), self.prepare(scales)
+        return [repeat_blocks(x, layout, self.block_size) for x in prepared]
 
 
 def block_quantized(
