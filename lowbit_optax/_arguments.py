@@ -60,6 +60,23 @@ def check_choice(function: str, name: str, value, choices: typing.Any) -> None:
         raise ValueError(f"{function}: {name} must be one of {words}, got {value!r}")
 
 
+def check_type(argument: str, value, kind, accepted: str) -> None:
+    """Raise a TypeError unless an argument is an instance of a type.
+
+    Args:
+      argument: the names of the function and of its argument, for the message.
+      value: the argument.
+      kind: the type, or a union of types.
+      accepted: the allowed values in words.
+
+    >>> check_type("pack: name", 1, str, "a string")
+    Traceback (most recent call last):
+    TypeError: pack: name must be a string, got 1
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{argument} must be {accepted}, got {value!r}")
+
+
 def check_transformation(function: str, name: str, tx) -> None:
     """Raise a TypeError unless an argument is an optax transformation."""
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lowbit_optax._arguments import check_type
 from lowbit_optax._numerics import float_layouts, rounding
 from lowbit_optax._numerics.chosen_neighbour import words_toward
 from lowbit_optax._numerics.float_format import FloatFormat
@@ -91,10 +92,7 @@ def significand_of(name: str, float_format: typing.Any) -> Significand | None:
     accepted = (
         f"FloatFormat(8, m) with m from 1 to {_BFLOAT16_BITS}, and with any overflow"
     )
-    if not isinstance(float_format, FloatFormat):
-        raise TypeError(
-            f"{name}: float_format must be {accepted}, got {float_format!r}"
-        )
+    check_type(f"{name}: float_format", float_format, FloatFormat, accepted)
     bits, overflow = float_format.mantissa_bits, float_format.overflow
     fits = 1 <= bits <= _BFLOAT16_BITS
     if not fits or float_format != FloatFormat(8, bits, overflow=overflow):
@@ -302,11 +300,9 @@ def stochastic_rounding(
     StochasticRounding(sum_rounding='nearest', significand=None, error_feedback=None)
     """
     check_rounding("stochastic_rounding: sum_rounding", sum_rounding)
-    if error_feedback is not None and not isinstance(error_feedback, str):
-        raise TypeError(
-            "stochastic_rounding: error_feedback must be None or the name of a moment, "
-            f"such as 'mu', got {error_feedback!r}"
-        )
+    accepted = "None or the name of a moment, such as 'mu'"
+    argument = "stochastic_rounding: error_feedback"
+    check_type(argument, error_feedback, str | None, accepted)
     significand = significand_of("stochastic_rounding", float_format)
     return StochasticRounding(sum_rounding, significand, error_feedback)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax._arguments import check_transformation
+from lowbit_optax._arguments import check_transformation, check_type
 from lowbit_optax._step import trees
 from lowbit_optax._step.guard import UNGUARDED
 from lowbit_optax._step.multi_steps import check_multi_steps_around
@@ -82,11 +82,8 @@ def with_loss_scale(
     Array([0.5, 0.5, 0.5, 0.5], dtype=float16)
     """
     check_transformation("with_loss_scale", "inner", inner)
-    if not isinstance(scaling, Scaling):
-        raise TypeError(
-            "with_loss_scale: scaling must be the result of static_scale(), "
-            f"backoff_scale() or log_normal_scale(), got {scaling!r}"
-        )
+    accepted = "the result of static_scale(), backoff_scale() or log_normal_scale()"
+    check_type("with_loss_scale: scaling", scaling, Scaling, accepted)
     return LossScaled(inner, scaling).transformation
 
 

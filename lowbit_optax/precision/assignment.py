@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from lowbit_optax._arguments import check_type
 from lowbit_optax._numerics.float_format import FloatFormat
 
 Kind = typing.Literal["parameter", "input", "value", "iterated"]
@@ -116,12 +117,9 @@ class Formats:
         for name in ("low", "high"):
             if getattr(self, f"{name}_backward") is None:
                 object.__setattr__(self, f"{name}_backward", getattr(self, name))
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, FloatFormat):
-                raise TypeError(
-                    f"Formats: {field.name} must be a FloatFormat, got {value!r}"
-                )
+        for name in ("low", "high", "low_backward", "high_backward"):
+            value = getattr(self, name)
+            check_type(f"Formats: {name}", value, FloatFormat, "a FloatFormat")
 
     def forward(self, is_low) -> FloatFormat:
         """Return the low or high format for forward tensors."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowbit_optax._arguments import check_type
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.float_format import FloatFormat
 from lowbit_optax._numerics.float_layouts import is_narrow
@@ -89,10 +90,7 @@ def pack(tree: typing.Any, float_format: FloatFormat) -> typing.Any:
     >>> unpack(packed)["w"].dtype
     dtype(bfloat16)
     """
-    if not isinstance(float_format, FloatFormat):
-        raise TypeError(
-            f"pack: float_format must be a FloatFormat, got {float_format!r}"
-        )
+    check_type("pack: float_format", float_format, FloatFormat, "a FloatFormat")
 
     def convert(x):
         dtype = getattr(x, "dtype", np.dtype(bool))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax._arguments import check_type
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._step import trees
 from lowbit_optax._tables import Table, Tabular
@@ -151,10 +152,8 @@ def _placed(tx, params, state, batch, shardings):
     """Return parameters, state and batch with shardings, and their mesh."""
     given = jax.tree.leaves(shardings)
     for sharding in given:
-        if not isinstance(sharding, jax.NamedSharding):
-            raise TypeError(
-                f"step_memory: shardings must be NamedShardings, got {sharding!r}"
-            )
+        argument = "step_memory: shardings"
+        check_type(argument, sharding, jax.NamedSharding, "NamedShardings")
     of_state = state_shardings(tx, params, shardings)
     of_params = jax.tree.broadcast(shardings, params)
     mesh = given[0].mesh
