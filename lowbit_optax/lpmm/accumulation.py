@@ -12,7 +12,11 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax import formats
-from lowbit_optax._arguments import check_static_int, check_transformation
+from lowbit_optax._arguments import (
+    check_static_int,
+    check_transformation,
+    check_type,
+)
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.blanks import blank
@@ -126,11 +130,8 @@ def accumulate_gradients(
     check_static_int("accumulate_gradients", "every", every, 1)
     check_static_int("accumulate_gradients", "seed", seed, 0, 2**32 - 1)
     check_static_int("accumulate_gradients", "min_size", min_size, 0)
-    if not isinstance(format, MomentFormat):
-        raise TypeError(
-            "accumulate_gradients: format must be a moment format, such as "
-            f"lowbit_optax.block_quantized(8), got {format!r}"
-        )
+    accepted = "a moment format, such as lowbit_optax.block_quantized(8)"
+    check_type("accumulate_gradients: format", format, MomentFormat, accepted)
     try:
         format = format.for_sums()
     except ValueError as error:
@@ -220,9 +221,9 @@ class _Call:
         one = jnp.float32(1)
         # The kernel of the first step also reads the scalars of a guard.
         always = self.guard.within(one, jnp.bool_(True))
-        parts = self._sums(self._parts, always).added(implementation)
+        parts = dataclasses.replace(self._sums, guard=always).added(implementation)
         updates = self.guard.within(one, self._is_last)
-        sums = self._sums(parts, updates)
+        sums = dataclasses.replace(self._sums, parts=parts, guard=updates)
         summed = Summed(self.config.accumulators, sums, self._named[2])
         state = self.state.inner_state
         if lowbit is None:
@@ -241,7 +242,8 @@ class _Call:
     def _by_branches(self):
         """Run a step with a conditional, whose branches copy all arrays they change."""
         state, params, is_direct = self.state, self.params, self.landing.is_direct
-        sums = self._sums(self._sums(self._parts, self.guard).added("xla"), UNGUARDED)
+        parts = self._sums.added("xla")
+        sums = dataclasses.replace(self._sums, parts=parts, guard=UNGUARDED)
 
         def update():
             # XLA fuses the sums with their uses. Outside of the branch, they would be
@@ -269,7 +271,7 @@ class _Call:
         else:
             jax.eval_shape(update)  # to raise its errors in the first step
             result, parts, inner_state = wait()
-        parts = self.guard.chosen(parts, self._parts)
+        parts = self.guard.chosen(parts, self._sums.parts)
         inner_state = self.guard.chosen(inner_state, state.inner_state)
         if is_direct:
             result = self.guard.chosen(result, params)
@@ -290,17 +292,10 @@ class _Call:
         return in_parallel_trees(format_, treedef, parts, self.state.accumulators)
 
     @functools.cached_property
-    def _parts(self) -> list:
-        """The accumulator of each leaf, or None for leaves that are not float."""
+    def _sums(self) -> Sums:
+        """The accumulators before the step, and the gradients to add to them."""
         names, leaves, treedef = self._named
         parts = leaf_by_leaf(names, treedef, self.state.accumulators, "accumulators")
-        return [
-            uncontained(part) if trees.is_float(leaf) else None
-            for leaf, part in zip(leaves, parts, strict=True)
-        ]
-
-    def _sums(self, parts: Sequence, guard: Guard | Unguarded) -> Sums:
-        names, leaves, treedef = self._named
         grads = trees.parts_of(names, treedef, self.grads, "grads")
         lowbit = stepper_of(self.config.inner)
         shardings: Sequence = [None] * len(names)
@@ -316,9 +311,12 @@ class _Call:
             self.state.seed,
             self.state.count,
             context.current().layer,
-            parts,
+            [
+                uncontained(part) if trees.is_float(leaf) else None
+                for leaf, part in zip(leaves, parts, strict=True)
+            ],
             [self.config.accumulators.for_leaf(x.shape) for x in leaves],
-            guard,
+            self.guard,
         )
 
     def _gradient(self, leaf: StoredLeaf, total):

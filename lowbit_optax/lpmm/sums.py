@@ -54,21 +54,18 @@ class SumBody:
 
     def arrays(self, leaf: StoredLeaf, part) -> Leaf:
         """Return the arrays that a kernel reads and writes for a leaf."""
-        operands = [Operand(leaf.grad)]
         if self.rows.has_scales:
             blocks = self.rows.blocks
-            operands.append(Operand(part.codes, blocks.bits))
-            operands.append(Operand(part.scales, block_size=blocks.block_size))
+            scales = Operand(part.scales, block_size=blocks.block_size)
+            stored = [Operand(part.codes, blocks.bits), scales]
         else:
-            operands.append(Operand(part))
-        results = [
+            stored = [Operand(part)]
+        results = tuple(
             Result(x.array.dtype, x.bits, n, x.block_size)
-            for n, x in enumerate(operands)
-            if n
-        ]
-        return Leaf(
-            tuple(operands), tuple(results), leaf.param.shape, sharding=leaf.sharding
+            for n, x in enumerate(stored, 1)
         )
+        operands = Operand(leaf.grad), *stored
+        return Leaf(operands, results, leaf.param.shape, sharding=leaf.sharding)
 
     def stored(self, arrays: Sequence):
         """Return the accumulator from the arrays that a kernel has written."""
