@@ -93,14 +93,12 @@ class FloatFormat:
                 raise TypeError(
                     f"FloatFormat: {name} must be an integer, got {value!r}"
                 ) from None
-        if not 2 <= self.exponent_bits <= 8:
-            raise ValueError(
-                f"FloatFormat: exponent_bits must be 2 to 8, got {self.exponent_bits}"
-            )
-        if not 0 <= self.mantissa_bits <= 23:
-            raise ValueError(
-                f"FloatFormat: mantissa_bits must be 0 to 23, got {self.mantissa_bits}"
-            )
+        for name, low, high in (("exponent_bits", 2, 8), ("mantissa_bits", 0, 23)):
+            bits = getattr(self, name)
+            if not low <= bits <= high:
+                raise ValueError(
+                    f"FloatFormat: {name} must be {low} to {high}, got {bits}"
+                )
         if self.specials is None:
             object.__setattr__(self, "specials", self._usual_specials)
         if self.specials not in typing.get_args(Specials):
@@ -150,12 +148,11 @@ class FloatFormat:
         >>> FP32.has_all_of("float16"), FloatFormat.of("float16").has_all_of("bfloat16")
         (True, False)
         """
-        if self.specials != "ieee" or not self.subnormals:
-            return False
-        name = np.dtype(dtype).name
-        if name not in _DTYPES:
-            return False
-        other = FloatFormat.of(dtype)
+        has_all = self.specials == "ieee" and np.dtype(dtype).name in _DTYPES
+        return has_all and self.subnormals and self.contains(FloatFormat.of(dtype))
+
+    def contains(self, other: "FloatFormat") -> bool:
+        """Return whether the format, with subnormals, has every number of another."""
         return (
             self.mantissa_bits >= other.mantissa_bits
             and self.smallest <= other.smallest
@@ -325,7 +322,7 @@ FP32 = FloatFormat(8, 23)
 
 # The fnuz dtypes have one NaN, in the pattern of minus zero. All other patterns are
 # numbers, so specials is "none".
-_DESCRIPTIONS: dict[str, tuple[int, int, int, Specials]] = {
+_DTYPES: dict[str, tuple[int, int, int, Specials]] = {
     "float32": (8, 23, 0, "ieee"),
     "bfloat16": (8, 7, 0, "ieee"),
     "float16": (5, 10, 0, "ieee"),
@@ -340,8 +337,6 @@ _DESCRIPTIONS: dict[str, tuple[int, int, int, Specials]] = {
     "float6_e2m3fn": (2, 3, 0, "none"),
     "float4_e2m1fn": (2, 1, 0, "none"),
 }
-# Older versions of JAX lack some of these dtypes.
-_DTYPES = {n: d for n, d in _DESCRIPTIONS.items() if hasattr(jnp, n)}
 
 
 def _checked(x: jax.Array) -> jax.Array:

@@ -309,12 +309,7 @@ def _narrow(fmt: FloatFormat | None) -> _Narrow:
     dtype = _FLOAT8.get((fmt.exponent_bits, fmt.mantissa_bits, fmt.specials))
     if dtype is not None and abs(fmt.bias) <= _MAX_BIAS:
         return _Narrow(dtype, fmt.bias)
-    like = FloatFormat.of(_BFLOAT16)
-    is_within = (
-        fmt.mantissa_bits <= like.mantissa_bits
-        and like.smallest <= fmt.smallest
-        and fmt.largest <= like.largest
-    )
+    is_within = FloatFormat.of(_BFLOAT16).contains(fmt)
     return _Narrow(_BFLOAT16) if is_within else _Narrow()
 
 
