@@ -123,11 +123,7 @@ class SplitArray:
 
     @jax.jit
     def _split(self, value: jax.Array) -> "SplitArray":
-        # The size of the result decides whether its residual is packed.
-        format_ = self.weight_format.for_leaf(value.shape, self.dtype, min_size=0)
-        random = _random(self.random_state)
-        param, residual = split_leaf(format_, value, self.dtype, random)
-        return SplitArray(param, residual, _next(self.random_state), format_)
+        return _splitted(value, self.dtype, self.weight_format, self.random_state)
 
 
 def split_array(
@@ -178,8 +174,14 @@ def split_array(
 
 def _first_split(dtype, weight_format: WeightFormat, x, seed) -> SplitArray:
     x = _float32(x)
-    format_ = weight_format.for_leaf(x.shape, dtype, min_size=0)
     state = jnp.stack([seed_of(seed, [x]), jnp.uint32(0)])
+    return _splitted(x, dtype, weight_format, state)
+
+
+def _splitted(x, dtype, weight_format: WeightFormat, state: jax.Array) -> SplitArray:
+    """Split a float32 array, with random bits for this state."""
+    # The size of the array decides whether its residual is packed.
+    format_ = weight_format.for_leaf(x.shape, dtype, min_size=0)
     param, residual = split_leaf(format_, x, dtype, _random(state))
     return SplitArray(param, residual, _next(state), format_)
 
