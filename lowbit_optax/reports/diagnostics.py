@@ -144,24 +144,17 @@ def step_report(
     >>> sorted(report.scalars())[:3]
     ['w/lost', 'w/moment_errors/mu', 'w/moment_errors/nu']
     """
-    reports = _reported(tx, params, state, grads, extra_args)
-    # Count here, because a loss scale replaces gradients that overflowed with zeros.
-    count = lambda x, grad: x and x._replace(nonfinite_grads=_nonfinite(grad))
-    return StepReport(jax.tree.map(count, reports, grads, is_leaf=_is_report))
-
-
-def _reported(tx, params, state, grads, extra_args):
-    """Return a report for each parameter."""
     names, leaves, treedef = trees.named_leaves(params)
-    trees.parts_of(names, treedef, grads, "grads")  # raises for another structure
+    given = trees.parts_of(names, treedef, grads, "grads")
     tx = optax.with_extra_args_support(tx)
-    of_step = lambda step, update, _: _step_reports(step, update)
-    with context.reporting("step_report", of_step) as found:
+    with context.reporting("step_report", _step_reports) as found:
         updates, _ = tx.update(grads, state, params, **extra_args)
     if not found:
         updates = trees.parts_of(names, treedef, updates, "updates")
         found = dict(zip(names, map(_plain_report, leaves, updates), strict=True))
-    return treedef.unflatten(map(found.get, names))
+    # Count here, because a loss scale replaces gradients that overflowed with zeros.
+    count = lambda x, grad: x and x._replace(nonfinite_grads=_nonfinite(grad))
+    return StepReport(treedef.unflatten(map(count, map(found.get, names), given)))
 
 
 def _shown(x) -> str:
@@ -179,7 +172,7 @@ def _is_report(x) -> bool:
     return x is None or isinstance(x, LeafReport)
 
 
-def _step_reports(step: Step, update) -> dict[str, LeafReport]:
+def _step_reports(step: Step, update, _) -> dict[str, LeafReport]:
     """Return a dict from the path of each leaf to its report."""
     step = dataclasses.replace(step, landing=REPLACE)
     updates, inner_state = step.inner_update(update)
