@@ -104,6 +104,15 @@ class InUnits(Code):
         finite = x < jnp.float32(jnp.inf)
         return as_fields(jnp.where(finite, fields, jnp.int32(self.infinity_field)))
 
+    def _signed_fields(self, x: jax.Array, pattern, dropped: int, words) -> jax.Array:
+        """Return ``pattern / 2^dropped``, rounded, as the fields of x with its sign."""
+        # Shift the magnitude up until it is directly below the sign bit.
+        free = 32 - self.bits
+        pattern = pattern << jnp.int32(free - dropped)
+        pattern = as_fields(pattern + rounding_offset(free, words))
+        sign = as_fields(x) & jnp.uint32(1 << 31)
+        return (pattern | sign) >> jnp.uint32(free)
+
 
 @dataclasses.dataclass(frozen=True)
 class Linear(InUnits):
@@ -206,12 +215,7 @@ class Segments(InUnits):
             fields = shift_and_round(pattern, 0, self._dropped, words)
             fields = fields - jnp.int32(127 << self._steps)
             return as_fields(jnp.maximum(fields, one_unless_zero(x)))
-        # Shift the magnitude up until it is directly below the sign bit.
-        free = 32 - self.bits
-        pattern = pattern << jnp.int32(free - self._dropped)
-        pattern = as_fields(pattern + rounding_offset(free, words))
-        sign = as_fields(x) & jnp.uint32(1 << 31)
-        return (pattern | sign) >> jnp.uint32(free)
+        return self._signed_fields(x, pattern, self._dropped, words)
 
     def decode_fields(self, fields, prepared, multiply_add=multiply_add):
         unit = jnp.broadcast_to(prepared[0], fields.shape)
@@ -283,7 +287,7 @@ class Dynamic(InUnits):
 
     @property
     def smallest_value(self):
-        return float(self._published(1 + (not self.signed)))
+        return float(self._published(self._lowest))
 
     @property
     def _least_factor(self):
@@ -372,11 +376,7 @@ class Dynamic(InUnits):
             first = pattern_of(2.0 ** (23 - RANDOM_BITS))
             k = shift_and_round(fixed, first, RANDOM_BITS, words) - jnp.int32(1)
             return self._unsigned_fields(x, k)
-        # Shift the magnitude up until it is directly below the sign bit.
-        free = 32 - self.bits
-        fixed = fixed << jnp.int32(free - RANDOM_BITS)
-        fixed = as_fields(fixed + rounding_offset(free, words))
-        return (fixed | as_fields(x) & jnp.uint32(1 << 31)) >> jnp.uint32(free)
+        return self._signed_fields(x, fixed, RANDOM_BITS, words)
 
     def decode_fields(self, fields, prepared, multiply_add=multiply_add):
         unit = prepared[0] * jnp.float32(1 / self._steps_of_one)

@@ -20,11 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from lowbit_optax._numerics.codes import bits_of, float_of
+from lowbit_optax._numerics.float_layouts import INFINITY, MANTISSA
 
-_EXPONENT = 0x7F800000  # also the pattern of infinity
-_MANTISSA_BITS = 23
 _RANDOM_BITS = 16
-_UNUSED = _MANTISSA_BITS - _RANDOM_BITS
+_UNUSED = MANTISSA - _RANDOM_BITS
 
 
 def stochastic_sum(w: jax.Array, u: jax.Array, words: jax.Array) -> jax.Array:
@@ -52,15 +51,15 @@ def stochastic_sum(w: jax.Array, u: jax.Array, words: jax.Array) -> jax.Array:
     # -1 if the error points to zero, otherwise 0.
     to_zero = (bits_of(error) ^ pattern) >> jnp.int32(31)
     towards = pattern + to_zero
-    binade = towards & jnp.int32(_EXPONENT)
+    binade = towards & jnp.int32(INFINITY)
     # Compare the error and the random number as mantissas with the exponent of the
     # smaller neighbour, where one step is one unit in the last place.
-    share = jnp.abs(error) * jnp.float32(2.0**_MANTISSA_BITS) + float_of(binade)
+    share = jnp.abs(error) * jnp.float32(2.0**MANTISSA) + float_of(binade)
     words = lax.bitcast_convert_type(words, jnp.int32) << jnp.int32(_UNUSED)
     # Use the midpoints of 2^16 intervals.
-    drawn = (words & jnp.int32(2**_MANTISSA_BITS - 2**_UNUSED)) | binade
+    drawn = (words & jnp.int32(2**MANTISSA - 2**_UNUSED)) | binade
     drawn = drawn | jnp.int32(2 ** (_UNUSED - 1))
     # If the sum overflows float32, its error is infinite.
-    moves = (bits_of(share) > drawn) & (bits_of(share) < jnp.int32(_EXPONENT))
+    moves = (bits_of(share) > drawn) & (bits_of(share) < jnp.int32(INFINITY))
     neighbour = towards + to_zero + jnp.int32(1)
     return float_of(jnp.where(moves, neighbour, pattern))
