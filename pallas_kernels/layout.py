@@ -91,13 +91,13 @@ class Layout:
 
     def words_shape(self, bits: int) -> tuple[int, ...]:
         """Return the shape of the uint32 words of k-bit fields."""
-        words = self._with_rows(self.shape, word_rows(self.rows, bits))
+        words = with_length(self.shape, self.axis, word_rows(self.rows, bits))
         return (*words[:-1], words[-1] * FOLD) if self.is_folded else words
 
     def blocks_shape(self, block_size: int) -> tuple[int, ...]:
         """Return the shape of an array with one element per block."""
         height, width = block_shape(block_size)
-        blocks = self._with_rows(self.shape, math.ceil(self.rows / height))
+        blocks = with_length(self.shape, self.axis, math.ceil(self.rows / height))
         if self.is_folded:
             return (*blocks[:-1], blocks[-1] * (FOLD // width))
         return (*blocks[:-1], math.ceil(blocks[-1] / width))
@@ -136,9 +136,6 @@ class Layout:
             return x
         return merge_axes(x, x.ndim - 2)[..., : self.shape[-1]]
 
-    def _with_rows(self, shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
-        return (*shape[: self.row_axis], rows, *shape[self.row_axis + 1 :])
-
 
 def layout_of(shape: tuple[int, ...]) -> Layout:
     """Return the layout of arrays that have the given shape.
@@ -175,6 +172,13 @@ def layout_of(shape: tuple[int, ...]) -> Layout:
         return Layout(shape, (large or good)[0])
     costs[-1] = padding(shape[-1], FOLD * TILE_ROWS)
     return Layout(shape, min(costs, key=lambda axis: costs[axis]))
+
+
+def with_length(shape: tuple[int, ...], axis: int, length: int) -> tuple[int, ...]:
+    """Return a shape with another length along an axis."""
+    changed = list(shape)
+    changed[axis] = length
+    return tuple(changed)
 
 
 def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.float_layouts import BIAS, INFINITY, MANTISSA, magnitude_of
 from lowbit_optax._numerics.rounding import narrow_or_cast, round_nearest, to_float32
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight, register_with_flax
-from pallas_kernels.layout import merge_axes, split_axis
+from pallas_kernels.layout import merge_axes, split_axis, with_length
 
 BLOCK = 32
 """The number of values that share a scale."""
@@ -127,7 +127,7 @@ class BlockScaledTensor(QuantizedWeight):
                 )
         shape, scales = tuple(self.shape), tuple(self.scales_e8m0.shape)
         check_axis(shape, self.axis)
-        if scales != scales_shape(shape, self.axis):
+        if scales != with_length(shape, self.axis, shape[self.axis] // BLOCK):
             raise ValueError(
                 f"BlockScaledTensor: scales of shape {list(scales)} do not match codes "
                 f"of shape {list(shape)} in blocks of {BLOCK} along axis {self.axis}"
@@ -143,13 +143,6 @@ def check_axis(shape: tuple[int, ...], axis: int) -> None:
             f"the length of axis {axis} must be a multiple of {BLOCK}, got shape "
             f"{list(shape)}"
         )
-
-
-def scales_shape(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """Return the shape of the scales of an array with blocks along a negative axis."""
-    found = list(shape)
-    found[axis] //= BLOCK
-    return tuple(found)
 
 
 def quantize(axis: int, x: jax.Array) -> BlockScaledTensor:

@@ -16,7 +16,7 @@ from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight, register_with_flax
 from pallas_kernels.bitfields import pack, unpack_with
-from pallas_kernels.layout import Layout, block_maxima
+from pallas_kernels.layout import Layout, block_maxima, with_length
 
 
 @jax.tree_util.register_dataclass
@@ -78,9 +78,7 @@ class QuantizedTensor(QuantizedWeight):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the dequantised array."""
-        shape = list(self.codes.shape)
-        shape[self.axis] = self.length
-        return tuple(shape)
+        return with_length(self.codes.shape, self.axis, self.length)
 
     @property
     def layout(self) -> Layout:

@@ -17,7 +17,7 @@ from lowbit_optax._numerics.float_format import FloatFormat
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
 from pallas_kernels import bitfields
-from pallas_kernels.layout import Layout, layout_of
+from pallas_kernels.layout import Layout, layout_of, with_length
 
 
 @jax.tree_util.register_dataclass
@@ -45,9 +45,7 @@ class PackedFloats:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array."""
-        shape = list(self.words.shape)
-        shape[self.axis] = self.length
-        return tuple(shape)
+        return with_length(self.words.shape, self.axis, self.length)
 
     @property
     def nbytes(self) -> int:
