@@ -146,7 +146,8 @@ def step_report(
     """
     names, leaves, treedef = trees.named_leaves(params)
     given = trees.parts_of(names, treedef, grads, "grads")
-    tx = optax.with_extra_args_support(tx)
+    # The type annotation of optax does not include MultiSteps.
+    tx = typing.cast(typing.Any, optax.with_extra_args_support)(tx)
     with context.reporting("step_report", _step_reports) as found:
         updates, _ = tx.update(grads, state, params, **extra_args)
     if not found:
