@@ -25,7 +25,6 @@ from lowbit_optax._numerics.float_layouts import (
     MANTISSA,
     FloatLayout,
     Specials,
-    is_narrow,
     magnitude_of,
 )
 from lowbit_optax._numerics.grid import Grid, decode, encode, round_to_grid
@@ -220,9 +219,7 @@ class FloatFormat:
         """
         x = _checked(x)
         rounded, _ = round_to_grid(rounding.to_float32(x), grid_of(self), random)
-        if is_narrow(x.dtype):
-            return rounding.round_nearest(rounded, x.dtype)
-        return rounded.astype(x.dtype)
+        return rounding.narrow_or_cast(rounded, x.dtype)
 
     def overflows(self, x: jax.Array) -> jax.Array:
         """Return which values exceed the largest number before they are rounded.

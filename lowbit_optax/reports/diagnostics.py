@@ -62,9 +62,7 @@ class LeafReport(typing.NamedTuple):
     moment_errors: dict[str, jax.Array]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=[]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class StepReport(Tabular):
     """The result of :func:`step_report`, a pytree of float32 scalars; ``print`` it.
