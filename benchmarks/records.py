@@ -41,23 +41,25 @@ class Options(argparse.ArgumentParser):
     Args:
       doc: a module's docstring; its first line is the description.
       seeds: the default number of seeds, if the benchmark has seeds.
-      **sizes: integer options by name: the default, or a pair of the default and the
-        value for ``--full``. The option ``--full`` exists if any option has a pair.
+      **numbers: options by name: the default, or a pair of the default and the value
+        for ``--full``. The option ``--full`` exists if any option has a pair. Options
+        without a default are integers.
     """
 
-    def __init__(self, doc: str | None, seeds: int | None = None, **sizes):
+    def __init__(self, doc: str | None, seeds: int | None = None, **numbers):
         super().__init__(description=(doc or "").split("\n")[0])
         add = self.add_argument
         add("--draw", action="store_true", help="only show the stored record")
         if seeds:
-            sizes = {"seeds": seeds, **sizes}
-        self.full = {name: x[1] for name, x in sizes.items() if isinstance(x, tuple)}
+            numbers = {"seeds": seeds, **numbers}
+        self.full = {name: x[1] for name, x in numbers.items() if isinstance(x, tuple)}
         if self.full:
             add("--full", action="store_true", help="use sizes for a GPU; into runs/")
-        for name, size in sizes.items():
-            least = size[0] if isinstance(size, tuple) else size
+        for name, number in numbers.items():
+            default = number[0] if isinstance(number, tuple) else number
+            kind = float if isinstance(default, float) else int
             flag = "--" + name.replace("_", "-")
-            add(flag, type=int, default=least, help="%(default)s by default")
+            add(flag, type=kind, default=default, help="%(default)s by default")
 
     def parse_args(self, *args, **options):
         """Parse, and add ``is_apart``: whether an option differs from its default."""

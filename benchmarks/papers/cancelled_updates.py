@@ -88,6 +88,6 @@ def draw(record: dict, curves, auc) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = records.Options(__doc__, seeds=5, steps=(5000, 200_000))
-    options.add_argument("--learning-rate", type=float, default=1.0, help="at first")
+    numbers = {"steps": (5000, 200_000), "learning_rate": 1.0}
+    options = records.Options(__doc__, seeds=5, **numbers)
     records.run(__name__, options.parse_args(argv), measure, text, draw)

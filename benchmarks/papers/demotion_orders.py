@@ -139,6 +139,5 @@ def draw(record: dict, *both) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     sizes = {"steps": (800, 20_000), "batch_size": (64, 512)}
-    options = records.Options(__doc__, seeds=4, **sizes)
-    options.add_argument("--learning-rate", type=float, default=1.0, help="at first")
+    options = records.Options(__doc__, seeds=4, **sizes, learning_rate=1.0)
     records.run(__name__, options.parse_args(argv), measure, text, draw)

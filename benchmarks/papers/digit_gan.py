@@ -218,6 +218,6 @@ def draw(record: dict, axes) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = records.Options(__doc__, seeds=5, steps=(2000, 50_000))
-    options.add_argument("--learning-rate", type=float, default=1e-3)
+    numbers = {"steps": (2000, 50_000), "learning_rate": 1e-3}
+    options = records.Options(__doc__, seeds=5, **numbers)
     records.run(__name__, options.parse_args(argv), measure, text, draw)

@@ -111,8 +111,6 @@ def draw(record: dict, losses, sizes) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = noisy_digits.options(__doc__, 6000)
-    options.add_argument(
-        "--rate", type=float, default=1.0, help="multiplies the learning rates"
-    )
-    records.run(__name__, options.parse_args(argv), measure, text, draw)
+    # The rate multiplies ``RATES``.
+    args = noisy_digits.options(__doc__, 6000, rate=1.0).parse_args(argv)
+    records.run(__name__, args, measure, text, draw)

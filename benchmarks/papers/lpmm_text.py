@@ -75,7 +75,5 @@ def draw(record: dict, axes) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    sizes = {"steps": (1000, 50_000), "width": (models.WIDTH, 256)}
-    options = records.Options(__doc__, seeds=4, **sizes)
-    options.add_argument("--learning-rate", type=float, default=2e-3, help="at first")
-    records.run(__name__, options.parse_args(argv), measure, text, draw)
+    args = models.options(__doc__, learning_rate=2e-3).parse_args(argv)
+    records.run(__name__, args, measure, text, draw)

@@ -124,6 +124,5 @@ def draw(record: dict, losses, sizes) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = noisy_digits.options(__doc__, 12_000)
-    options.add_argument("--learning-rate", type=float, default=0.004, help="at first")
+    options = noisy_digits.options(__doc__, 12_000, learning_rate=0.004)
     records.run(__name__, options.parse_args(argv), measure, text, draw)

@@ -58,9 +58,7 @@ def loss_fn(params: dict, windows: jax.Array) -> jax.Array:
 
 def options(doc: str | None, seeds: int) -> records.Options:
     """Return the options of a benchmark that trains this network."""
-    made = records.Options(doc, seeds, steps=(1500, 50_000))
-    made.add_argument("--learning-rate", type=float, default=0.1, help="at first")
-    return made
+    return records.Options(doc, seeds, steps=(1500, 50_000), learning_rate=0.1)
 
 
 def held_out_losses(names: Iterable[str], train: Callable, args) -> dict[str, list]:

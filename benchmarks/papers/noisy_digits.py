@@ -137,14 +137,16 @@ def _with_seed(state, seed: jax.Array):
     )
 
 
-def options(doc: str | None, steps: int) -> records.Options:
+def options(doc: str | None, steps: int, **numbers: float) -> records.Options:
     """Return the options of a benchmark that trains this network.
 
     Args:
       doc: the docstring of the benchmark's module.
       steps: the default number of training images.
+      **numbers: other options, as in ``records.Options``.
     """
-    return records.Options(doc, seeds=5, steps=(steps, 400_000), width=(WIDTH, 1024))
+    sizes = {"steps": (steps, 400_000), "width": (WIDTH, 1024)}
+    return records.Options(doc, seeds=5, **sizes, **numbers)
 
 
 def rate_of(first: float, every: int, steps: int) -> Callable:

@@ -88,9 +88,6 @@ def draw(record: dict, *both) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    sizes = {"steps": (1000, 50_000), "width": (models.WIDTH, 256)}
-    options = records.Options(__doc__, seeds=4, **sizes)
-    options.add_argument(
-        "--rate", type=float, default=1.0, help="multiplies the learning rates"
-    )
-    records.run(__name__, options.parse_args(argv), measure, text, draw)
+    # The rate multiplies all learning rates.
+    args = models.options(__doc__, rate=1.0).parse_args(argv)
+    records.run(__name__, args, measure, text, draw)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from sklearn.datasets import load_digits
 
 import lowbit_optax
 from benchmarks import records
@@ -43,6 +42,8 @@ ROWS = {
 
 def digits() -> tuple[jax.Array, jax.Array]:
     """Return images and labels; the first ``TRAINING`` are for training."""
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     return jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
 
@@ -125,11 +126,9 @@ def measure(args) -> dict:
     return {"runs": {name: train(name, args) for name in ROWS}}
 
 
-def options(doc: str | None) -> records.Options:
+def options(doc: str | None, **numbers: float) -> records.Options:
     """Return the options of a benchmark that trains this network."""
-    made = records.Options(doc, seeds=8, steps=600)
-    made.add_argument("--learning-rate", type=float, default=1e-3, help="at the start")
-    return made
+    return records.Options(doc, seeds=8, steps=600, learning_rate=1e-3, **numbers)
 
 
 def main(argv: list[str] | None = None) -> None:

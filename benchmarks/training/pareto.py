@@ -23,6 +23,7 @@ import optax
 
 import lowbit_optax
 from benchmarks import pictures, records
+from benchmarks.training import digit_moments
 from lowbit_optax import extra_bits, lpmm
 
 MINUTES = 8
@@ -84,23 +85,12 @@ def bits_of(name: str) -> float:
     return 8 * lowbit_optax.memory_report(tx, params).bytes_per_param
 
 
-def _wide(params) -> list:
-    return [x.astype(jnp.float32) for x in lowbit_optax.lpmm.dequantize(params)]
-
-
-def _digits_loss(params, images, labels):
-    *hidden, out = _wide(params)
-    for w in hidden:
-        images = jax.nn.relu(images @ w)
-    logits = images @ out
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
 def _linear_loss(params, x, y):
-    return jnp.mean((x @ _wide(params)[0] - y) ** 2) / 2
+    (w,) = lowbit_optax.lpmm.dequantize(params)
+    return jnp.mean((x @ w.astype(jnp.float32) - y) ** 2) / 2
 
 
-LOSSES = {"digits": _digits_loss, "linear": _linear_loss}
+LOSSES = {"digits": digit_moments.loss, "linear": _linear_loss}
 RATES = {"digits": 2e-3, "linear": 1e-2}
 TITLES = {"digits": "network on digits", "linear": "linear function, noisy targets"}
 

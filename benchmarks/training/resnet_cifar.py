@@ -39,10 +39,9 @@ ROWS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    sizes = {"steps": 400, "batch_size": 64, "width": 8, "pixels": 16}
-    parser = records.Options(__doc__, seeds=3, **sizes)
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="at its peak")
-    records.run(__name__, parser.parse_args(argv), measure, text, draw)
+    numbers = {"steps": 400, "batch_size": 64, "width": 8, "pixels": 16}
+    options = records.Options(__doc__, seeds=3, **numbers, learning_rate=1e-3)
+    records.run(__name__, options.parse_args(argv), measure, text, draw)
 
 
 def measure(args: argparse.Namespace) -> dict:

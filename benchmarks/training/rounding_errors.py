@@ -119,7 +119,6 @@ def text(record: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = digit_moments.options(__doc__)
-    text_of_last = "the last learning rate, as a share of the first"
-    options.add_argument("--last", type=float, default=0.1, help=text_of_last)
-    records.run(__name__, options.parse_args(argv), measure, text)
+    # The last learning rate is this share of the first.
+    args = digit_moments.options(__doc__, last=0.1).parse_args(argv)
+    records.run(__name__, args, measure, text)
