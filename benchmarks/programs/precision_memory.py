@@ -9,12 +9,11 @@ is needed, but the ``gpu-program`` and ``flax`` extras are.
 """
 
 import jax
-import jax.numpy as jnp
-import optax
 
 from benchmarks import records
 from lowbit_optax import precision
 from tools.gpu_program.targets import compile_for, gpu_mesh
+from tools.models.classifier import arguments_of, make_loss_fn
 from tools.models.resnet import ResNet
 
 MINUTES = 2
@@ -26,19 +25,8 @@ MIB = 2**20
 def measure(args) -> dict:
     """Return the MiB of temporary memory, and of the tensors of the forward pass."""
     model = ResNet(args.width)
-    images = jax.ShapeDtypeStruct((args.batch_size, 32, 32, 3), jnp.float32)
-    labels = jax.ShapeDtypeStruct((args.batch_size,), jnp.int32)
-    init = lambda key, images: model.init(key, images, train=False)
-    variables = jax.eval_shape(init, jax.random.key(0), images)
-    arguments = variables["params"], variables["batch_stats"], images, labels
-
-    def loss_fn(params, batch_stats, images, labels):
-        variables = {"params": params, "batch_stats": batch_stats}
-        logits, updates = model.apply(
-            variables, images, train=True, mutable=["batch_stats"]
-        )
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return losses.mean(), updates["batch_stats"]
+    loss_fn = make_loss_fn(model)
+    arguments = arguments_of(model, args.batch_size)
 
     def temporary(loss_fn) -> float:
         step = jax.value_and_grad(loss_fn, has_aux=True)

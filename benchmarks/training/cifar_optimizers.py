@@ -7,61 +7,65 @@
         --dtype float16 --loss-scale backoff
     python -m benchmarks cifar_optimizers --compare --optimizer sgd --seeds 3
 
-`--compare` trains several formats and compares them: weights in float32, rounded to
-nearest, rounded stochastically, with Kahan summation and with extra bits, and 8-bit
-moments. All of them start from the same weights and use the same batches.
-`accuracy_tables.py` compares formats of LPMM, whose weights are codes of 4 to 16 bits.
+`--compare` trains several formats: weights in float32, rounded to nearest, rounded
+stochastically, with Kahan summation and with extra bits, and 8-bit moments. All of them
+start from the same weights and use the same batches. `accuracy_tables` compares formats
+of LPMM, whose weights are codes of 4 to 16 bits.
 """
 
 import argparse
-import sys
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from benchmarks.training.images import (
-    cifar_data,
-    flags,
-    optimizer_choice,
-    reporting,
-    training_loop,
-)
+from benchmarks import records
+from benchmarks.training.images import cifar_data, optimizer_choice, training_loop
 from tools.models.resnet import ResNet
 
 NEEDS = ("flax", "matplotlib", "sklearn", "tqdm")
 
 LEARNING_RATE = {"sgd": 0.1, "adamw": 1e-3}
 WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05}
-DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the options, and fill in the defaults that depend on other options."""
-    output = "cifar_optimizers"
-    parser = flags.parser(__doc__, output, epochs=30, batch_size=128)
-    add = parser.add_argument
-    names = optimizer_choice.LABELS
-    text = "%(choices)s"
-    default = "extra_bits_sgd"
-    add("--optimizer", choices=names, default=default, help=text, metavar="NAME")
+def options(doc: str | None) -> records.Options:
+    """Return the options of a benchmark that trains with :func:`train`."""
+    sizes = {"epochs": 30, "batch_size": 128, "train_size": None, "test_size": None}
+    made = records.Options(doc, seeds=1, **sizes, width=64, microbatches=1)
+    add = made.add_argument
+    for name in ("--learning-rate", "--weight-decay"):
+        add(name, type=float, help="by default, that of the optimizer's family")
+    names, default = optimizer_choice.NAMES, "extra_bits_sgd"
+    add("--optimizer", choices=names, default=default, help="%(choices)s", metavar="X")
     text = "compare several formats with SGD or AdamW, as in --optimizer"
     add("--compare", action="store_true", help=text)
-    add("--dtype", choices=DTYPES, help="of weights, except BatchNorm; not for lpmm_*")
+    dtypes = ("bfloat16", "float16")
+    add("--dtype", choices=dtypes, help="of weights, except BatchNorm; not for lpmm_*")
     add("--bits", type=int, help="extra bits (extra_bits_*), or weight bits (lpmm_*)")
     roundings = ("stochastic", "nearest", "toward_zero")
     add("--rounding", choices=roundings, help="for extra_bits_* and lpmm_*")
     text = "for float16 gradients: backoff, lognormal or a number"
     add("--loss-scale", type=_loss_scale, metavar="SCALE", help=text)
-    add("--width", type=int, default=64, help="channels of the first stage")
     computed = ("auto", "float32", "bfloat16", "float16")
     add("--compute-dtype", choices=computed, default="auto", help="for activations")
-    text = "update every N steps, with the mean of N gradients"
-    add("--microbatches", type=int, default=1, metavar="N", help=text)
-    args = parser.parse_args(argv)
+    return made
 
+
+def parse_args(
+    argv: list[str] | None = None, given: argparse.Namespace | None = None
+) -> argparse.Namespace:
+    """Parse the options, and fill in the defaults that depend on other options.
+
+    Args:
+      argv: the command line.
+      given: parsed :func:`options`, which are defaults.
+    """
+    parser = options(__doc__)
+    args = parser.parse_args(argv, given)
     if not args.compare:
-        given = [x for x in optimizer_choice.OPTIONS if getattr(args, x) is not None]
-        for option in set(given) - optimizer_choice.options_of(args.optimizer):
+        given_here = {x for x in optimizer_choice.OPTIONS if getattr(args, x)}
+        for option in given_here - optimizer_choice.options_of(args.optimizer):
             flag = "--" + option.replace("_", "-")
             parser.error(f"{args.optimizer} does not support {flag}")
     _fill_in(args)
@@ -97,61 +101,49 @@ def _loss_scale(text: str) -> str | float:
 
 def train(
     args: argparse.Namespace, dataset: cifar_data.Dataset, optimizer: str, seed: int
-) -> reporting.Result:
-    """Train a network with one optimizer and one seed."""
-    dtype = "float32" if optimizer_choice.is_float32(optimizer) else args.dtype
-    run = training_loop.Run(seed, args.epochs, args.steps, args.batch_size)
-    steps_per_epoch = run.steps_per_epoch(len(dataset.train.labels))
-    updates = args.epochs * steps_per_epoch // args.microbatches
-    options = optimizer_choice.Options(
-        learning_rate=optimizer_choice.cosine_schedule(args.learning_rate, updates),
-        weight_decay=args.weight_decay,
-        bits=args.bits,
-        seed=seed,
-        rounding=args.rounding,
-        microbatches=args.microbatches,
-        loss_scale=args.loss_scale,
+) -> dict[str, float]:
+    """Train a network with one optimizer and one seed, and return its figures."""
+    steps = args.epochs * dataset.steps_per_epoch(args.batch_size)
+    updates = steps // args.microbatches
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, args.learning_rate, updates // 20, updates
     )
     model = ResNet(args.width, dtype=jnp.dtype(args.compute_dtype))
-    state = training_loop.init_state(
-        model,
-        optimizer_choice.build(optimizer, options),
-        optimizer_choice.weight_storage(optimizer, dtype, args.bits),
-        seed,
-    )
-    label = optimizer_choice.label(optimizer, dtype, options)
-    description = f"{label}, seed {seed}"
-    state, metrics = training_loop.fit(model, state, dataset, run, description)
-    return reporting.Result(
-        label=label,
-        optimizer=optimizer,
-        seed=seed,
-        bytes_per_parameter=training_loop.bytes_per_parameter(state),
-        steps_per_epoch=steps_per_epoch,
-        metrics=metrics,
-    )
+    tx = optimizer_choice.build(optimizer, rate, args, seed)
+    store = optimizer_choice.weight_storage(optimizer, args)
+    state = training_loop.init_state(model, tx, store, seed)
+    step = training_loop.make_train_step(model, dataset.flip)
+    state, loss = training_loop.fit(step, state, dataset, args, seed)
+    accuracy = training_loop.evaluate(model, state, dataset.test, args.batch_size)
+    found = {
+        "test accuracy, %": 100 * accuracy,
+        "training loss": loss,
+        "bytes per parameter": training_loop.bytes_per_parameter(state),
+    }
+    if args.loss_scale is not None:
+        found["skipped steps"] = int(state.opt_state.skipped)
+    return found
 
 
-def main(argv: list[str] | None = None) -> list[reporting.Result]:
-    """Train the selected optimizers, show the results, and return them."""
-    args = parse_args(argv)
-    try:
-        dataset = flags.load(args)
-    except cifar_data.DataError as error:
-        sys.exit(f"error: {error}")
-    optimizers = [args.optimizer]
+def measure(args) -> dict:
+    dataset = cifar_data.load(args)
+    names = [args.optimizer]
     if args.compare:
-        optimizers = optimizer_choice.compared(args.optimizer)
-    results = [
-        train(args, dataset, optimizer, seed)
-        for seed in range(args.seeds)
-        for optimizer in optimizers
-    ]
-    print(reporting.table(results))
-    derived = ("test_accuracy", "train_loss")
-    runs = [run._asdict() | {x: getattr(run, x) for x in derived} for run in results]
-    common = flags.settings(args, dataset)
-    reporting.write(args.output_dir / "results.json", settings=common, runs=runs)
-    reporting.plot(results, args.output_dir / "curves.png")
-    print(f"wrote results.json and curves.png to {args.output_dir}")
-    return results
+        names = optimizer_choice.compared(args.optimizer)
+    of = lambda name, seed: train(args, dataset, name, seed)
+    return figures(dataset, records.of_seeds(names, args.seeds, of))
+
+
+def figures(dataset: cifar_data.Dataset, found: dict[str, dict]) -> dict:
+    """Return the figures of a record, given the result of ``records.of_seeds``."""
+    spreads = {figure: records.spreads(runs) for figure, runs in found.items()}
+    return {"dataset": dataset.name, "figures": spreads}
+
+
+def text(record: dict) -> str:
+    found = record["figures"]
+    return f"{record['dataset']}\n{records.listing(found, *found.values(), digits=3)}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    records.run(__name__, parse_args(argv), measure, text)

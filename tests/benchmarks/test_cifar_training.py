@@ -1,5 +1,6 @@
 """Optimizers and flags of the runs on CIFAR-10, and their steps and bytes."""
 
+import argparse
 import functools
 import json
 import re
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 
 import lowbit_optax
+from benchmarks import records
 from benchmarks.training import accuracy_tables, cifar_optimizers
-from benchmarks.training.images import optimizer_choice, training_loop
+from benchmarks.training.images import cifar_data, optimizer_choice, training_loop
 from lowbit_optax.states.checkpoints import storage_formats
 from tools.models.resnet import ResNet
 
@@ -24,8 +26,8 @@ QUANTIZED = 16 * 32 * 9 + 32 * 32 * 9
 
 
 def test_extra_bits_are_stored_by_the_rounding_that_is_asked_for():
-    options = optimizer_choice.Options(1e-3, 0.0, 8, 0, "toward_zero", 2)
-    tx = optimizer_choice.build("extra_bits_adamw", options)
+    options = _options(bits=8, rounding="toward_zero", microbatches=2)
+    tx = optimizer_choice.build("extra_bits_adamw", 1e-3, options, seed=0)
     params = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     assert " toward_zero_8_bits_" in storage_formats(tx, params)["params"]
 
@@ -38,15 +40,17 @@ def test_every_row_of_the_tables_is_a_command_line():
             assert args.learning_rate == pytest.approx(0.025 * args.microbatches)
 
 
-def _options(rate=0.1, **others):
-    return optimizer_choice.Options(rate, 5e-4, 12, seed=0, **others)
+def _options(**others):
+    given = {"weight_decay": 5e-4, "bits": 12, "rounding": "stochastic"}
+    given |= {"microbatches": 1, "loss_scale": None, "dtype": "float32"}
+    return argparse.Namespace(**given | others)
 
 
-def _network(name, options, dtype="float32", width=WIDTH, compute=jnp.float32):
+def _network(name, options, rate=0.1, width=WIDTH, compute=jnp.float32):
     """The initial state of a network, and its step on four noisy images."""
     model = ResNet(width, BLOCKS, dtype=compute)
-    tx = optimizer_choice.build(name, options)
-    store = optimizer_choice.weight_storage(name, dtype, options.bits)
+    tx = optimizer_choice.build(name, rate, options, seed=0)
+    store = optimizer_choice.weight_storage(name, options)
     state = training_loop.init_state(model, tx, store, seed=0)
     step = training_loop.make_train_step(model, flip=False)
     images = np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), np.uint8)
@@ -62,7 +66,7 @@ def test_microbatches_update_the_weights_every_nth_step(name):
         jax.debug.callback(lambda c: rates.append(int(c)), count)
         return 0.1
 
-    state, step = _network(name, _options(rate, microbatches=2))
+    state, step = _network(name, _options(microbatches=2), rate)
     read = lambda state: jax.device_get(lowbit_optax.lpmm.dequantize(state.params))
     params = [read(state)]
     for _ in range(4):
@@ -87,27 +91,29 @@ def test_bytes_a_parameter_are_of_the_arrays_that_the_codes_stand_for():
     assert least < found < 1.15 * least  # with scales, counts and blanks
 
 
-FEW = ["--dataset", "digits", "--train-size", "64", "--test-size", "32"]
-FEW += ["--width", str(WIDTH), "--batch-size", "16", "--epochs", "1"]
-
-
 def test_the_tables_have_mean_and_spread_over_seeds(tmp_path, monkeypatch, capsys):
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (64, 32, 32, 3)).astype(np.uint8)
+    digits = "digits", *[(images, np.arange(64) % 10)] * 2
+    monkeypatch.setattr(cifar_data, "load_images", lambda *_: digits)
     small = functools.partial(ResNet, blocks=BLOCKS)
     monkeypatch.setattr(cifar_optimizers, "ResNet", small)
-    output = tmp_path / "made" / "runs.json"
-    rows = ["--rows", "lpmm_sgd-8-nearest", "--seeds", "2", "--output", str(output)]
-    runs = accuracy_tables.main([*rows, *FEW])
-    assert [run["settings"]["rounding"] for run in runs] == ["nearest", "nearest"]
-    assert json.loads(output.read_text())["runs"] == runs
-    percent = [100 * found["test_accuracy"] for found in runs]
-    cell = f"{np.mean(percent):.2f} ± {np.std(percent, ddof=1):.2f}"
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    row = "lpmm_sgd-8-nearest"
+    few = ["--test-size", "32", "--width", str(WIDTH), "--epochs", "1"]
+    accuracy_tables.main(["--rows", row, "--seeds", "2", *few])
+    record = json.loads((tmp_path / "runs" / "accuracy_tables.json").read_text())
+    assert record["dataset"] == "digits"
+    found = record["figures"]["test accuracy, %"][row]
+    assert found["mean"] == pytest.approx(np.mean(found["values"]))
+    assert len(found["values"]) == 2
     printed = capsys.readouterr().out
-    assert f"| `lpmm_sgd-8-nearest` | LPMM 8 bits, nearest | {cell} |" in printed
+    assert f"| {row} | {found['mean']:.3f} ± {found['std']:.3f} |" in printed
 
 
 def _scaled_network(name, loss_scale, **others):
-    options = _options(loss_scale=loss_scale, **others)
-    return _network(name, options, "float16", width=8, compute=jnp.float16)
+    options = _options(loss_scale=loss_scale, dtype="float16", **others)
+    return _network(name, options, width=8, compute=jnp.float16)
 
 
 @pytest.mark.parametrize(("name", "microbatches"), [("master_copy_sgd", 1), ("sgd", 2)])
@@ -117,7 +123,7 @@ def test_a_step_that_overflows_leaves_the_network_as_it_was(name, microbatches):
     large = state.opt_state._replace(scale=jnp.float32(2.0**24))
     state = state.replace(opt_state=large)
     before = jax.device_get(state)
-    state, (loss, _) = step(state)
+    state, loss = step(state)
     after = jax.device_get(state)
     assert np.isfinite(loss)
     assert after.opt_state.skipped == 1

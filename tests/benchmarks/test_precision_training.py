@@ -1,5 +1,6 @@
 """`precision_assignment` makes each run for its flags exactly once."""
 
+import argparse
 import json
 from typing import Any
 
@@ -10,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import records
 from benchmarks.training import precision_assignment
-from benchmarks.training.images import mixed_training, training_loop
+from benchmarks.training.images import cifar_data, mixed_training, training_loop
+from lowbit_optax import precision
 from tools.models.resnet import ResNet
 from tools.models.squeezenet import SqueezeNet
 
@@ -30,18 +33,15 @@ class Network(nn.Module):
         return nn.Dense(10)(x.mean((1, 2)))
 
 
-@pytest.fixture(autouse=True)
-def small_network(monkeypatch):
-    monkeypatch.setitem(precision_assignment.MODELS, "resnet", lambda width: Network())
-
-
-FEW = ["--dataset", "digits", "--train-size", "64", "--test-size", "32"]
-FEW += ["--batch-size", "16", "--epochs", "1", "--steps", "2", "--models", "resnet"]
-
-
-def test_all_assignments_of_a_model_train_with_two_compilations(
+def test_equal_runs_of_a_model_train_once_with_two_compilations(
     tmp_path, monkeypatch, capsys
 ):
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (48, 32, 32, 3)).astype(np.uint8)
+    digits = "digits", *[(images, np.arange(48) % 10)] * 2
+    monkeypatch.setattr(cifar_data, "load_images", lambda *_: digits)
+    monkeypatch.setattr(precision_assignment, "MODELS", {"resnet": Network()})
+    monkeypatch.setattr(records, "ROOT", tmp_path)
     traced, trained = [], []
     augment, train = mixed_training.crop_and_flip, precision_assignment.train
 
@@ -49,55 +49,64 @@ def test_all_assignments_of_a_model_train_with_two_compilations(
         traced.append("step")
         return augment(*args)
 
-    def recorded(trainer, job, *rest):
-        trained.append(job)
-        return train(trainer, job, *rest)
+    def recorded(run, *rest):
+        trained.append(run)
+        return train(run, *rest)
 
     monkeypatch.setattr(mixed_training, "crop_and_flip", counted)
     monkeypatch.setattr(precision_assignment, "train", recorded)
-    argv = ["--ratios", "0", "1", "--output-dir", str(tmp_path), *FEW]
-    runs = precision_assignment.main(argv)
+    few = ["--batch-size", "16", "--epochs", "1"]
+    precision_assignment.main(["--models", "resnet", "--ratios", "0", "1", *few])
 
-    names = [run["assignment"] for run in runs]
-    assert names == ["demote"] * 4 + list(precision_assignment.BASELINES)
-    assert all(np.isfinite(run["train_loss"]) for run in runs)
-    ratios = {
-        (run["assignment"], run["ratio"], run["promotion"]): run["low_ratio"]
-        for run in runs
-    }
-    assert ratios["demote", 0, True] == ratios["demote", 0, False] == 0
-    assert ratios["demote", 1, False] > 0.9
-    assert ratios["float32", None, False] is None
+    record = json.loads((tmp_path / "runs" / "precision_assignment.json").read_text())
+    found = record["figures"]
+    names = ["r = 0, promotion", "r = 1, promotion", "r = 0", "r = 1"]
+    names += [*precision_assignment.BASELINES, "float32"]
+    assert [*found["training loss"]] == [f"resnet, {name}" for name in names]
+    assert all(np.isfinite(x["mean"]) for x in found["training loss"].values())
+    ratios = {name: x["mean"] for name, x in found["low-precision ratio"].items()}
+    for name in ("r = 0, promotion", "r = 0", "float32"):
+        assert ratios[f"resnet, {name}"] == 0
+    assert ratios["resnet, r = 1"] > 0.9
     assert len(traced) == 2, "one step in float32, one for all assignments"
-    assert len(trained) == len(set(trained)) < len(runs), "r = 0 twice is one run"
-    printed = capsys.readouterr().out
-    assert "decreasing, no promotion" in printed
-
-    written = json.loads((tmp_path / "results.json").read_text())["runs"]
-    assert written == runs
+    assert len(trained) < len(names), "r = 0 twice is one run"
+    assert "| resnet, r = 1, promotion |" in capsys.readouterr().out
 
 
-def test_a_run_without_promotion_is_no_stand_in_for_one_with_it():
-    on = precision_assignment.Job("resnet", "demote", "decreasing", 0.5, True, 0)
-    off = on._replace(promotion=False)
+@pytest.mark.parametrize("is_promoted", [False, True])
+def test_a_run_with_promotion_stands_for_one_without_if_nothing_was_promoted(
+    is_promoted, monkeypatch
+):
+    trained = []
 
-    def run(job, promoted):
-        return job._asdict() | {"fingerprint": "f", "promoted": promoted}
+    def train(run, dataset, args, seed):
+        trained.append((run.promotes, seed))
+        return {"training loss": 0.0}, is_promoted and run.promotes
 
-    repeated = precision_assignment.repeated
-    assert repeated(off, "f", [run(on, promoted=False)])["promotion"] is False
-    assert repeated(off, "f", [run(on, promoted=True)]) is None
-    assert repeated(on, "f", [run(off, promoted=False)]) is None
-    assert repeated(off, "other", [run(off, promoted=False)]) is None
-    assert repeated(off._replace(seed=1), "f", [run(off, promoted=False)]) is None
+    trainer = precision_assignment.Trainer("a model", None, *[None] * 3)
+    run = precision_assignment.Run(trainer, np.zeros(3), True)
+    runs = {"with": run, "without": run._replace(promotes=False)}
+    dataset = cifar_data.Dataset("digits", *[cifar_data.Split([], [])] * 2)
+    for name, found in (
+        ("runs_of", lambda *_: runs),
+        ("make_trainer", lambda *_: trainer),
+        ("train", train),
+    ):
+        monkeypatch.setattr(precision_assignment, name, found)
+    monkeypatch.setattr(cifar_data, "load", lambda args: dataset)
+    args = argparse.Namespace(models=["resnet"], ratios=[], seeds=2, batch_size=1)
+    precision_assignment.measure(args)
+    both = [(True, 0), (False, 0), (True, 1), (False, 1)]
+    assert trained == (both if is_promoted else both[::2])
 
 
 def test_all_high_precision_trains_like_float32_nearly():
     """fp(6, 9) has 10 significant bits; loss scaling and rounding change the loss."""
     model = Network()
-    args = precision_assignment.parse_args(["--batch-size", "16", "--epochs", "2"])
+    args = argparse.Namespace(
+        batch_size=16, epochs=2, learning_rate=0.1, weight_decay=5e-4
+    )
     trainer = precision_assignment.make_trainer(model, args, 4, flip=False)
-    job = precision_assignment.Job("resnet", "demote", "decreasing", 0, True, 0)
     images = np.random.default_rng(0).integers(0, 256, (16, 32, 32, 3), np.uint8)
     labels = np.arange(16, dtype=np.int32) % 10
 
@@ -106,12 +115,11 @@ def test_all_high_precision_trains_like_float32_nearly():
         state = mixed_training.start(state, assignment, promotes=True)
         found = []
         for _ in range(4):
-            state, (loss, _) = trainer.step(state, jax.random.key(1), images, labels)
+            state, loss = trainer.step(state, jax.random.key(1), images, labels)
             found.append(float(loss))
         return found
 
-    high = precision_assignment.assign(trainer.plan, job)
-    low = precision_assignment.assign(trainer.plan, job._replace(ratio=1.0))
+    high, low = (precision.demote(trainer.plan, ratio) for ratio in (0, 1))
     exact = losses(None, trainer.float32)
     assert losses(high, trainer.mixed) == pytest.approx(exact, rel=0.01)
     assert losses(low, trainer.mixed) != losses(high, trainer.mixed)
@@ -132,29 +140,6 @@ def test_a_run_keeps_the_initial_state():
     ]
     chex.assert_trees_all_equal(*results)
     assert isinstance(state, training_loop.TrainState)
-
-
-def _run(assignment="demote", ratio=None, promotion=False, seed=0, **found):
-    order = "decreasing" if assignment == "demote" else None
-    return {
-        "model": "resnet",
-        "assignment": assignment,
-        "order": order,
-        "ratio": ratio,
-        "promotion": promotion,
-        "seed": seed,
-        "low_ratio": None if assignment == "float32" else (ratio or 0.5),
-        "last_accuracy": 0.5,
-        "best_accuracy": 0.5,
-        "train_loss": 1.0,
-    } | found
-
-
-def test_a_run_that_diverged_stays_in_the_means_and_is_marked():
-    lost = {"last_accuracy": 0.1, "best_accuracy": 0.3, "train_loss": np.nan}
-    runs = [_run(ratio=1, **lost), _run(ratio=1, seed=1, last_accuracy=0.5)]
-    row = precision_assignment.table(runs).splitlines()[-1].strip("| ").split(" | ")
-    assert row[-4:] == ["30.0 ± 28.3", "40.0 ± 14.1", "nan ± nan", "1/2"]
 
 
 @pytest.mark.parametrize(

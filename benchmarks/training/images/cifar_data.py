@@ -1,23 +1,16 @@
-"""CIFAR-10 as numpy arrays, or scikit-learn's digits if it cannot be downloaded.
+"""CIFAR-10 as numpy arrays, or digits if it cannot be downloaded.
 
 The images are uint8 arrays on the host. `augmentation.py` converts a batch to floats on
 the device.
 """
 
-from __future__ import annotations
-
-import os
-import pathlib
-import pickle
+import argparse
+import sys
 from typing import NamedTuple
 
 import numpy as np
 
-from examples.cifar_support import CACHE, download, read_cifar10
-
-
-class DataError(Exception):
-    """A dataset is missing or damaged."""
+from examples.cifar_support import CACHE, load_images
 
 
 class Split(NamedTuple):
@@ -26,77 +19,39 @@ class Split(NamedTuple):
     images: np.ndarray
     labels: np.ndarray
 
-    def first(self, n: int | None, name: str) -> Split:
-        """Returns the first `n` examples, or all of them if `n` is None."""
-        if n is None:
-            return self
-        if not 0 < n <= len(self.labels):
-            raise DataError(
-                f"--{name}-size must be from 1 to {len(self.labels)}, the number of "
-                f"{name} images, got {n}"
-            )
-        return Split(self.images[:n], self.labels[:n])
-
 
 class Dataset(NamedTuple):
-    """A training and a test split; `flip` is True if mirroring keeps the class."""
+    """The images to train on and to test on."""
 
     name: str
     train: Split
     test: Split
-    flip: bool
+
+    @property
+    def flip(self) -> bool:
+        """Whether a mirrored image has the same class."""
+        return self.name == "CIFAR-10"
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        """Return the number of whole batches of images to train on."""
+        return len(self.train.labels) // batch_size
 
 
-def load(name: str = "auto", data_dir: str | os.PathLike | None = None) -> Dataset:
-    """Loads the dataset `name`.
+def load(args: argparse.Namespace) -> Dataset:
+    """Return the first images of CIFAR-10, or digits if it cannot be downloaded.
 
     Args:
-        name: `"cifar10"`; `"digits"`; or `"auto"`, which prints a warning and uses
-            the digits if CIFAR-10 cannot be downloaded.
-        data_dir: the folder that contains `cifar-10-batches-py`. If None, the
-            official archive is downloaded once, to the user's cache folder.
-
-    Raises:
-        DataError: a file is missing or damaged, or the download of `"cifar10"` fails.
+      args: the options ``batch_size``, ``train_size`` and ``test_size``.
     """
-    if name == "digits":
-        return _digits()
-    try:
-        if data_dir is None:
-            download()
-    except OSError as error:
-        if name != "auto":
-            raise DataError(f"CIFAR-10 cannot be downloaded: {error}") from error
-        print(f"CIFAR-10 cannot be downloaded ({error}): using scikit-learn's digits")
-        return _digits()
-    folder = CACHE if data_dir is None else pathlib.Path(data_dir)
-    try:
-        images, labels, tests = read_cifar10(folder)
-    except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise DataError(f"--data-dir {folder}: {error}") from error
-    images, labels = np.ascontiguousarray(images), labels.astype(np.int32)
-    train = Split(images[:-tests], labels[:-tests])
-    test = Split(images[-tests:], labels[-tests:])
-    return Dataset("cifar10", train, test, flip=True)
-
-
-def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns the order of the `n` training images in `epoch`, for this seed."""
-    return np.random.default_rng([seed, epoch]).permutation(n)
-
-
-def _digits() -> Dataset:
-    """Returns scikit-learn's 1,797 digits, enlarged to 32x32 in three channels."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    images = np.kron(digits.images, np.ones((1, 4, 4))) * (255 / 16)
-    images = np.repeat(np.rint(images).astype(np.uint8)[..., None], 3, axis=-1)
-    labels = digits.target.astype(np.int32)
-    # The digits are sorted by writer. Shuffle, so that both splits contain all writers.
-    order = np.random.default_rng(0).permutation(len(labels))
-    images, labels = images[order], labels[order]
+    name, *both = load_images(CACHE, 32)
+    sizes = args.train_size, args.test_size
     train, test = (
-        Split(images[s], labels[s]) for s in (slice(1500), slice(1500, None))
+        Split(images[:size], labels[:size].astype(np.int32))
+        for (images, labels), size in zip(both, sizes, strict=True)
     )
-    return Dataset("digits", train, test, flip=False)
+    if args.batch_size > len(train.labels):
+        sys.exit(
+            f"error: --batch-size must be at most {len(train.labels)}, the number of "
+            f"training images, got {args.batch_size}"
+        )
+    return Dataset(name, train, test)

@@ -17,6 +17,7 @@ import lowbit_optax
 from benchmarks.training.images import training_loop
 from benchmarks.training.images.augmentation import crop_and_flip, normalise
 from lowbit_optax import precision
+from tools.models.classifier import arguments_of, make_loss_fn
 
 INITIAL_SCALE = 2.0**16
 THRESHOLD = 0.01  # a tensor with a larger overflow ratio is promoted
@@ -37,22 +38,15 @@ class MixedState(training_loop.TrainState):
 
 
 def make_plan(model: nn.Module, batch_size: int) -> precision.PrecisionPlan:
-    """Traces the loss, and returns its tensors and their groups."""
-    variables = jax.eval_shape(
-        lambda: model.init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)), train=False)
-    )
-    images = jax.ShapeDtypeStruct((batch_size, 32, 32, 3), jnp.float32)
-    labels = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
-    batch = (variables["batch_stats"], images, labels)
-    return precision.trace(
-        training_loop.make_loss_fn(model), variables["params"], *batch, has_aux=True
-    )
+    """Trace the loss, and return its tensors and their groups."""
+    arguments = arguments_of(model, batch_size)
+    return precision.trace(make_loss_fn(model), *arguments, has_aux=True)
 
 
 def make_optimizer(
     rate: optax.Schedule, weight_decay: float, period: int | None
 ) -> optax.GradientTransformation:
-    """Returns SGD with momentum 0.9 for float32 weights.
+    """Return SGD with momentum 0.9 for float32 weights.
 
     Args:
         rate: the learning rate.
@@ -72,7 +66,7 @@ def make_optimizer(
 def init_state(
     model: nn.Module, tx: optax.GradientTransformation, seed: int
 ) -> MixedState:
-    """Returns a state on the host, without an assignment; see :func:`start`."""
+    """Return a state on the host, without an assignment; see :func:`start`."""
     state = training_loop.init_state(model, tx, lambda params: params, seed)
     mixed = MixedState(
         **vars(state),
@@ -84,18 +78,18 @@ def init_state(
 
 
 def start(state: MixedState, assignment: Any, promotes: bool) -> MixedState:
-    """Returns a copy of `state` with an assignment, which a step may donate."""
+    """Return a copy of `state` with an assignment, which a step may donate."""
     state = state.replace(assignment=assignment, promotes=np.bool_(promotes))
     return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
 
 
 def make_train_step(model: nn.Module, flip: bool) -> Callable:
-    """Returns the jitted `(state, key, images, labels) -> (state, (loss, accuracy))`.
+    """Return the jitted `(state, key, images, labels) -> (state, loss)`.
 
     It is `training_loop.make_train_step`, with the loss and its gradient rounded to
     `state.assignment`. All assignments of one model share a compilation.
     """
-    loss_fn = training_loop.make_loss_fn(model)
+    loss_fn = make_loss_fn(model)
 
     def gradient(state, *batch):
         if state.assignment is None:
@@ -118,11 +112,9 @@ def make_train_step(model: nn.Module, flip: bool) -> Callable:
     def train_step(state, key, images, labels):
         images = crop_and_flip(jax.random.fold_in(key, state.step), images, flip)
         inputs = normalise(images, jnp.float32)
-        (loss, (logits, batch_stats)), grads, state = gradient(
+        (loss, batch_stats), grads, state = gradient(
             state, state.batch_stats, inputs, labels
         )
-        accuracy = (logits.argmax(-1) == labels).mean()
-        state = state.apply_gradients(grads=grads, batch_stats=batch_stats)
-        return state, (loss, accuracy)
+        return state.apply_gradients(grads=grads, batch_stats=batch_stats), loss
 
     return jax.jit(train_step, donate_argnums=0)
