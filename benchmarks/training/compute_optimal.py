@@ -36,7 +36,8 @@ from flax.training.train_state import TrainState as State
 from tqdm import tqdm
 
 from benchmarks import ROOT, pictures, records
-from benchmarks.training.text import optimal_rows, stdlib_text
+from benchmarks.training import format_rows
+from benchmarks.training.text import kept_runs, optimal_rows, stdlib_text
 from benchmarks.training.text.optimal_rows import GPT2, ROWS, SIZES
 from lowbit_optax.training import TrainState
 from tools.models.gpt import GPT
@@ -48,6 +49,9 @@ POINTS = 100
 
 TAIL = 10
 """The number of points, at the end, at which the held-out loss is also measured."""
+
+_OF_A_RUN = ("steps", "batch_size", "learning_rate")
+"""The options that the losses of a run depend on."""
 
 _KEY = jax.random.key(0)
 TORCH = pathlib.Path(__file__).parent / "text" / "torch_gpt.py"
@@ -87,33 +91,22 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _options(args) -> list:
-    """Return the options that the losses of a run depend on."""
-    return [args.steps, args.batch_size, args.learning_rate]
+    return [getattr(args, name) for name in _OF_A_RUN]
 
 
 def train_all(
     args: argparse.Namespace, folder: pathlib.Path, record: dict | None
 ) -> None:
     """Train the selected runs that are not complete, and write a file for each."""
-    folder.mkdir(parents=True, exist_ok=True)
     complete = _complete(folder, record)
-    text = stdlib_text.load_whole()
-    model = SIZES[args.size].model
-    settings = {
-        "steps": args.steps,
-        "batch_size": args.batch_size,
-        "learning_rate": args.learning_rate,
-    }
-    for seed in range(args.seeds):
-        for name in args.rows or SIZES[args.size].rows:
-            if seed not in complete.get(name, {}):
-                result = train(name, seed, model, text, settings)
-                done = folder / f"{_slug(name)}_{seed}.json"
-                done.write_text(json.dumps(result))
-        if args.torch:
-            kept = [name for name, runs in complete.items() if seed in runs]
-            job = settings | {"seed": seed, "complete": kept}
-            _train_peers(args.torch, model, text, job, folder)
+    text, size = stdlib_text.load_whole(), SIZES[args.size]
+    settings = {name: getattr(args, name) for name in _OF_A_RUN}
+    of = lambda name, seed: train(name, seed, size.model, text, settings)
+    kept_runs.train_missing(args.rows or size.rows, args.seeds, folder, complete, of)
+    for seed in range(args.seeds) if args.torch else ():
+        kept = [name for name, runs in complete.items() if seed in runs]
+        job = settings | {"seed": seed, "complete": kept}
+        _train_peers(args.torch, size.model, text, job, folder)
 
 
 def train(name: str, seed: int, model: GPT, text, settings: dict) -> dict:
@@ -133,13 +126,8 @@ def train(name: str, seed: int, model: GPT, text, settings: dict) -> dict:
         if point >= POINTS - TAIL:
             held_out.append(float(_losses(model, state.params, windows).mean()))
         bar.set_postfix(loss=f"{losses[-1]:.3f}")
-    run = {
-        "row": name,
-        "seed": seed,
-        "steps": steps,
-        "bytes": row.bytes_per_parameter(GPT2),
-    }
-    return run | {"losses": losses, "held_out": held_out}
+    size = row.bytes_per_parameter(GPT2)
+    return {"bytes": size, "losses": losses, "held_out": held_out}
 
 
 def schedule(peak: float, steps: int) -> optax.Schedule:
@@ -205,68 +193,49 @@ def _train_peers(python: str, model: GPT, text, settings: dict, folder) -> None:
         sys.exit(f"error: {TORCH.name} ended with {done.returncode}")
 
 
-def _slug(name: str) -> str:
-    return name.replace(", ", "_").replace(" ", "_")
-
-
 def gathered(folder: pathlib.Path, record: dict | None, args) -> dict:
     """Return the figures of the record, from the old record and new complete runs."""
     found = _complete(folder, record)
     model = SIZES[args.size].model
     size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.init, _KEY)))
-    steps = next(iter(next(iter(found.values())).values()))["steps"]
-    tokens = steps * args.batch_size * model.context
-    order = [name for name in [*ROWS, *found] if name in found]
-    runs = {name: _figures(name, found) for name in dict.fromkeys(order)}
+    order = dict.fromkeys(name for name in [*ROWS, *found] if name in found)
     return {
         "parameters": size,
-        "steps": steps,
-        "tokens_per_parameter": tokens / size,
-        "runs": runs,
+        "steps": args.steps,
+        "tokens_per_parameter": args.steps * args.batch_size * model.context / size,
+        "runs": {name: _figures(name, found) for name in order},
     }
 
 
-def _complete(folder: pathlib.Path, record: dict | None) -> dict[str, dict[int, dict]]:
+def _complete(folder: pathlib.Path, record: dict | None) -> kept_runs.Runs:
     """Return the complete runs by row and seed."""
-    found: dict[str, dict[int, dict]] = {}
+    recorded: kept_runs.Runs = {}
     for name, run in record["runs"].items() if record else ():
+        size, runs = run["bytes_per_parameter"], recorded.setdefault(name, {})
         each = zip(run["seeds"], run["curves"], run["tails"], strict=True)
-        found[name] = {
-            seed: {"steps": record["steps"], "losses": losses, "held_out": held_out}
-            | {"bytes": run["bytes_per_parameter"]}
-            for seed, losses, held_out in each
-        }
-    for path in sorted(folder.glob("*_[0-9].json")):
-        run = json.loads(path.read_text())
-        found.setdefault(run["row"], {})[run["seed"]] = run
-    return found
+        for seed, losses, held_out in each:
+            runs[seed] = {"bytes": size, "losses": losses, "held_out": held_out}
+    return kept_runs.complete(folder, recorded)
 
 
-def _figures(name: str, found: dict) -> dict:
+def _figures(name: str, found: kept_runs.Runs) -> dict:
     """Return the curves and final losses of a row, and its differences to its base."""
-    own = dict(sorted(found[name].items()))
-    base = found.get(_base(name), {})
-    both = [seed for seed in own if seed in base]
-    ends = {
-        "training": lambda run: np.mean(run["losses"][-TAIL:]),
-        "held_out": lambda run: run["held_out"][-1],
-    }
-    some = next(iter(own.values()))
+    own = found[name]
     return {
-        "bytes_per_parameter": some.get("bytes")
-        or ROWS[name].bytes_per_parameter(GPT2),
+        "bytes_per_parameter": next(iter(own.values()))["bytes"],
         "seeds": list(own),
         "curves": [run["losses"] for run in own.values()],
         "tails": [run["held_out"] for run in own.values()],
-        **{
-            end: records.spread([of(x) for x in own.values()])
-            for end, of in ends.items()
-        },
-        "gaps": {
-            end: records.spread([of(own[seed]) - of(base[seed]) for seed in both])
-            for end, of in ends.items()
-            if both
-        },
+        **format_rows.compared(_ends(own), _ends(found.get(_base(name), {}))),
+    }
+
+
+def _ends(runs: dict[int, dict]) -> dict[int, dict[str, float]]:
+    """Return the final losses of each seed."""
+    training = lambda run: np.mean(run["losses"][-TAIL:])
+    return {
+        seed: {"training": training(run), "held_out": run["held_out"][-1]}
+        for seed, run in runs.items()
     }
 
 
@@ -278,14 +247,8 @@ def _base(name: str) -> str:
 
 def table(runs: dict) -> str:
     """Return a Markdown table of held-out losses, next to the losses in float32."""
-    heads = ["format", "seeds", "bytes per parameter", "held-out loss"]
-    lines = []
-    for name, run in runs.items():
-        line = [name, len(run["seeds"]), f"{run['bytes_per_parameter']:.2f}"]
-        is_base = name == _base(name) or "held_out" not in run["gaps"]
-        gap = "" if is_base else records.shown(run["gaps"]["held_out"], 4)
-        lines.append([*line, records.shown(run["held_out"], 4), gap])
-    return records.table([*heads, "loss minus float32's"], lines)
+    heads = {"held_out": ("held-out loss", "loss minus float32's")}
+    return format_rows.table(runs, _base, heads)
 
 
 @pictures.panels(5)

@@ -165,39 +165,57 @@ def figures(found: dict[str, list[Run]], rows: dict[str, Row], points: int) -> d
         for name, runs in found.items()
     }
 
-    def of(name: str) -> dict:
-        base = rows[name].base
-        ends = {"training": (curves[name][:, -1], curves[base][:, -1])}
-        for end in found[name][0].ends:
-            both = ([run.ends[end] for run in found[each]] for each in (name, base))
-            ends[end] = tuple(map(np.asarray, both))
-        return {
+    def ends(name: str) -> dict[int, dict[str, float]]:
+        runs = zip(curves[name], found[name], strict=True)
+        return dict(enumerate({"training": c[-1], **run.ends} for c, run in runs))
+
+    return {
+        name: {
             "bytes_per_parameter": rows[name].bytes_per_parameter(OF_BYTES),
             "curves": curves[name],
-            **{end: records.spread(own) for end, (own, _) in ends.items()},
-            "gaps": {e: records.spread(own - wide) for e, (own, wide) in ends.items()},
+            **compared(ends(name), ends(rows[name].base)),
         }
+        for name in found
+    }
 
-    return {name: of(name) for name in found}
+
+def compared(own: dict[int, dict[str, float]], base: dict[int, dict]) -> dict:
+    """Return the spread of each figure of a row, and of its differences from its base.
+
+    Args:
+      own: the figures of the row by seed.
+      base: the figures of the base by seed; other seeds may be missing.
+    """
+    both = [seed for seed in own if seed in base]
+    ends = next(iter(own.values()))
+    return {
+        **{end: records.spread([run[end] for run in own.values()]) for end in ends},
+        "gaps": {
+            end: records.spread([own[seed][end] - base[seed][end] for seed in both])
+            for end in ends
+            if both and end in base[both[0]]
+        },
+    }
 
 
-def table(runs: dict, rows: dict[str, Row], ends: dict[str, str]) -> str:
+def table(
+    runs: dict, base_of: Callable[[str], str], heads: dict[str, tuple[str, str]]
+) -> str:
     """Return a Markdown table of losses, next to the losses in float32.
 
     Args:
-      runs: the figures of each row, from :func:`figures`.
-      rows: the rows by name.
-      ends: the headers of the figures to show.
+      runs: the figures of each row, with those of :func:`compared`.
+      base_of: a function that returns the base of a row.
+      heads: for each figure to show, its head and the head of the differences.
     """
-    heads = ["format", "bytes per parameter"]
-    for head in ends.values():
-        heads += [head, "loss minus float32's"]
     lines = []
     for name, each in runs.items():
-        line = [name, f"{each['bytes_per_parameter']:.2f}"]
-        for end in ends:
-            gap = records.shown(each["gaps"][end], 4) if end in each else ""
-            own = records.shown(each[end], 4) if end in each else ""
-            line += [own, "" if rows[name].base == name else gap]
+        seeds = max(len(each[end]["values"]) for end in heads if end in each)
+        line = [name, seeds, f"{each['bytes_per_parameter']:.2f}"]
+        for end in heads:
+            is_base = base_of(name) == name or end not in each["gaps"]
+            line.append(records.shown(each[end], 4) if end in each else "")
+            line.append("" if is_base else records.shown(each["gaps"][end], 4))
         lines.append(line)
-    return records.table(heads, lines)
+    pairs = [head for pair in heads.values() for head in pair]
+    return records.table(["format", "seeds", "bytes per parameter", *pairs], lines)

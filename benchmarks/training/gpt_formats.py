@@ -97,9 +97,9 @@ def measure(args) -> dict:
 
 
 def text(record: dict) -> str:
-    ends = {"held-out loss": "held-out loss"}
-    ends["of the average"] = "held-out loss of averaged weights"
-    return format_rows.table(record["runs"], ROWS, ends)
+    heads = {"held-out loss": "held-out loss", "of the average": "averaged weights"}
+    heads = {end: (head, "loss minus float32's") for end, head in heads.items()}
+    return format_rows.table(record["runs"], lambda name: ROWS[name].base, heads)
 
 
 @pictures.panels(4.4, columns=2)
@@ -129,11 +129,8 @@ def draw(record: dict, axes) -> str:
 
 def options(doc: str | None, seeds: int) -> records.Options:
     """Return the options for the sizes of the model and the training."""
-    made = records.Options(
-        doc, seeds, layers=2, width=64, context=32, batch_size=16, steps=800
-    )
-    made.add_argument("--learning-rate", type=float, default=3e-3, help="at the start")
-    return made
+    sizes = {"layers": 2, "width": 64, "context": 32, "batch_size": 16, "steps": 800}
+    return records.Options(doc, seeds, **sizes, learning_rate=3e-3)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -65,8 +65,9 @@ def measure(args) -> dict:
 
 
 def text(record: dict) -> str:
-    ends = {"held-out loss": "held-out loss", "training": "training loss"}
-    return format_rows.table(record["runs"], ROWS, ends)
+    heads = {"held-out loss": "held-out loss", "training": "training loss"}
+    heads = {end: (head, "loss minus float32's") for end, head in heads.items()}
+    return format_rows.table(record["runs"], lambda name: BASE, heads)
 
 
 def main(argv: list[str] | None = None) -> None:

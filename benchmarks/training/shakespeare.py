@@ -19,7 +19,6 @@ when it is complete. Runs that have a file, or are in the record, are not traine
 so several processes may train different rows, and you can interrupt the benchmark.
 """
 
-import json
 import pathlib
 import sys
 
@@ -27,6 +26,7 @@ from tqdm import tqdm
 
 from benchmarks import ROOT, pictures, records
 from benchmarks.training import format_rows
+from benchmarks.training.text import kept_runs
 from benchmarks.training.text.shakespeare_rows import (
     CONTROLS,
     CPU,
@@ -43,10 +43,10 @@ SOURCE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
     "input.txt"
 )
-ENDS = {
-    "validation": "validation loss at the end",
-    "best": "best validation loss",
-    "training": "training loss",
+HEADS = {
+    "validation": ("validation loss at the end", "validation minus float32's"),
+    "best": ("best validation loss", "best minus float32's"),
+    "training": ("training loss", "training minus float32's"),
 }
 """The figures of a run, and their heads in the table. CPU runs have no best loss."""
 
@@ -76,65 +76,47 @@ def main(argv: list[str] | None = None) -> None:
 
 def _train_all(args, folder: pathlib.Path, record: dict) -> None:
     """Train the selected runs that are not complete, and write a file for each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text, found = characters(args.text), _complete(folder, record)
-    protocol = GPU if args.gpu else CPU
-    for seed in range(args.seeds):
-        for name in args.rows or [name for name in ROWS if name not in CONTROLS]:
-            if seed not in found.get(name, {}):
-                parts = tqdm(range(POINTS), f"{name}, seed {seed}", disable=None)
-                losses = train(name, seed, text, protocol, parts)
-                run = {"row": name, "seed": seed, **losses}
-                path = folder / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}"
-                path.with_suffix(".json").write_text(json.dumps(run))
+    text, protocol = characters(args.text), GPU if args.gpu else CPU
+    rows = args.rows or [name for name in ROWS if name not in CONTROLS]
+
+    def run(name: str, seed: int) -> dict:
+        parts = tqdm(range(POINTS), f"{name}, seed {seed}", disable=None)
+        return train(name, seed, text, protocol, parts)
+
+    found = _complete(folder, record)
+    kept_runs.train_missing(rows, args.seeds, folder, found, run)
 
 
-def _complete(folder: pathlib.Path, record: dict) -> dict[str, dict[int, dict]]:
+def _complete(folder: pathlib.Path, record: dict) -> kept_runs.Runs:
     """Return the complete runs by row and seed."""
-    found = {
+    recorded = {
         name: {int(seed): run for seed, run in runs["each"].items()}
         for name, runs in record["runs"].items()
     }
-    for path in sorted(folder.glob("*.json")):
-        run = json.loads(path.read_text())
-        found.setdefault(run.pop("row"), {})[run.pop("seed")] = run
-    return found
+    return kept_runs.complete(folder, recorded)
 
 
 def _gathered(folder: pathlib.Path, record: dict) -> dict:
     """Return the figures of all complete runs, next to float32 with the same seed."""
     found = _complete(folder, record)
-    figures = {}
-    for name in filter(found.get, ROWS):
-        own, base = dict(sorted(found[name].items())), found["float32"]
-        both = [seed for seed in own if seed in base]
-        ends = [end for end in ENDS if end in next(iter(own.values()))]
-        figures[name] = {
+    ends = lambda runs: {
+        seed: {end: run[end] for end in HEADS if end in run}
+        for seed, run in runs.items()
+    }
+    return {
+        name: {
             "bytes_per_parameter": ROWS[name].bytes_per_parameter(format_rows.OF_BYTES),
-            "each": own,
-            **{end: records.spread([run[end] for run in own.values()]) for end in ends},
-            "gaps": {
-                end: records.spread([own[i][end] - base[i][end] for i in both])
-                for end in ends
-            },
+            "each": found[name],
+            **format_rows.compared(ends(found[name]), ends(found["float32"])),
         }
-    return figures
+        for name in filter(found.get, ROWS)
+    }
 
 
 def table(record: dict) -> str:
     """Return a Markdown table of the losses, next to the losses in float32."""
-    ends = [end for end in ENDS if end in record["runs"]["float32"]]
-    heads = ["format", "seeds", "bytes per parameter"]
-    for end in ends:
-        heads += [ENDS[end], f"{end} minus float32's"]
-    lines = []
-    for name, run in record["runs"].items():
-        line = [name, len(run["each"]), f"{run['bytes_per_parameter']:.2f}"]
-        for end in ends:
-            gap = "" if name == "float32" else records.shown(run["gaps"][end], 4)
-            line += [records.shown(run[end], 4), gap]
-        lines.append(line)
-    return records.table(heads, lines)
+    heads = {end: x for end, x in HEADS.items() if end in record["runs"]["float32"]}
+    return format_rows.table(record["runs"], lambda name: "float32", heads)
 
 
 @pictures.panels(4)

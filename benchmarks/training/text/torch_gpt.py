@@ -22,7 +22,7 @@ from torchao import optim  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from benchmarks.peers.torch_peers import arrays, set_rate  # noqa: E402
-from benchmarks.training.text import stdlib_text  # noqa: E402
+from benchmarks.training.text import kept_runs, stdlib_text  # noqa: E402
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROWS = {
@@ -75,8 +75,7 @@ def train(name: str, job, settings: dict) -> dict:
             params[key] = torch.nn.Parameter(x if "norm" in key else x.to(dtype))
     shared = {"betas": tuple(settings["betas"]), "weight_decay": settings["decay"]}
     optimizer = make(list(params.values()), lr=1e-3, eps=1e-8, **shared, **options)
-    run = {"row": name, "seed": settings["seed"], "steps": settings["steps"]}
-    run |= {"losses": [], "held_out": []}
+    run = {"losses": [], "held_out": []}
     points, steps = settings["points"], settings["steps"]
     many = steps // points
     bar = tqdm(range(points), name, disable=None)
@@ -115,10 +114,6 @@ def _held_out(params, job, settings) -> float:
     return float(np.mean(losses))
 
 
-def _slug(name: str) -> str:
-    return name.replace(", ", "_").replace(" ", "_")
-
-
 def main() -> None:
     path = pathlib.Path(sys.argv[1])
     with np.load(path) as archive:
@@ -126,9 +121,9 @@ def main() -> None:
     settings = json.loads(str(job["settings"]))
     torch.set_num_threads(1)  # more threads make steps of small models slower
     for name in ROWS:
-        done = path.parent / f"{_slug(name)}_{settings['seed']}.json"
-        if name not in settings["complete"] and not done.exists():
-            done.write_text(json.dumps(train(name, job, settings)))
+        if name not in settings["complete"]:
+            run = train(name, job, settings)
+            kept_runs.write(path.parent, name, settings["seed"], run)
 
 
 if __name__ == "__main__":
