@@ -1,4 +1,4 @@
-"""Compare the time of optimizer steps with optax, on this machine.
+"""Compare the time of AdamW steps with optax, on this machine.
 
     .venv/bin/python -m benchmarks step_time --parameters 16777216
 
@@ -9,7 +9,6 @@ the parameters. Every step is jitted and donates parameters and state.
 """
 
 import argparse
-import dataclasses
 import math
 import platform
 import statistics
@@ -27,7 +26,7 @@ from tools.gpu_program.steps import fast, replaced, with_master
 
 MINUTES = 2
 
-RATE, DECAY, MOMENTUM = 1e-3, 1e-4, 0.9
+RATE, DECAY = 1e-3, 1e-4
 MODELS = {
     "resnet18": resnet18(),
     "small": small_leaves(),
@@ -35,18 +34,17 @@ MODELS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """A named optimizer, with the dtype of its parameters and its step."""
+class Variant(typing.NamedTuple):
+    """An optimizer, with the dtype of its parameters and its step."""
 
-    name: str
-    family: str
     dtype: typing.Any
     tx: optax.GradientTransformation
     step: typing.Callable
 
 
 def applied(tx):
+    """Return a step with optax's own ``apply_updates``."""
+
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
@@ -54,45 +52,35 @@ def applied(tx):
     return step
 
 
-def low_bit(family: str, **options) -> dict[str, optax.GradientTransformation]:
-    """Return the optimizers of this package, by name.
-
-    Args:
-      family: "adamw" or "sgd".
-      **options: options for every optimizer.
-    """
-    if family == "sgd":
-        options["momentum"] = MOMENTUM
-
-    def make(method: str, **more):
-        alias = getattr(lowbit_optax, f"{method}_{family}")
-        return alias(RATE, weight_decay=DECAY, **options, **more)
-
-    found = {f"{method}_{family}": make(method) for method in ("kahan", "sr")}
-    found[f"extra_bits_{family}(bits=16)"] = make("extra_bits")
-    found[f"extra_bits_{family}(bits=8)"] = make("extra_bits", bits=8)
-    if family == "adamw":
-        found["lowbit_adamw"] = make("lowbit")
-    return found
+def low_bit(implementation: str | None) -> dict[str, optax.GradientTransformation]:
+    """Return the optimizers of this package, by name."""
+    options = {"weight_decay": DECAY, "implementation": implementation}
+    return {
+        "kahan_adamw": lowbit_optax.kahan_adamw(RATE, **options),
+        "sr_adamw": lowbit_optax.sr_adamw(RATE, **options),
+        "extra_bits_adamw(bits=16)": lowbit_optax.extra_bits_adamw(RATE, **options),
+        "extra_bits_adamw(bits=8)": lowbit_optax.extra_bits_adamw(
+            RATE, bits=8, **options
+        ),
+        "lowbit_adamw": lowbit_optax.lowbit_adamw(RATE, **options),
+    }
 
 
-def variants(implementation: str | None = None):
-    bf16 = jnp.bfloat16
+def variants(implementation: str | None = None) -> dict[str, Variant]:
+    """Return the variants by name; the first one is the baseline."""
     adamw = optax.adamw(RATE, weight_decay=DECAY)
-    sgd = optax.chain(optax.add_decayed_weights(DECAY), optax.sgd(RATE, MOMENTUM))
-    for family, tx in {"adamw": adamw, "sgd": sgd}.items():
-        optimizers = low_bit(family, implementation=implementation)
-        yield Variant(f"optax {family} float32", family, jnp.float32, tx, applied(tx))
-        master = with_master(tx)
-        yield Variant(
-            f"optax {family} float32 master", family, bf16, master, replaced(master)
-        )
-        yield Variant(f"optax {family} bfloat16", family, bf16, tx, applied(tx))
-        for name, low in optimizers.items():
-            yield Variant(f"{name}, step", family, bf16, low, fast(low))
-        name = f"kahan_{family}"
-        low = optimizers[name]
-        yield Variant(f"{name}, update", family, bf16, low, applied(low))
+    master = with_master(adamw)
+    found = {
+        "optax adamw float32": Variant(jnp.float32, adamw, applied(adamw)),
+        "optax adamw float32 master": Variant(jnp.bfloat16, master, replaced(master)),
+        "optax adamw bfloat16": Variant(jnp.bfloat16, adamw, applied(adamw)),
+    }
+    optimizers = low_bit(implementation)
+    for name, tx in optimizers.items():
+        found[f"{name}, step"] = Variant(jnp.bfloat16, tx, fast(tx))
+    kahan = optimizers["kahan_adamw"]
+    found["kahan_adamw, update"] = Variant(jnp.bfloat16, kahan, applied(kahan))
+    return found
 
 
 class Running:
@@ -106,9 +94,8 @@ class Running:
             for key, shape in zip(keys, leaf_set.shapes, strict=True)
         ]
         self.state = variant.tx.init(self.params)
-        if variant.name.endswith("master"):
-            # A buffer cannot be donated twice, so the master needs its own.
-            self.state = jax.tree.map(jnp.copy, self.state)
+        # A buffer cannot be donated twice, so a master needs its own.
+        self.state = jax.tree.map(jnp.copy, self.state)
         self.step = jax.jit(variant.step, donate_argnums=(0, 1))
         live = sum(x.nbytes for x in jax.tree.leaves((self.params, self.state)))
         self.bytes_per_param = live / leaf_set.parameters
@@ -129,30 +116,12 @@ class Running:
         self.cpu_seconds.append(time.process_time() - cpu_start)
 
 
-def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parameters", type=int, default=1 << 24)
-    parser.add_argument("--leaves", type=int, default=1, help="equal square leaves")
-    parser.add_argument("--model", choices=MODELS, help="use the leaves of this model")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument(
-        "--implementation", help="implementation= of the optimizers, such as 'xla'"
-    )
-    parser.add_argument(
-        "--only",
-        help="besides optax's float32 step, only names that contain this text",
-    )
-    parser.add_argument("--family", choices=("adamw", "sgd", "both"), default="both")
-    return parser.parse_args(argv)
-
-
-def row(variant: Variant, run: Running, running: list) -> dict[str, str]:
-    """Return a variant's figures, with ratios to the first variant of its family."""
-    base = next(r for v, r in running if v.family == variant.family)
+def row(name: str, run: Running, base: Running) -> dict[str, str]:
+    """Return a variant's figures, with ratios to the baseline."""
     pairs = lambda some, others: zip(some, others, strict=True)
     ratio = lambda *both: statistics.median(a / b for a, b in pairs(*both))
     return {
-        "step": variant.name,
+        "step": name,
         "ms": f"{1e3 * statistics.median(run.seconds):.1f}",
         "ratio": f"{ratio(run.seconds, base.seconds):.2f}",
         "cpu ratio": f"{ratio(run.cpu_seconds, base.cpu_seconds):.2f}",
@@ -162,22 +131,25 @@ def row(variant: Variant, run: Running, running: list) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_arguments(argv)
-    side = round(math.sqrt(args.parameters / args.leaves))
-    equal = LeafSet(f"{args.leaves} x {side} x {side}", ((side, side),) * args.leaves)
-    leaf_set = MODELS[args.model] if args.model else equal
-    every = variants(args.implementation)
-    chosen = [v for v in every if args.family in (v.family, "both")]
-    if args.only:
-        is_base = lambda v: v.name == f"optax {v.family} float32"
-        chosen = [v for v in chosen if is_base(v) or args.only in v.name]
-    running = [(v, Running(v, leaf_set)) for v in chosen]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--parameters", type=int, default=1 << 24, help="of one square leaf")
+    add("--model", choices=MODELS, help="use the leaves of this model instead")
+    add("--rounds", type=int, default=15)
+    add("--implementation", help="of the optimizers, such as 'xla'")
+    args = parser.parse_args(argv)
+    side = round(math.sqrt(args.parameters))
+    square = LeafSet(f"{side} x {side}", ((side, side),))
+    leaf_set = MODELS[args.model] if args.model else square
+    chosen = variants(args.implementation)
+    running = {name: Running(each, leaf_set) for name, each in chosen.items()}
     for _ in range(args.rounds):
-        for _, run in running:
+        for run in running.values():
             run()
     device = jax.devices()[0]
     print(
         f"{leaf_set.name}, {leaf_set.parameters:,} parameters, {args.rounds} rounds, "
         f"jax {jax.__version__} on {device.device_kind} ({platform.machine()})"
     )
-    records.print_rows(row(variant, run, running) for variant, run in running)
+    base = next(iter(running.values()))
+    records.print_rows(row(name, run, base) for name, run in running.items())
