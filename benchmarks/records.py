@@ -224,6 +224,13 @@ def listing(heads: Sequence[str], *columns: dict[str, dict], digits: int = 4) ->
     return table(["", *heads], rows)
 
 
+def comparison(spreads: dict[str, dict], gaps: dict[str, dict], digits: int = 4) -> str:
+    """Return a Markdown table of :func:`compared` with float32, a row for each run."""
+    heads = [head for figure in gaps for head in (figure, "minus float32's")]
+    columns = [of[figure] for figure in gaps for of in (spreads, gaps)]
+    return listing(heads, *columns, digits=digits)
+
+
 def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return a Markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]

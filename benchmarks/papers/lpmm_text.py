@@ -58,9 +58,7 @@ def measure(args) -> dict:
 
 
 def text(record: dict) -> str:
-    heads = "loss", "minus float32's", "accuracy"
-    gaps = record["gaps_to_float32"]["loss"]
-    return records.listing(heads, record["loss"], gaps, record["accuracy"])
+    return records.comparison(record, record["gaps_to_float32"])
 
 
 @pictures.panels(3.6)

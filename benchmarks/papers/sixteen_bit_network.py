@@ -42,11 +42,9 @@ def measure(args) -> dict:
 
 
 def text(record: dict) -> str:
-    heads, lines = ("loss", "minus float32's", "accuracy", "minus float32's"), []
+    lines = []
     for name, found in record["optimizers"].items():
-        gaps = found["gaps_to_float32"]
-        columns = found["loss"], gaps["loss"], found["accuracy"], gaps["accuracy"]
-        lines += [name, records.listing(heads, *columns)]
+        lines += [name, records.comparison(found, found["gaps_to_float32"])]
     return "\n".join(lines)
 
 

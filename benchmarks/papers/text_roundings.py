@@ -67,10 +67,8 @@ def measure(args) -> dict:
 def text(record: dict) -> str:
     lines = []
     for task, found in record["held_out"].items():
-        gaps, parts = record["gaps_to_float32"][task], ("loss", "accuracy")
-        heads = [head for part in parts for head in (part, "minus float32's")]
-        columns = [of[part] for part in parts for of in (found, gaps)]
-        lines += [task, records.listing(heads, *columns)]
+        gaps = record["gaps_to_float32"][task]
+        lines += [task, records.comparison(found, gaps)]
     return "\n".join(lines)
 
 

@@ -100,12 +100,7 @@ def wide(params):
 
 
 def text(record: dict) -> str:
-    gaps = record["gaps_to_float32"]
-    heads, columns = [], []
-    for figure in gaps:
-        heads += [figure, "minus float32's"]
-        columns += [record[figure], gaps[figure]]
-    return records.listing(heads, *columns, digits=2)
+    return records.comparison(record, record["gaps_to_float32"], digits=2)
 
 
 @pictures.panels(4)
