@@ -65,6 +65,7 @@ def tied_transformer(
 
 def resnet18(batch=256) -> Model:
     """Return a ResNet-18 for 32x32 images, with batch statistics."""
+    from tools.models.classifier import make_loss_fn
     from tools.models.resnet import ResNet, cast_weights
 
     net = ResNet(dtype=BF16)
@@ -72,16 +73,11 @@ def resnet18(batch=256) -> Model:
     variables = jax.eval_shape(lambda x: net.init(jax.random.key(0), x, False), image)
     params = jax.eval_shape(lambda x: cast_weights(x, BF16), variables["params"])
 
+    loss_and_stats = make_loss_fn(net)
+
     def loss_fn(params, batch):
-        logits, _ = net.apply(
-            {"params": params, "batch_stats": batch["stats"]},
-            batch["images"],
-            True,
-            mutable=["batch_stats"],
-        )
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits, batch["labels"]
-        ).mean()
+        parts = batch["stats"], batch["images"], batch["labels"]
+        return loss_and_stats(params, *parts)[0]
 
     inputs = {
         "stats": variables["batch_stats"],
