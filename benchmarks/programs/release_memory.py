@@ -6,9 +6,8 @@ Model A has 12 layers tanh(h @ w) of 4096 x 4096 and a batch of 512. Model B is 
 with 12 layers of width 2048, 16 heads, context 1024 and a batch of 4; each layer is
 recomputed for its gradient. Parameters and state are donated. The "float32 master" is
 the usual mixed precision: optax.adamw on float32 parameters, with bfloat16 gradients of
-a copy that each step makes. More tables describe models without a scan, steps with a
-loss scale, and transformer blocks on meshes of 8 and 256 H200s. Nothing is run. Needs
-the ``gpu-program`` extra.
+a copy that each step makes. More tables describe models without a scan, and transformer
+blocks on meshes of 8 and 256 H200s. Nothing is run. Needs the ``gpu-program`` extra.
 """
 
 import argparse
@@ -30,15 +29,12 @@ from tools.gpu_program.release_steps import (
     CompiledStep,
     Model,
     compile_step,
-    in_float16,
     matrices,
     plain,
-    plain_scaled,
     transformer,
     usual_mixed_precision,
 )
 from tools.gpu_program.sharded import MESHES, blocks, compile_sharded, mesh_of
-from tools.gpu_program.targets import compile_for, gpu_mesh
 from tools.gpu_program.unrolled import resnet18, tied_transformer, unrolled_matrices
 from tools.hlo import exchanged
 
@@ -70,10 +66,8 @@ def quantized(model: Model) -> CompiledStep:
     )
 
 
-def one_device(
-    model: Model, dequantizes: bool = False
-) -> dict[tuple[str, str], CompiledStep]:
-    """Print a model's table for one H200, and return its programs.
+def one_device(model: Model, dequantizes: bool = False) -> None:
+    """Print a model's table for one H200.
 
     Args:
       model: the model to train.
@@ -97,86 +91,19 @@ def one_device(
         }
         for (name, mode), step in programs.items()
     )
-    return programs
-
-
-def parts(model: Model, one: Model, programs: dict) -> None:
-    """Print the parts of the peak with release.
-
-    Args:
-      model: the whole model.
-      one: the model with one layer, whose gradient's memory is a layer's working set.
-      programs: the programs from :func:`one_device`.
-    """
-    program = compile_for(gpu_mesh(), jax.grad(one.loss_fn), one.params, one.batch)
-    found = program.memory_analysis()
-    assert found is not None
-    carries = model.layers * model.carry
-    alone = found.temp_size_in_bytes + found.output_size_in_bytes
-    records.print_rows(
-        {
-            "step with release": name,
-            "params + state": mib(step.stored),
-            "saved carries": mib(carries),
-            "the rest of temporary": mib(step.temporary - carries),
-            "of it one layer's gradients": mib(model.one_layer),
-            "peak": mib(step.peak),
-            "one layer's working set, compiled alone": mib(alone),
-        }
-        for (name, mode), step in programs.items()
-        if mode == "with"
-    )
-
-
-def eight_devices(model: Model) -> None:
-    """Print a model's table for eight H200s, with its layers sharded by rows."""
-
-    def row(name: str, mode: str) -> dict[str, str]:
-        step = compile_step(MODES[mode], model, OPTIMIZERS[name], devices=8)
-        return {
-            "step": name,
-            "release": mode,
-            "temporary of each": mib(step.temporary),
-            "peak of each": mib(step.peak),
-            "collectives": ", ".join(sorted(step.collectives)),
-        }
-
-    records.print_rows(row(name, mode) for name in OPTIMIZERS for mode in MODES)
-
-
-CLIPPED = functools.partial(release.value_and_update, max_grad_norm=1.0)
 
 
 def layer_by_layer() -> None:
     """Print the table of models without a scan, with ``lowbit_adamw``."""
     models = {
         "matrices": unrolled_matrices(),
-        "matrices, recomputed": unrolled_matrices(remat=True),
         "ResNet-18": resnet18(),
         "transformer": tied_transformer(),
     }
-    tx = lowbit_optax.lowbit_adamw(1e-3)
-    temporary = lambda make, model: compile_step(make, model, tx).temporary / MIB
-    makes = MODES | {"clipped": CLIPPED}
+    tx = OPTIMIZERS["`lowbit_adamw`"]
     records.print_rows(
         {"model": name}
-        | {mode: f"{temporary(make, model):,.1f}" for mode, make in makes.items()}
-        for name, model in models.items()
-    )
-
-
-def loss_scaled() -> None:
-    """Print the table of float16 models with a loss scale."""
-    scaling = lowbit_optax.loss_scaling.backoff_scale()
-    tx = lowbit_optax.with_loss_scale(lowbit_optax.lowbit_adamw(1e-3), scaling)
-    by_layer = functools.partial(release.value_and_update, overflow="layer")
-    models = {"one by one": unrolled_matrices(), "in a scan": matrices()}
-    makes = {"without": plain_scaled, "exact": release.value_and_update}
-    makes |= {"layer": by_layer, "exact, clipped": CLIPPED}
-    temporary = lambda make, model: compile_step(make, in_float16(model), tx).temporary
-    records.print_rows(
-        {"matrices": name}
-        | {mode: mib(temporary(make, model)) for mode, make in makes.items()}
+        | {mode: mib(compile_step(x, model, tx).temporary) for mode, x in MODES.items()}
         for name, model in models.items()
     )
 
@@ -209,21 +136,13 @@ def main(argv: list[str] | None = None) -> None:
     flags = parser.parse_args(argv)
     print("Models without a scan, one H200, temporary MiB\n")
     layer_by_layer()
-    print("\nWith a loss scale, one H200, temporary MiB\n")
-    loss_scaled()
     print("\nTransformer blocks, temporary MiB of each H200\n")
     on_meshes()
-    print("\nModel A, layers recomputed, one H200, MiB\n")
+    print("\nModel A, one H200, MiB\n")
     one_device(matrices())
-    print("\nModel A, all activations kept, one H200, MiB\n")
-    one_device(matrices(remat=False))
-    print("\nModel A, layers recomputed, eight H200s, MiB\n")
-    eight_devices(matrices())
     if flags.no_transformer:
         return
     print("\nModel B, layers recomputed, one H200, MiB\n")
-    programs = one_device(transformer(), dequantizes=True)
-    print("\nModel B: parts of the peak, MiB\n")
-    parts(transformer(), transformer(layers=1), programs)
+    one_device(transformer(), dequantizes=True)
     print("\nModel B, all activations kept, one H200, MiB\n")
     one_device(transformer(remat=False))
