@@ -19,8 +19,9 @@ import traceback
 from collections.abc import Callable
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
+
+from tools.stages import compile_in_stages
 
 LONGEST = 4000
 """The number of characters of an error message that the record keeps."""
@@ -102,37 +103,16 @@ class Job:
           *args: its arguments, as trees of arrays or ShapeDtypeStructs.
           donate: the indices of the arguments to donate.
         """
-        from tools.gpu_program.targets import trace_for
-
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        clocks = [_clocks()]
-        with self.target_mesh():
-            if self.runs:
-                traced = jax.jit(fn, donate_argnums=donate).trace(*shapes)
-            else:
-                traced = trace_for(self.mesh, fn, *shapes, donate=donate)
-            clocks.append(_clocks())
-            lowered = traced.lower()
-            clocks.append(_clocks())
-            compiled = lowered.compile()
-            clocks.append(_clocks())
-        spent = np.diff(clocks, axis=0).tolist()
-        memory = compiled.memory_analysis()
+        found = compile_in_stages(fn, *shapes, mesh=self.mesh, donate=donate)
+        memory = found.compiled.memory_analysis()
         self.say(
             program=name,
-            seconds=dict(zip(STAGES, [wall for wall, _ in spent], strict=True)),
-            processor=dict(zip(STAGES, [busy for _, busy in spent], strict=True)),
+            seconds=found.wall,
+            processor=found.processor,
             temporary=getattr(memory, "temp_size_in_bytes", None),
         )
-        return compiled
-
-
-STAGES = ("trace", "lower", "compile")
-
-
-def _clocks() -> tuple[float, float]:
-    """Return the wall time, and the processor time with all started compilers."""
-    return time.perf_counter(), sum(os.times()[:4])
+        return found.compiled
 
 
 def seconds_of(call: Callable[[int], None], calls: int) -> float:

@@ -15,10 +15,7 @@ has float32 parameters.
 
 import argparse
 import functools
-import itertools
-import os
-import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import flax.linen as nn
 import jax
@@ -30,11 +27,12 @@ from benchmarks import records
 from benchmarks.leaf_sets import LeafSet, gpt2, resnet50, small_leaves, vit_base
 from benchmarks.registry import GPU_COMPILER
 from tools import is_installed
+from tools.stages import compile_in_stages
 
 MINUTES = 6
 
 RATE = 1e-3
-ALIASES = {
+FOR_CPUS = {
     "sr_adamw": lowbit_optax.sr_adamw,
     "extra_bits_adamw(bits=16)": lowbit_optax.extra_bits_adamw,
     "extra_bits_adamw(bits=8)": functools.partial(
@@ -44,6 +42,7 @@ ALIASES = {
     "lowbit_adamw": lowbit_optax.lowbit_adamw,
 }
 LPMM = "lpmm_adam"
+ALIASES = FOR_CPUS | {LPMM: lowbit_optax.lpmm_adam}
 
 ON_CPUS = (
     LeafSet("12 leaves of 12 shapes", tuple((256, 128 * i) for i in range(1, 13))),
@@ -58,55 +57,35 @@ ON_GPUS = (
 )
 
 
-class Cost(typing.NamedTuple):
-    """Seconds of processor time."""
-
-    traced: float
-    lowered: float
-    compiled: float
-
-    @property
-    def total(self) -> float:
-        """The sum of all three."""
-        return sum(self)
-
-
-def cost(tx, leaf_set: LeafSet, mesh=None) -> Cost:
-    """Measure the cost of a step.
+def cost(name: str, leaf_set: LeafSet, mesh=None, launcher=None) -> dict[str, float]:
+    """Return the seconds of each stage of a step.
 
     Args:
-      tx: the transformation.
+      name: a key of ``ALIASES``, or another name for ``optax.adamw``.
       leaf_set: the shapes of the parameters.
       mesh: the devices to compile for; None for this machine.
+      launcher: the compiler of the kernels.
     """
     leaves = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in leaf_set.shapes]
     grads = {f"{number:03d}": leaf for number, leaf in enumerate(leaves)}
-    params = grads
-    if isinstance(tx, _Quantized):
-        params, tx = jax.eval_shape(tx.quantize, grads), tx.transformation
-    state = jax.eval_shape(tx.init, params)
-    return cost_of(functools.partial(lowbit_optax.step, tx), params, state, grads, mesh)
+    params, tx = grads, transformation(name, launcher)
+    if name == LPMM:
+        quantize = functools.partial(lowbit_optax.lpmm.quantize_params, bits=12)
+        params = jax.eval_shape(quantize, grads)
+    return cost_of(functools.partial(lowbit_optax.step, tx), tx, params, grads, mesh)
 
 
-def cost_of(step, params, state, other, mesh=None) -> Cost:
-    """Measure the cost of a step that donates its parameters and state."""
-    clock = [_processor_seconds()]
+def cost_of(step, tx, params, other, mesh=None) -> dict[str, float]:
+    """Return the seconds of each stage of a step that donates parameters and state."""
+    given = params, jax.eval_shape(tx.init, params), other
+    return compile_in_stages(step, *given, mesh=mesh, donate=(0, 1)).processor
 
-    def lap(result):
-        clock.append(_processor_seconds())
-        return result
 
-    if mesh is None:
-        traced = lap(jax.jit(step, donate_argnums=(0, 1)).trace(params, state, other))
-        lap(lap(traced.lower()).compile())
-    else:
-        # These modules need the gpu-program extra.
-        from tools.gpu_program.targets import trace_for
-
-        traced = lap(trace_for(mesh, step, params, state, other, donate=(0, 1)))
-        with jax.set_mesh(mesh):
-            lap(lap(traced.lower(lowering_platforms=("cuda",))).compile())
-    return Cost(*(after - before for before, after in itertools.pairwise(clock)))
+def transformation(name: str, launcher: str | None = None):
+    """Return the transformation with this name, or ``optax.adamw`` for other names."""
+    if name in ALIASES:
+        return ALIASES[name](RATE, implementation=launcher)
+    return optax.adamw(RATE)
 
 
 class Transformer(nn.Module):
@@ -125,11 +104,12 @@ class Transformer(nn.Module):
         return dense(512)(nn.LayerNorm()(x)).astype(jnp.float32)
 
 
-def training_cost(tx, *, narrow: bool) -> Cost:
-    """Measure the cost of a training step of :class:`Transformer`."""
+def training_cost(name: str) -> dict[str, float]:
+    """Return the seconds of each stage of a training step of :class:`Transformer`."""
     model, tokens = Transformer(), jax.ShapeDtypeStruct((4, 64), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
-    if narrow:
+    tx = transformation(name)
+    if name in ALIASES:
         params = jax.eval_shape(lambda x: lowbit_optax.from_master(tx, x)[0], params)
 
     def loss_fn(params, tokens):
@@ -141,55 +121,29 @@ def training_cost(tx, *, narrow: bool) -> Cost:
         loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
         return loss, *lowbit_optax.step(tx, params, state, grads)
 
-    return cost_of(step, params, jax.eval_shape(tx.init, params), tokens)
-
-
-def _processor_seconds() -> float:
-    """Return the CPU time of this process and its ended children, such as ``ptxas``."""
-    return sum(os.times()[:4])
-
-
-class _Quantized(typing.NamedTuple):
-    """A transformation of quantised weights, and a function that quantises them."""
-
-    transformation: optax.GradientTransformation
-    quantize: typing.Callable
-
-
-def transformation(name: str, launcher: str | None):
-    """Return the transformation with this name, or ``optax.adamw`` for other names."""
-    if name == LPMM:
-        tx = lowbit_optax.lpmm_adam(RATE, implementation=launcher)
-        quantize = functools.partial(lowbit_optax.lpmm.quantize_params, bits=12)
-        return _Quantized(tx, quantize)
-    if name in ALIASES:
-        return ALIASES[name](RATE, implementation=launcher)
-    return optax.adamw(RATE)
+    return cost_of(step, tx, params, tokens)
 
 
 def rows(
     leaf_sets: Sequence[LeafSet], names: Sequence[str], mesh, launcher
 ) -> Iterator[dict[str, str]]:
     """Measure the steps on each set of leaves, beginning with optax."""
-    cost(optax.adamw(RATE), LeafSet("warm-up", ((256, 384),)), mesh)
+    cost("optax.adamw", LeafSet("warm-up", ((256, 384),)), mesh)
     for leaf_set in leaf_sets:
-        of_step = lambda name, tx: cost(tx, leaf_set, mesh)  # noqa: B023
-        for row in rows_of(of_step, names, launcher):
+        of = lambda name: cost(name, leaf_set, mesh, launcher)  # noqa: B023
+        for row in rows_of(of, names):
             yield {"leaves": leaf_set.name} | row
 
 
-def rows_of(of_step, names: Sequence[str], launcher=None) -> Iterator[dict[str, str]]:
-    """Measure ``of_step(name, transformation)``, beginning with optax."""
+def rows_of(of: Callable, names: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Measure with ``of(name)``, beginning with optax."""
     base = None
     for name in ("optax.adamw", *names):
-        found = of_step(name, transformation(name, launcher))
-        base = base or found.total
-        parts = dict(zip(("trace", "lower", "compile"), found, strict=True))
-        seconds = {part: f"{x:.2f}" for part, x in parts.items()}
-        ratio = {
-            "total": f"{found.total:.2f}",
-            "relative to optax": f"{found.total / base:.1f}",
-        }
+        found = of(name)
+        total = sum(found.values())
+        base = base or total
+        seconds = {stage: f"{x:.2f}" for stage, x in (found | {"total": total}).items()}
+        ratio = {"relative to optax": f"{total / base:.1f}"}
         yield {"step": f"`{name}`"} | seconds | ratio
 
 
@@ -209,12 +163,11 @@ def main(argv: list[str] | None = None) -> None:
     named = lambda names: [x for x in names if not args.steps or x in args.steps]
     if "cpu" in args.devices:
         print("\nCompiled for this CPU, seconds of processor time\n")
-        records.print_rows(rows(chosen(ON_CPUS), named(ALIASES), None, None))
+        records.print_rows(rows(chosen(ON_CPUS), named(FOR_CPUS), None, None))
     if "training" in args.devices:
         print("\nA training step of 198 leaves, compiled for this CPU\n")
-        training_cost(optax.adamw(RATE), narrow=False)  # warms up
-        of_step = lambda name, tx: training_cost(tx, narrow=name in ALIASES)
-        records.print_rows(rows_of(of_step, named(ALIASES)))
+        training_cost("optax.adamw")  # warms up
+        records.print_rows(rows_of(training_cost, named(FOR_CPUS)))
     if "h200" in args.devices:
         from tools.gpu_program.targets import gpu_mesh
 
