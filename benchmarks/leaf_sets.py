@@ -100,15 +100,3 @@ def small_leaves() -> LeafSet:
     some = ((64, 128), (128,), (128, 64), (64,), (96, 96))
     others = ((64, 256), (256,), (192, 64), (192,), (80, 96))
     return LeafSet("150 small leaves", (*some, *others) * 15)
-
-
-SETS = {
-    each.name: each
-    for each in (
-        LeafSet("4096", ((4096, 4096),)),
-        LeafSet("16x4096", ((4096, 4096),) * 16),
-        resnet18(),
-        gpt2(),
-    )
-}
-"""Sets by name; the slowest to compile are last."""

@@ -299,6 +299,8 @@ def _run(args, entries, env, root, found, start) -> int:
             supervised(args, some, env, workers, start, changed)
     except KeyboardInterrupt:
         print("stopped")
-    print(page.rendered(record))
+    print(page.section([record]))
+    for line in page.inexact(entries):
+        print(line)
     print(f"{record['elapsed_seconds']:.0f} s; the record is {path}")
     return int(not page.is_good(record))

@@ -1,6 +1,6 @@
 """Render the records of ``first_device`` as Markdown.
 
-``rendered`` renders one record for the terminal. ``drawn`` renders the records in
+``section`` renders the records of one device. ``drawn`` renders the records in
 ``docs/evidence`` at the end of ``docs/hardware.md``.
 """
 
@@ -34,7 +34,7 @@ def drawn() -> str:
         by_device.setdefault(record["ran"], []).append(record)
     groups = sorted(by_device.values(), key=lambda group: is_rehearsal(group[0]))
     sections = [
-        f"## {group[0]['ran'][0].upper()}{group[0]['ran'][1:]}\n\n{_section(group)}\n"
+        f"## {group[0]['ran'][0].upper()}{group[0]['ran'][1:]}\n\n{section(group)}\n"
         for group in groups
     ]
     return PAGE.read_text().partition(MARK)[0] + MARK + "\n" + "\n".join(sections)
@@ -52,33 +52,29 @@ def is_rehearsal(record: dict) -> bool:
 
 def is_good(record: dict) -> bool:
     """Return whether no job failed and every result that must be exact is exact."""
-    return not any(_errors(record["jobs"])) and not any(_inexact(record["jobs"]))
+    return not any(_errors(record["jobs"])) and not any(inexact(record["jobs"]))
 
 
-def rendered(record: dict) -> str:
-    """Return the record as Markdown: its origin, its tables and the failed jobs."""
-    failed = [*_errors(record["jobs"]), *_inexact(record["jobs"])]
-    parts = [_origin([record])]
-    if is_rehearsal(record):
-        parts += [_filled(compilation(record))]
-    else:
-        parts += _tables(record["jobs"])
-    parts += [_list("These trials failed", failed)]
-    parts += [_list("These jobs did not finish", _unfinished(record["jobs"]))]
-    return "\n\n".join(filter(None, parts))
+def inexact(jobs: list[dict]) -> Iterator[str]:
+    """Return a line for each trial that differs from the reference and must not."""
+    for job in jobs:
+        for trial, found in job["trials"].items():
+            figures = found.get("figures", {})
+            if figures.get("exact") and _differing(figures):
+                yield f"{_name(job)}, {trial}: {_differing(figures)} numbers differ"
 
 
-def _section(group: list[dict]) -> str:
-    """Return the records of one device, oldest first, as a section of the page."""
-    jobs = list(_newest(group))
-    if is_rehearsal(group[0]):
-        parts = [_filled(f"`{group[-1]['command']}`: {compilation(group[-1])}")]
+def section(group: list[dict]) -> str:
+    """Return the records of one device, oldest first, as Markdown."""
+    jobs, last = list(_newest(group)), group[-1]
+    if is_rehearsal(last):
+        parts = [_filled(f"`{last['command']}`: {compilation(last)}")]
     else:
         parts = [_origin(group), *_tables(jobs)]
     parts += [_list("These trials failed", _errors(jobs))]
-    if unfinished := [job for job in jobs if _is_unfinished(job)]:
-        names = ", ".join(f"`{_name(job)}`" for job in unfinished)
-        parts.append(_filled(f"The time ran out before these jobs finished: {names}."))
+    if unfinished := [f"`{_name(job)}`" for job in jobs if _is_unfinished(job)]:
+        text = f"The time ran out before these jobs finished: {', '.join(unfinished)}."
+        parts.append(_filled(text))
     return "\n\n".join(filter(None, parts))
 
 
@@ -140,10 +136,6 @@ def _is_unfinished(job: dict) -> bool:
     return job["status"] not in ("done", "failed")
 
 
-def _unfinished(jobs: list[dict]) -> list[str]:
-    return [f"{_name(j)}: {j['reason']}" for j in jobs if _is_unfinished(j)]
-
-
 def _errors(jobs: list[dict]) -> Iterator[str]:
     """Return a line for each trial that raised an error or did not train."""
     for job in jobs:
@@ -159,15 +151,6 @@ def _errors(jobs: list[dict]) -> Iterator[str]:
                 yield f"{where}: a loss is not finite"
             elif figures.get("last_loss", 0) > figures.get("first_loss", 0):
                 yield f"{where}: the loss rose"
-
-
-def _inexact(jobs: list[dict]) -> Iterator[str]:
-    """Return a line for each trial that differs from the reference and must not."""
-    for job in jobs:
-        for trial, found in job["trials"].items():
-            figures = found.get("figures", {})
-            if figures.get("exact") and _differing(figures):
-                yield f"{_name(job)}, {trial}: {_differing(figures)} numbers differ"
 
 
 def _differing(figures: dict) -> int:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import lowbit_optax as lo
+from tools.gpu_program.steps import replaced, with_master
 
 RATE, DECAY = 1e-3, 1e-4
 
@@ -50,15 +51,9 @@ def _float32(rate) -> Optimizer:
 
 def _master(rate) -> Optimizer:
     """Return optax's AdamW with float32 master weights and bfloat16 parameters."""
-    inside = _float32(rate)
-
-    def step(params, state, grads):
-        master, inner = inside.step(*state, grads)
-        copies = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
-        return copies, (master, inner)
-
-    init = lambda params: (params, inside.init(params))
-    return Optimizer(init, step, reads_params=False)
+    tx = with_master(optax.adamw(rate, weight_decay=DECAY))
+    init = lambda params: (params, tx.init(params))
+    return Optimizer(init, replaced(tx), reads_params=False)
 
 
 def _ours(alias: Callable, rate, quantised=False, **options) -> Optimizer:

@@ -18,8 +18,9 @@ import numpy as np
 
 from benchmarks.device.job import Job, seconds_of
 from benchmarks.device.optimizers import OPTIMIZERS, RATE, Optimizer, nbytes
-from benchmarks.leaf_sets import SETS, LeafSet
+from benchmarks.leaf_sets import LeafSet, gpt2
 
+SETS = {"16x4096": LeafSet("16x4096", ((4096, 4096),) * 16), "gpt2": gpt2()}
 LOOPED = {"16x4096": 1, "gpt2": 20}
 """For each set of leaves, the number of steps that one program runs."""
 ROUNDS, MEASURE = 7, 0.1

@@ -206,19 +206,7 @@ def losses(peer: Peer, seeds: int) -> list[float]:
         params, _ = jax.lax.scan(one, carry, (rates, inputs, classes))[0]
         return loss_of(params, *test)
 
-    def of_seed(seed):
-        task = tasks.training(seed)
-        return float(
-            trained(
-                task.weights,
-                task.inputs,
-                task.classes,
-                task.test_inputs,
-                task.test_classes,
-            )
-        )
-
-    return [of_seed(seed) for seed in range(seeds)]
+    return [float(trained(*tasks.training(seed))) for seed in range(seeds)]
 
 
 def time_ratios(some: dict[str, Peer]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import typing
 
 import numpy as np
 
@@ -117,8 +118,7 @@ def _matrices(random) -> list[np.ndarray]:
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Training:
+class Training(typing.NamedTuple):
     """Initial weights, and the inputs and classes of each step and of the test."""
 
     weights: list[np.ndarray]

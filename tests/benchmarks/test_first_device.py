@@ -261,7 +261,7 @@ def test_shakespeare_is_trained_after_all_other_jobs(record):
     assert found["step"] == found["steps"] == 200
     assert found["best"] <= found["validation"] < found["first_loss"] - 0.5
     assert "--text text.txt" in record["command"]
-    page = first_device_page.rendered(record)
+    page = first_device_page.section([record])
     assert f"| float32 | 200 | {found['ms_per_step']:.2f} |" in page
     cut = trials | {"Shakespeare": {"figures": found | {"step": 100}}}
     job = record["jobs"][-1] | {"trials": cut}
