@@ -160,7 +160,9 @@ def _run_loop(stretch: Stretch, rule: Rule, known, state, token):
     def body(shared, carry, layer, codes, xs):
         operands: dict = dict(enumerate((*shared, *carry)))
         operands |= zip(of_layer, layer, strict=True)
-        operands |= zip(of_codes, jax.tree.leaves(codes), strict=True)
+        # A dictionary's leaves are in the order of its sorted paths: [10] before [2].
+        in_order = [codes[leaf.name] for leaf in quantized]
+        operands |= zip(of_codes, jax.tree.leaves(in_order), strict=True)
         operands |= zip(of_xs, xs, strict=True)
         results = inner(*(operands[n] for n in range(len(call.inputs))))
         return results[: scan.carry], results[scan.carry :]

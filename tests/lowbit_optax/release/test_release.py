@@ -363,3 +363,22 @@ def test_quantised_layers_are_stepped_as_by_lazy_gradients(name):
     want = released.run(step, tx, params, batches)
     step = release.value_and_update(_quantized_loss, tx)
     assert_same_bits(released.run(step, tx, params, batches), want)
+
+
+def test_each_of_many_quantised_stacks_keeps_its_codes():
+    """The paths of eleven stacks have another order as text than as numbers."""
+    quantize = lowbit_optax.lpmm.quantize_params
+    params = [quantize(released.weights(2, seed=n)) for n in range(11)]
+    state, (x,) = LPMM["sgd"].init(params), released.batches(1)[0]
+
+    def loss_fn(params, x):
+        def body(x, layers):
+            for w in layers:
+                x = jnp.tanh(x @ lowbit_optax.lpmm.dequantize(w, jnp.float32))
+            return x, None
+
+        return jnp.mean(jax.lax.scan(body, x, params)[0] ** 2)
+
+    step = release.value_and_update(loss_fn, LPMM["sgd"])
+    loss = jax.jit(lambda *arguments: step(*arguments)[0])(params, state, x)
+    np.testing.assert_allclose(loss, loss_fn(params, x), rtol=1e-5)
