@@ -8,7 +8,7 @@ some calls, and run all other calls unchanged.
 """
 
 import collections
-import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -27,55 +27,39 @@ from lowbit_optax._jaxprs.graph import (
 from pallas_kernels.operations import ClosedJaxpr
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Scan:
-    """The arguments of ``lax.scan``, as flat lists.
-
-    Args:
-      body: jaxpr of ``(constants, carry, x) -> (carry, y)``.
-      length, reverse, unroll: as in ``lax.scan``.
-      constants, carry, xs: number of values of each kind.
-    """
-
-    body: ClosedJaxpr
-    length: int
-    reverse: bool
-    unroll: int | bool
-    constants: int
-    carry: int
-    xs: int
-
-    @staticmethod
-    def of(eqn) -> "Scan":
-        """Return the scan that an equation runs."""
-        body = as_closed_jaxpr(eqn.params["jaxpr"])
-        xs = _count_stacked(eqn.invars, body.jaxpr.invars)
-        carry = len(eqn.outvars) - _count_stacked(eqn.outvars, body.jaxpr.outvars)
-        return Scan(
-            body,
-            **{name: eqn.params[name] for name in ("length", "reverse", "unroll")},
-            constants=len(eqn.invars) - carry - xs,
-            carry=carry,
-            xs=xs,
-        )
-
-
-def _count_stacked(outside: Sequence, inside: Sequence) -> int:
-    """Return the number of values that a scan slices or stacks along an axis."""
-    rank = lambda atom: len(atom.aval.shape)
-    return sum(rank(a) != rank(b) for a, b in zip(outside, inside, strict=True))
-
-
-@dataclasses.dataclass(eq=False, slots=True, kw_only=True)
 class ScanCall(Call):
-    """A call of ``lax.scan``."""
+    """A call of ``lax.scan``, whose operands are constants, a carry and stacks."""
 
-    scan: Scan
+    @property
+    def body(self) -> ClosedJaxpr:
+        """The jaxpr of ``(constants, carry, x) -> (carry, y)``."""
+        return as_closed_jaxpr(self.params["jaxpr"])
+
+    @property
+    def options(self) -> dict[str, typing.Any]:
+        """The length, reverse and unroll of ``lax.scan``."""
+        return {name: self.params[name] for name in ("length", "reverse", "unroll")}
+
+    @functools.cached_property
+    def carry(self) -> int:
+        """The number of values in the carry."""
+        return _count_unstacked(self.outputs, self.body.jaxpr.outvars)
+
+    @functools.cached_property
+    def constants(self) -> int:
+        """The number of constants."""
+        return _count_unstacked(self.inputs, self.body.jaxpr.invars) - self.carry
 
     @property
     def scanned(self) -> tuple[Node, ...]:
         """The stacked inputs that the scan slices along their first axis."""
-        return self.inputs[len(self.inputs) - self.scan.xs :]
+        return self.inputs[self.constants + self.carry :]
+
+
+def _count_unstacked(outside: Sequence, inside: Sequence) -> int:
+    """Return the number of values that a scan neither slices nor stacks."""
+    rank = lambda atom: len(atom.aval.shape)
+    return sum(rank(a) == rank(b) for a, b in zip(outside, inside, strict=True))
 
 
 class Segment(typing.NamedTuple):
@@ -140,21 +124,14 @@ class LossProgram:
     def evaluate(
         self,
         arguments: Sequence,
-        instead: Mapping[Call, Callable[[list], Sequence]],
-        changed: Callable[[Node, typing.Any], typing.Any] = lambda _, value: value,
+        instead: Mapping[Call, Callable[[list], Sequence]] | None = None,
     ) -> list:
-        """Evaluate the function, and return its outputs.
+        """Return the outputs of the function for the given arguments.
 
-        Args:
-          arguments: values of the inputs.
-          instead, changed: as in :func:`lowbit_optax._jaxprs.graph.run`. ``changed``
-            also applies to inputs.
+        ``instead`` is the same as in :func:`lowbit_optax._jaxprs.graph.run`.
         """
-        known = {
-            node: changed(node, value)
-            for node, value in zip(self.inputs, arguments, strict=True)
-        }
-        run(self.calls, known, instead, changed)
+        known = dict(zip(self.inputs, arguments, strict=True))
+        run(self.calls, known, instead)
         return self.results(known)
 
     def results(self, known: Mapping[Node, typing.Any]) -> list:
@@ -200,9 +177,9 @@ class LossProgram:
             self._inline_all or _jits_a_scan(eqn) or len(set(derived)) > 1
         ):
             return inline(called_jaxpr(eqn.params), operands, self._read_equation)
+        kind = ScanCall if _is_scan(eqn) else Call
         made = eqn.primitive, eqn.params, tuple(operands), len(self.calls)
-        call = ScanCall(*made, scan=Scan.of(eqn)) if _is_scan(eqn) else Call(*made)
-        call.context = eqn.ctx
+        call = kind(*made, context=eqn.ctx)
         self.calls.append(call)
         outputs = with_outputs(call, [var.aval for var in eqn.outvars])
         if read and len(derived) == len(read):

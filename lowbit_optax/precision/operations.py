@@ -84,9 +84,8 @@ def bodies_of(call: Call) -> Bodies | None:
     params, inputs = call.params, len(call.inputs)
     first, constants, carry, runs = 0, inputs, 0, 1
     if isinstance(call, ScanCall):
-        scan = call.scan
-        jaxprs, runs = [scan.body], scan.length
-        constants, carry = scan.constants, scan.carry
+        jaxprs, runs = [call.body], params["length"]
+        constants, carry = call.constants, call.carry
     elif call.primitive is primitives.remat_p:
         jaxprs = [called_jaxpr(params)]
     elif call.primitive is primitives.cond_p:

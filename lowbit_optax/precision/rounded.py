@@ -262,7 +262,7 @@ class _Evaluation(typing.NamedTuple):
         start = iteration * jnp.uint32(_MAX_RUNS)
 
         def goes_on(state):
-            return condition.evaluate([*of_condition, *state[2]], {})[0]
+            return condition.evaluate([*of_condition, *state[2]])[0]
 
         def run_once(state):
             i, sums, carry = state
@@ -277,10 +277,10 @@ class _Evaluation(typing.NamedTuple):
         return carry, sums
 
     def _scan(self, call: ScanCall, operands: Sequence, iteration):
-        scan, bodies = call.scan, self.found.bodies[call]
+        bodies, length = self.found.bodies[call], call.params["length"]
         (body,) = bodies.programs
         _, constants, carry, xs = bodies.parts_of(operands)
-        first = iteration * jnp.uint32(scan.length)
+        first = iteration * jnp.uint32(length)
         is_stored = self.rounding.is_stored
         formats = self._carried_formats(call, body) if is_stored else {}
 
@@ -297,17 +297,15 @@ class _Evaluation(typing.NamedTuple):
                 carry[j] = with_tangent_of(carry[j], y)
             arguments = [*constants, *carry, *x]
             outputs, shares = self.all_at_once(body, arguments, first + i)
-            carry = outputs[: scan.carry]
-            return (carry, patterns_of(carry)), (outputs[scan.carry :], shares)
+            carry = outputs[: call.carry]
+            return (carry, patterns_of(carry)), (outputs[call.carry :], shares)
 
-        iterations = jnp.arange(scan.length, dtype=jnp.uint32)
+        iterations = jnp.arange(length, dtype=jnp.uint32)
         (carry, _), (ys, shares) = lax.scan(
             keeping_patterns(iterate, prevent_cse=False) if is_stored else iterate,
             (carry, patterns_of(carry)),
             (iterations, xs),
-            length=scan.length,
-            reverse=scan.reverse,
-            unroll=scan.unroll,
+            **call.options,
         )
         return [*carry, *ys], {n: jnp.sum(x, axis=0) for n, x in shares.items()}
 
@@ -316,7 +314,7 @@ class _Evaluation(typing.NamedTuple):
     ) -> dict[int, FloatFormat]:
         """Return the formats, by index, of carries whose format never changes."""
         numbers, found = self.found.numbers, {}
-        carried = call.inputs[call.scan.constants :][: call.scan.carry]
+        carried = call.inputs[call.constants :][: call.carry]
         for i, (before, after) in enumerate(zip(carried, body.outputs, strict=False)):
             if before in numbers and after in numbers:
                 fmt = self.rounding.format(numbers[after])

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lowbit_optax._arguments import check_number
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._tables import Explanation
 from lowbit_optax._types import OptState, Params
-from lowbit_optax.release.plan import loss_scaled, plan_release, without_scale
+from lowbit_optax.release.plan import loss_scaled, plan_release
 from lowbit_optax.release.released_step import released_step
 from lowbit_optax.release.traced_loss import trace_loss
 from lowbit_optax.states.host_memory import with_memory_kind
@@ -133,11 +134,10 @@ def value_and_update(
     (3, 64, 64)
     """
     planned = _planned(loss_fn, tx, has_aux, grad_dtype)
-    if max_grad_norm is not None and not _is_positive(max_grad_norm):
-        raise ValueError(
-            "release: max_grad_norm must be a positive number, or None for no "
-            f"clipping, got {max_grad_norm!r}"
-        )
+    if max_grad_norm is not None:
+        accepted = "a positive number, or None for no clipping"
+        is_positive = lambda number: number > 0
+        check_number("release", "max_grad_norm", max_grad_norm, is_positive, accepted)
     _check_options(overflow, state_memory, tx, max_grad_norm)
 
     def with_update(params, opt_state, *args, **kwargs):
@@ -255,11 +255,6 @@ def _unless(report: str, overflow: str) -> str:
     return "; skipped if a gradient of this update overflows"
 
 
-def _is_positive(number) -> bool:
-    is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    return is_number and number > 0
-
-
 def _named_after(loss_fn: Callable, with_update: Callable) -> Callable:
     """Give a step the name of the loss, and argument names for ``jax.jit``."""
     try:
@@ -321,19 +316,18 @@ def host_shardings(
 
     def with_shapes(params, opt_state, *args, **kwargs):
         _, plan = planned(params, opt_state, args, kwargs)
-        stacks = plan.stack_numbers
-        leaves, structure = jax.tree.flatten(without_scale(tx, opt_state)[1])
-        marks = structure.unflatten([n in stacks for n in range(len(leaves))])
-        # The state of the loss scale stays on the device.
-        if loss_scaled(tx) is not None:
-            around = jax.tree.map(lambda _: False, opt_state)
-            marks = around._replace(inner_state=marks)
+        with_path, structure = jax.tree_util.tree_flatten_with_path(opt_state)
+        # The state of a loss scale comes first, and stays on the device.
+        first = len(with_path) - len(plan.parts.whole.numbers)
 
-        def sharding(path, leaf, is_stack: bool):
+        def sharding(number: int, path, leaf):
+            is_stack = number in plan.parts.stack_numbers
             kind = "pinned_host" if is_stack else "device"
             what = f"release: state{jax.tree_util.keystr(path)}"
             return with_memory_kind(what, getattr(leaf, "sharding", None), kind)
 
-        return jax.tree_util.tree_map_with_path(sharding, opt_state, marks)
+        return structure.unflatten(
+            sharding(n, *each) for n, each in enumerate(with_path, -first)
+        )
 
     return with_shapes

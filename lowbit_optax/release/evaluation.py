@@ -13,7 +13,7 @@ even a parameter that the loss does not use gets its new value.
 """
 
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 from jax.extend import core
@@ -70,7 +70,7 @@ def evaluate(
             known[leaf.gradient_value] = arrays[leaf.name]
     segments = program.segments([stretch.calls for stretch in plan.stretches])
     for stretch, segment in zip(plan.stretches, segments, strict=True):
-        if stretch.in_loop:
+        if stretch.part is not None and stretch.part.depth is not None:
             token = _run_loop(stretch, rule, known, next(remaining), token)
             continue
         if stretch.part is not None:
@@ -145,27 +145,23 @@ def _run_loop(stretch: Stretch, rule: Rule, known, state, token):
     (call,), part = stretch.calls, stretch.part
     assert isinstance(call, ScanCall)
     assert part is not None
-    scan = call.scan
-    where: dict[Node | None, int] = {node: n for n, node in enumerate(call.inputs)}
-    leaves = sorted(part.leaves, key=lambda leaf: leaf.is_quantized)
-    names = [leaf.name for leaf in leaves]
-    plain = [leaf for leaf in leaves if not leaf.is_quantized]
-    of_layer = [where[leaf.gradient_value] for leaf in leaves]
-    quantized = leaves[len(plain) :]
-    of_codes = [where[node] for leaf in quantized for node in leaf.array_values]
-    first_x = scan.constants + scan.carry
-    of_xs = sorted({*range(first_x, len(call.inputs))} - {*of_layer, *of_codes})
-    inner = core.jaxpr_as_fun(without_barriers_on(scan.body, of_codes))
+    plain = [leaf for leaf in part.leaves if not leaf.is_quantized]
+    quantized = [leaf for leaf in part.leaves if leaf.is_quantized]
+    names = [leaf.name for leaf in (*plain, *quantized)]
+    of_layer = [leaf.gradient_value for leaf in (*plain, *quantized)]
+    of_codes = [node for leaf in quantized for node in leaf.array_values]
+    nodes = [*of_layer, *of_codes]
+    without_barriers = [call.inputs.index(node) for node in of_codes]
+    inner = core.jaxpr_as_fun(without_barriers_on(call.body, without_barriers))
 
     def body(shared, carry, layer, codes, xs):
-        operands: dict = dict(enumerate((*shared, *carry)))
-        operands |= zip(of_layer, layer, strict=True)
         # A dictionary's leaves are in the order of its sorted paths: [10] before [2].
-        in_order = [codes[leaf.name] for leaf in quantized]
-        operands |= zip(of_codes, jax.tree.leaves(in_order), strict=True)
-        operands |= zip(of_xs, xs, strict=True)
-        results = inner(*(operands[n] for n in range(len(call.inputs))))
-        return results[: scan.carry], results[scan.carry :]
+        in_order = jax.tree.leaves([codes[leaf.name] for leaf in quantized])
+        own = dict(zip(nodes, [*layer, *in_order], strict=True))
+        others = iter(xs)
+        scanned = (own[x] if x in own else next(others) for x in call.scanned)
+        results = inner(*shared, *carry, *scanned)
+        return results[: call.carry], results[call.carry :]
 
     def update(layer, state, gradients, token, index):
         codes, rest = state
@@ -174,22 +170,20 @@ def _run_loop(stretch: Stretch, rule: Rule, known, state, token):
         new, rest, token = rule(part, old, rest, by_name, token, index)
         return [new[x.name] for x in plain], ({x: new[x] for x in codes}, rest), token
 
-    operands = [
-        None if n in {*of_layer, *of_codes} else value_of(node, known)
-        for n, node in enumerate(call.inputs)
-    ]
+    def values(nodes: Iterable[Node]) -> list:
+        return [value_of(node, known) for node in nodes]
+
     stand_ins = [
         jax.ShapeDtypeStruct(x.gradient.shape[1:], x.gradient.dtype) for x in quantized
     ]
-    how = {"length": scan.length, "reverse": scan.reverse, "unroll": scan.unroll}
-    loop = ReleasedLoop(body, update, how, stand_ins)
+    loop = ReleasedLoop(body, update, call.options, stand_ins)
     carry, ys, token = loop(
         Operands(
-            shared=operands[: scan.constants],
-            init=operands[scan.constants : first_x],
-            layers=[value_of(call.inputs[n], known) for n in of_layer[: len(plain)]],
+            shared=values(call.inputs[: call.constants]),
+            init=values(call.inputs[call.constants :][: call.carry]),
+            layers=[known[leaf.gradient_value] for leaf in plain],
             state=state,
-            xs=[operands[n] for n in of_xs],
+            xs=values(x for x in call.scanned if x not in nodes),
             token=token,
         )
     )

@@ -40,7 +40,7 @@ class Operands(typing.NamedTuple):
     token: typing.Any = ()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class ReleasedLoop:
     """A scan that updates each layer in its backward loop; see :func:`.scan`.
 
@@ -58,16 +58,16 @@ class ReleasedLoop:
     how: dict[str, typing.Any]
     stand_ins: Sequence[jax.ShapeDtypeStruct] = ()
 
+    def __post_init__(self):
+        self._read_back = _ReadBack()
+
     def __call__(self, operands: Operands) -> tuple:
         """Run the loop, and return ``(carry, ys, token)``."""
-        read_back = _ReadBack()
-        forward = functools.partial(self._forward, read_back)
-        run = jax.custom_vjp(lambda *args: forward(*args)[0])
-        types = jax.tree.map(jax.typeof, operands.init)
-        run.defvjp(forward, functools.partial(self._backward, read_back, types))
+        run = jax.custom_vjp(lambda *args: self._forward(*args)[0])
+        run.defvjp(self._forward, self._backward)
         return run(*operands)
 
-    def _forward(self, read_back: "_ReadBack", *args):
+    def _forward(self, *args):
         """Return the results, and the arrays that the backward pass needs."""
         operands = Operands(*args)
         shared, layers = operands.shared, operands.layers
@@ -79,18 +79,15 @@ class ReleasedLoop:
             function = lambda *args: self.body(*args[:3], codes, *args[3:])
             out, pull = jax.vjp(function, shared, carry, [*layer, *zeros], x)
             known = jax.tree.leaves((shared, layer, codes, x))
-            return out[0], (out[1], read_back.save(pull, out, known))
+            return out[0], (out[1], self._read_back.save(pull, out, known))
 
         stacks = layers, codes, operands.xs
         carry, (ys, saved) = lax.scan(step, operands.init, stacks, **self.how)
         residuals = shared, layers, operands.state, operands.xs, saved
         return (carry, ys, operands.token), residuals
 
-    def _backward(self, read_back: "_ReadBack", init, residuals, cotangents):
-        """Return the operands' cotangents; for layers and state, the new values.
-
-        ``init`` contains the types of the first carry.
-        """
+    def _backward(self, residuals, cotangents):
+        """Return the operands' cotangents; for layers and state, the new values."""
         shared, layers, state, xs, saved = residuals
         stacks = layers, as_state(state)
         count = len(jax.tree.leaves(stacks)[0])
@@ -101,7 +98,8 @@ class ReleasedLoop:
             early, saved, ct_y, x = inputs
             layer, codes = _layer_at(early, (stacks[0], stacks[1][0]), early)
             known = jax.tree.leaves((shared, layer, codes, x))
-            found = _without_integers(read_back.pull(saved, known, (ct_carry, ct_y)))
+            found = self._read_back.pull(saved, known, (ct_carry, ct_y))
+            found = _without_integers(found)
             (more, ct_carry, gradients, ct_x), later = tied((found, early))
             # Read the layer again after the gradients, so that they can use the memory
             # of the first copy. On a CPU, XLA drops barriers and would copy whole
@@ -123,7 +121,7 @@ class ReleasedLoop:
             (jnp.arange(count, dtype=jnp.int32), saved, ct_ys, xs),
             **self.how | {"reverse": not self.how["reverse"]},
         )
-        primals = shared, init, xs
+        primals = shared, self._read_back.out[0], xs
         ct_shared, ct_carry, ct_xs = _like(primals, (ct_shared, ct_carry, ct_xs))
         return ct_shared, ct_carry, layers, as_floats(new_state), ct_xs, token
 
@@ -131,13 +129,14 @@ class ReleasedLoop:
 class _ReadBack:
     """Finds the arrays that the backward loop can read again, such as weights.
 
-    The forward loop saves only the remaining arrays, in stacks.
+    The forward loop saves only the remaining arrays, in stacks. After ``save``, ``out``
+    contains the types of ``(carry, y)``.
     """
 
     def save(self, pull, out, known: list) -> list:
         """Return the arrays of ``pull`` that the forward loop must save."""
         leaves, self._structure = jax.tree.flatten(pull)
-        self._out = jax.tree.map(jax.typeof, out)
+        self.out = jax.tree.map(jax.typeof, out)
         numbers = lambda x: (n for n, each in enumerate(known) if each is x)
         self._origins = [next(numbers(leaf), None) for leaf in leaves]
         pairs = zip(leaves, self._origins, strict=True)
@@ -147,7 +146,7 @@ class _ReadBack:
         """Call the function that ``save`` received, with saved and known arrays."""
         rest = iter(saved)
         leaves = [next(rest) if n is None else known[n] for n in self._origins]
-        return self._structure.unflatten(leaves)(_like(self._out, cotangents))
+        return self._structure.unflatten(leaves)(_like(self.out, cotangents))
 
 
 def _without_integers(tree):

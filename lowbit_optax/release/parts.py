@@ -36,6 +36,7 @@ class Part:
       exclusive: the indices of the state that is updated with the leaves, such as
         moments. Other state, such as a count, is only read.
       others: other leaves that the transformation receives. Their results are ignored.
+      depth: the number of layers if a loop updates the leaves, which are then stacks.
     """
 
     leaves: Sequence[ParamLeaf]
@@ -43,16 +44,12 @@ class Part:
     numbers: Sequence[int]
     exclusive: Sequence[int]
     others: Sequence[ParamLeaf] = ()
+    depth: int | None = None
 
     @property
     def names(self) -> list[str]:
         """The paths of the leaves."""
         return [leaf.name for leaf in self.leaves]
-
-    @property
-    def depth(self) -> int:
-        """The number of layers, if the leaves are stacks."""
-        return len(jax.tree.leaves(self.leaves[0].value)[0])
 
 
 class Parts:
@@ -90,6 +87,11 @@ class Parts:
         for leaf in self.stacks.keys() & self.reasons:
             del self.stacks[leaf]
 
+    @property
+    def stack_numbers(self) -> set[int]:
+        """The indices of the state that is updated layer by layer."""
+        return {n for numbers in self.stacks.values() for n in numbers}
+
     @functools.cached_property
     def counts(self) -> list[int]:
         """The indices of state that does not depend on gradients, such as a count."""
@@ -123,7 +125,8 @@ class Parts:
 
     def in_loop(self, leaves: Sequence[ParamLeaf]) -> Part:
         """Return the part for leaves that a loop updates layer by layer."""
-        return self.with_others(leaves, [n for x in leaves for n in self.stacks[x]])
+        part = self.with_others(leaves, [n for x in leaves for n in self.stacks[x]])
+        return dataclasses.replace(part, depth=leaves[0].gradient.shape[0])
 
     def with_others(self, leaves: Sequence[ParamLeaf], numbers: list[int]) -> Part:
         """Return a part whose step runs on all leaves, but updates only ``leaves``."""
@@ -135,8 +138,8 @@ class Parts:
     @functools.cached_property
     def _whole_step(self) -> dict[Key, Value]:
         """The values of the step on all leaves."""
-        numbers = {n for numbers in self.stacks.values() for n in numbers}
-        return self._step_on(self.whole, {leaf.name for leaf in self.stacks} | numbers)
+        stacks = {leaf.name for leaf in self.stacks} | self.stack_numbers
+        return self._step_on(self.whole, stacks)
 
     def _step_on(self, part: Part, stacks=()) -> dict[Key, Value]:
         grads = self._loss.tree_of({x.name: x.gradient for x in part.leaves})

@@ -57,12 +57,10 @@ class Stretch:
     Args:
       calls: the calls, in order.
       part: the leaves that are updated at the beginning of the stretch, or in its loop.
-      in_loop: whether the stretch is a scan whose backward loop updates the leaves.
     """
 
     calls: Sequence[Call]
     part: Part | None
-    in_loop: bool = False
 
     @property
     def is_opaque(self) -> bool:
@@ -86,11 +84,6 @@ class ReleasePlan:
     parts: Parts
     active: set[Node]
     reports: Mapping[str, str]
-
-    @property
-    def stack_numbers(self) -> set[int]:
-        """The indices of the state's leaves that are updated in loops."""
-        return {n for numbers in self.parts.stacks.values() for n in numbers}
 
 
 def loss_scaled(tx) -> LossScaled | None:
@@ -132,8 +125,8 @@ def plan_release(loss: TracedLoss, tx, opt_state) -> ReleasePlan:
     scans = {leaf: _scan_over(program, leaf) for leaf in loss.leaves}
     over = {leaf: x for leaf, x in scans.items() if isinstance(x, ScanCall)}
     parts = Parts(*without_scale(tx, opt_state), loss, over)
-    no_loop = {leaf: x for leaf, x in scans.items() if isinstance(x, str)}
-    no_loop = {leaf: why for leaf, why in (no_loop | parts.reasons).items() if why}
+    found = scans | parts.reasons
+    no_loop = {leaf: x for leaf, x in found.items() if x and isinstance(x, str)}
     loops: dict[Call, list[ParamLeaf]] = {}
     for leaf in parts.stacks:
         loops.setdefault(over[leaf], []).append(leaf)
@@ -152,7 +145,7 @@ def plan_release(loss: TracedLoss, tx, opt_state) -> ReleasePlan:
             # Leaves that the loop reads but does not update get a stretch before it.
             stretches.append(Stretch([], part))
         part = parts.in_loop(loop) if loop else part
-        stretches.append(Stretch(calls, part, bool(loop)))
+        stretches.append(Stretch(calls, part))
     reports = _reports(stretches, readers, late, no_loop)
     last = _last(loss, [x.part for x in stretches if x.part], parts)
     stretches.insert(0, Stretch([], last))
@@ -164,7 +157,7 @@ def _why_late(leaf: ParamLeaf, active: set[Node]) -> str:
     """Return why a leaf cannot be updated in the backward pass, or "" if it can."""
     if not jnp.issubdtype(leaf.gradient.dtype, jnp.floating):
         return f"its dtype is {leaf.gradient.dtype}"
-    if leaf.size < MIN_LAYER_SIZE:
+    if leaf.gradient.size < MIN_LAYER_SIZE:
         return f"it has fewer than {MIN_LAYER_SIZE} elements"
     if leaf.gradient_value not in active:
         return "the loss does not depend on it"
@@ -191,7 +184,8 @@ def _reports(
 ) -> dict[ParamLeaf, str]:
     """Return a dict from each leaf to a text: when the leaf is updated, and why."""
     found = {x: f"after the backward pass: {no_loop.get(x, late[x])}" for x in late}
-    updates = [x.part for x in reversed(stretches) if x.part and not x.in_loop]
+    parts = [stretch.part for stretch in reversed(stretches) if stretch.part]
+    updates = [part for part in parts if part.depth is None]
     for number, part in enumerate(updates, 1):
         others = len(part.leaves) - 1
         beside = f", with {others} other{'s' * (others > 1)}" if others else ""
@@ -204,9 +198,9 @@ def _reports(
             )
             if leaf in no_loop:
                 found[leaf] += f"; not in the loop: {no_loop[leaf]}"
-    for stretch in stretches:
-        if stretch.part and stretch.in_loop:
-            found |= dict.fromkeys(stretch.part.leaves, "in the loop")
+    for part in parts:
+        if part.depth is not None:
+            found |= dict.fromkeys(part.leaves, "in the loop")
     return found
 
 
@@ -253,11 +247,12 @@ def _divided(
     read_by: dict[Call, list[ParamLeaf]] = {}
     for leaf, call in readers.items():
         read_by.setdefault(call, []).append(leaf)
-    enough = min(MAX_WAITING, max((leaf.size for leaf in readers), default=0) / 2)
+    sizes = [leaf.gradient.size for leaf in readers]
+    enough = min(MAX_WAITING, max(sizes, default=0) / 2)
     found: list[tuple[list[Call], list[ParamLeaf]]] = [([], [])]
     for call in reversed(order):
         calls, waiting = found[-1]
-        is_full = waiting and sum(leaf.size for leaf in waiting) >= enough
+        is_full = waiting and sum(leaf.gradient.size for leaf in waiting) >= enough
         ends = calls and (call in loops or calls[-1] in loops)
         if ends or (is_full and call.primitive.name in _PRODUCTS | _OPAQUE):
             found.append(([], []))

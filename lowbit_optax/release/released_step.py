@@ -77,7 +77,7 @@ def released_step(
     scaled, (inner, inner_state) = loss_scaled(tx), without_scale(tx, opt_state)
     state, treedef = jax.tree.flatten(inner_state)
     on_host = state_memory == "pinned_host"
-    state = placed(state, plan.stack_numbers if on_host else ())
+    state = placed(state, plan.parts.stack_numbers if on_host else ())
     passes = _Passes(loss, plan, state)
     factor, start = None, jnp.ones_like(passes.outputs[0])
     if scaled is not None:
@@ -86,7 +86,7 @@ def released_step(
     is_exact = scaled is not None and overflow == "exact"
     measured = Measured()
     if is_exact or max_grad_norm is not None:
-        rule = _measuring(inner, factor, max_grad_norm is not None, is_exact)
+        rule = _measuring(factor, max_grad_norm is not None)
         *_, measured = passes.go_back(start, rule)
         # Without this barrier, XLA would compute the gradients once for both passes and
         # keep all of them in memory.
@@ -101,7 +101,7 @@ def released_step(
         transform = lambda gradient: _clipped(norm, max_grad_norm, unscaled(gradient))
         if is_exact:
             guard = Guard(jnp.float32(1), measured.sizes.finite)
-    decides = None if scaled is not None and not is_exact else guard
+    decides = guard if overflow == "exact" else None
     rule = _updating(loss, plan, inner, state, decides, factor, transform)
     params, state, finite, found = passes.go_back(start, rule)
     value, params = loss.result(passes.outputs), loss.tree_of(params)
@@ -114,14 +114,13 @@ def released_step(
     return value, params, scaled.after(opt_state, state, found.sizes), skipped
 
 
-def _measuring(tx, factor: jax.Array | None, squares: bool, sizes: bool) -> Rule:
+def _measuring(factor: jax.Array | None, squares: bool) -> Rule:
     """Return a rule that measures gradients without updating parameters.
 
     Args:
-      tx: the optimizer.
-      factor: the factor that unscales gradients; None if they are not scaled.
+      factor: the factor that unscales gradients; None if they are not scaled, and
+        therefore not checked for overflows.
       squares: whether to compute the sum of squares, for clipping.
-      sizes: whether to compute :class:`Sizes`, to detect overflows.
     """
 
     def square(gradient: jax.Array) -> jax.Array:
@@ -134,9 +133,8 @@ def _measuring(tx, factor: jax.Array | None, squares: bool, sizes: bool) -> Rule
         if squares:
             total = sum(map(square, gradients.values()), measured.squares)
             measured = measured._replace(squares=total)
-        if sizes and factor is not None:
-            found = Sizes.of(gradients, factor)
-            measured = measured.and_of(found)
+        if factor is not None:
+            measured = measured.and_of(Sizes.of(gradients, factor))
         return params, state, measured
 
     return rule
@@ -187,7 +185,7 @@ def _updating(
             measured, finite = measured.and_of(sizes), sizes.finite
         own = Guard(factor, finite) if own is None else own
         take = lambda params, numbered: step(part, params, numbered, gradients, own)
-        if index is None:
+        if part.depth is None:
             params, new = take(params, numbered)
         else:
             on_chip = jax.tree.map(on_device, numbered)
@@ -217,7 +215,8 @@ class _Passes:
     """
 
     def __init__(self, loss: TracedLoss, plan: ReleasePlan, state: list[jax.Array]):
-        self._updated = [(x.part, x.in_loop) for x in plan.stretches if x.part]
+        self._parts = [stretch.part for stretch in plan.stretches if stretch.part]
+        self._nothing = Measured(*map(jnp.float32, Measured()))
         in_loops = plan.parts.stacks
         arrays = {
             leaf.name: leaf.arguments[-1]
@@ -226,8 +225,8 @@ class _Passes:
             and not (leaf.is_quantized and leaf in in_loops)
         }
 
-        def before(part: Part, in_loop: bool):
-            finite = jnp.ones(part.depth if in_loop else (), bool)
+        def before(part: Part):
+            finite = jnp.ones(() if part.depth is None else part.depth, bool)
             return carried(part), ({n: state[n] for n in part.exclusive}, finite)
 
         def function(arrays, states, token):
@@ -235,9 +234,8 @@ class _Passes:
             outputs, token = evaluate(loss, plan, rule, arrays, states, token)
             return (outputs[0], token), outputs
 
-        states = [as_floats(before(*each)) for each in self._updated]
-        token = Measured(*map(jnp.float32, Measured()))
-        primals = arrays, states, token
+        states = [as_floats(before(part)) for part in self._parts]
+        primals = arrays, states, self._nothing
         _, self._pull, self.outputs = jax.vjp(function, *primals, has_aux=True)
 
     def go_back(self, start: jax.Array, rule: Rule):
@@ -252,10 +250,9 @@ class _Passes:
           the state, whether gradients are finite by path, and the measurements.
         """
         self._rule = rule
-        nothing = Measured(*map(jnp.float32, Measured()))
-        params, states, measured = self._pull((start, nothing))
+        params, states, measured = self._pull((start, self._nothing))
         state, finite = {}, {}
-        for (part, _), floats in zip(self._updated, states, strict=True):
+        for part, floats in zip(self._parts, states, strict=True):
             values, (numbered, is_finite) = as_state(floats)
             params |= values
             state |= numbered

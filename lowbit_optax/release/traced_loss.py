@@ -1,7 +1,6 @@
 """A traced loss, and the values in it that belong to each leaf of the parameters."""
 
 import dataclasses
-import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 
@@ -41,11 +40,6 @@ class ParamLeaf:
         """The arrays of the leaf, then zeros that stand in for a QuantizedTensor."""
         arrays = jax.tree.leaves(self.value)
         return [*arrays, self.zero_gradient()] if self.is_quantized else arrays
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the gradient."""
-        return math.prod(self.gradient.shape)
 
     @property
     def is_quantized(self) -> bool:
