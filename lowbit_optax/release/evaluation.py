@@ -30,7 +30,7 @@ from lowbit_optax.release.traced_loss import TracedLoss
 from lowbit_optax.release.wrappers import released
 
 Rule = Callable[..., tuple]
-"""``(part, params, state, gradients, token, index) -> (params, state, token)``.
+"""``(part, params, state, gradients, token) -> (params, state, token)``.
 Parameters and gradients are dictionaries by path, and ``token`` is the token's
 cotangent. ``index`` is the index of a layer in a loop, and None outside of loops."""
 
@@ -104,7 +104,7 @@ def _release(part: Part, rule: Rule, known, state, token, live: Sequence[Node]):
 
     def update(params, state, gradients):
         (arrays, _), (values, rest), (gradients, token) = params, state, gradients
-        new, rest, token = rule(part, arrays | values, rest, gradients, token, None)
+        new, rest, token = rule(part, arrays | values, rest, gradients, token)
         # The cotangents of arrays that stand in for quantised parameters are not used.
         found = gradients | {x: new[x] for x in arrays if x not in values}
         return (found, token), ({x: new[x] for x in values}, rest)
@@ -163,11 +163,11 @@ def _run_loop(stretch: Stretch, rule: Rule, known, state, token):
         results = inner(*shared, *carry, *scanned)
         return results[: call.carry], results[call.carry :]
 
-    def update(layer, state, gradients, token, index):
+    def update(layer, state, gradients, token):
         codes, rest = state
         old = dict(zip(names, layer, strict=False)) | codes
         by_name = dict(zip(names, gradients, strict=True))
-        new, rest, token = rule(part, old, rest, by_name, token, index)
+        new, rest, token = rule(part, old, rest, by_name, token)
         return [new[x.name] for x in plain], ({x: new[x] for x in codes}, rest), token
 
     def values(nodes: Iterable[Node]) -> list:
@@ -176,7 +176,7 @@ def _run_loop(stretch: Stretch, rule: Rule, known, state, token):
     stand_ins = [
         jax.ShapeDtypeStruct(x.gradient.shape[1:], x.gradient.dtype) for x in quantized
     ]
-    loop = ReleasedLoop(body, update, call.options, stand_ins)
+    loop = ReleasedLoop(body, update, names, call.options, stand_ins)
     carry, ys, token = loop(
         Operands(
             shared=values(call.inputs[: call.constants]),

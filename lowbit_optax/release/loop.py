@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from lowbit_optax._step import context
+from lowbit_optax._step.layers import Layer
 from lowbit_optax.release.barriers import tied
 from lowbit_optax.release.float_state import FloatState, as_floats, as_state
 from lowbit_optax.states.host_memory import is_on_host
@@ -46,8 +48,10 @@ class ReleasedLoop:
 
     Args:
       body: a function ``(shared, carry, layer, codes, x) -> (carry, y)``.
-      update: a function ``(layer, (codes, state), gradients, token, index) -> (layer,
-        (codes, state), token)``. Arrays that it returns unchanged are not written.
+      update: a function ``(layer, (codes, state), gradients, token) -> (layer, (codes,
+        state), token)``. The layer's index is in the step's context. Arrays that the
+        function returns unchanged are not written.
+      names: the paths of the stacked parameters.
       how: length, reverse and unroll, as in ``jax.lax.scan``.
       stand_ins: shapes of zeros that the loop appends to each layer. The gradient of a
         quantised array is the gradient with respect to these zeros.
@@ -55,6 +59,7 @@ class ReleasedLoop:
 
     body: Callable
     update: Callable
+    names: Sequence[str]
     how: dict[str, typing.Any]
     stand_ins: Sequence[jax.ShapeDtypeStruct] = ()
 
@@ -108,7 +113,8 @@ class ReleasedLoop:
                 early, later, cpu=lambda x, _: x, default=lambda _, x: x
             )
             old = _layer_at(index, stacks, early)
-            *new, token = self.update(*old, gradients, token, index)
+            with context.changed(layer=Layer(index, count, frozenset(self.names))):
+                *new, token = self.update(*old, gradients, token)
             put = functools.partial(_put, index)
             stacks = jax.tree.map(put, stacks, old, tuple(new))
             ct_shared = jax.tree.map(jnp.add, ct_shared, more)

@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._numerics.landing import REPLACE
-from lowbit_optax._step import context
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
-from lowbit_optax._step.layers import Layer
 from lowbit_optax.loss_scaling.sizes import Sizes
 from lowbit_optax.release.barriers import alone, tied
 from lowbit_optax.release.evaluation import Rule, carried, evaluate
@@ -128,8 +126,8 @@ def _measuring(factor: jax.Array | None, squares: bool) -> Rule:
             gradient = Guard(factor, jnp.bool_(True)).times(gradient)
         return jnp.sum(jnp.square(gradient.astype(jnp.float32)))
 
-    def rule(part: Part, params, state, gradients: ByPath, measured: Measured, index):
-        del part, index
+    def rule(part: Part, params, state, gradients: ByPath, measured: Measured):
+        del part
         if squares:
             total = sum(map(square, gradients.values()), measured.squares)
             measured = measured._replace(squares=total)
@@ -178,19 +176,14 @@ def _updating(
         by_number = dict(zip(part.numbers, jax.tree.leaves(new_state), strict=True))
         return {x: new[x] for x in part.names}, {n: by_number[n] for n in numbered}
 
-    def rule(part: Part, params, state, gradients: ByPath, measured: Measured, index):
-        (numbered, finite), own = state, guard
-        if own is None and gradients:
+    def rule(part: Part, params, state, gradients: ByPath, measured: Measured):
+        numbered, finite = state
+        if guard is None and gradients:
             sizes = Sizes.of(gradients, factor)
             measured, finite = measured.and_of(sizes), sizes.finite
-        own = Guard(factor, finite) if own is None else own
+        own = Guard(factor, finite) if guard is None else guard
         take = lambda params, numbered: step(part, params, numbered, gradients, own)
-        if part.depth is None:
-            params, new = take(params, numbered)
-        else:
-            on_chip = jax.tree.map(on_device, numbered)
-            with context.changed(layer=Layer(index, part.depth, frozenset(part.names))):
-                params, new = alone(index, take, params, on_chip)
+        params, new = alone(take, params, jax.tree.map(on_device, numbered))
         if guard is None and part is plan.stretches[0].part:
             # State that needs no gradient, such as a count of steps, advances if at
             # least one update happened.

@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 import jax
 
-from lowbit_optax._step import context, trees
-from lowbit_optax._step.layers import Layer
+from lowbit_optax._step import trees
 from lowbit_optax.release.barriers import alone, tied
 from lowbit_optax.release.float_state import FloatState, as_floats, as_state
 from lowbit_optax.release.loop import Operands, ReleasedLoop
@@ -139,7 +138,6 @@ def scan(
     Array([1, 1, 1], dtype=uint32)
     """
     names, arrays, structure = trees.named_leaves(layers)
-    count = len(arrays[0])
     one = jax.tree.map(lambda x: jax.eval_shape(lambda: x[0]), (layers, xs))
     converted, closed_over = jax.closure_convert(body, init, *one)
 
@@ -147,17 +145,16 @@ def scan(
         del codes
         return converted(carry, structure.unflatten(layer), x, *shared)
 
-    def update_layer(layer, state, gradients, token, index):
+    def update_layer(layer, state, gradients, token):
         step = lambda old, state: update(old, state, structure.unflatten(gradients))
-        with context.changed(layer=Layer(index, count, frozenset(names))):
-            old = structure.unflatten(layer), state[1]
-            new, rest = alone(index, step, *old)
+        old = structure.unflatten(layer), state[1]
+        new, rest = alone(step, *old)
         check_kept("(layer, state)", old, (new, rest))
         return jax.tree.leaves(new), ((), rest), token
 
     with_codes = FloatState(((), state.floats), state.dtypes)
     how = {"length": length, "reverse": reverse, "unroll": unroll}
-    loop = ReleasedLoop(with_shared, update_layer, how)
+    loop = ReleasedLoop(with_shared, update_layer, names, how)
     return loop(Operands(closed_over, init, arrays, with_codes, xs))[:2]
 
 
