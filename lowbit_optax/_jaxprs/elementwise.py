@@ -64,6 +64,13 @@ def is_elementwise(primitive) -> bool:
     return primitive in ELEMENTWISE or primitive in _ONE_TO_ONE
 
 
+def is_inside(call: Call, shape: tuple[int, ...]) -> bool:
+    """Return whether the kernel of a leaf with this shape can compute a call."""
+    is_repeat = call.primitive is p.broadcast_in_dim_p
+    is_known = is_repeat or is_elementwise(call.primitive)
+    return is_known and call.outputs[0].aval.shape == shape
+
+
 class NotElementwise(Exception):
     """Raised with the reason why the update of a leaf cannot run in a kernel."""
 
@@ -236,13 +243,11 @@ def _between(outputs: Sequence[Node], inputs: Sequence[Node]) -> list[Call]:
 
 
 def _check_elementwise(node: Node, call: Call, shape: tuple[int, ...]) -> None:
-    primitive = call.primitive
-    known = is_elementwise(primitive) or primitive is p.broadcast_in_dim_p
-    if not (known and node.aval.shape == shape):
+    if not is_inside(call, shape):
         shapes = ", ".join(str(list(x.aval.shape)) for x in call.inputs)
         raise NotElementwise(
-            f"{primitive} of {shapes or 'nothing'} to {list(node.aval.shape)} is not "
-            "among the elementwise operations of kernels"
+            f"{call.primitive} of {shapes or 'nothing'} to {list(node.aval.shape)} is "
+            "not among the elementwise operations of kernels"
         )
     if jnp.issubdtype(node.aval.dtype, jnp.floating) and node.aval.dtype.itemsize > 4:
         raise NotElementwise(f"it computes in {node.aval.dtype}")

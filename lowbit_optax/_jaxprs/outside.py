@@ -9,10 +9,9 @@ arrays like the leaf's own arrays, and broadcasts axes of length 1 in registers.
 from collections.abc import Collection, Sequence
 
 import jax.numpy as jnp
-from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.elementwise import is_elementwise
-from lowbit_optax._jaxprs.graph import EXPENSIVE, Call, Node
+from lowbit_optax._jaxprs.elementwise import is_inside
+from lowbit_optax._jaxprs.graph import EXPENSIVE, Node
 
 _MOVES = {"reshape", "reshard", "sharding_constraint", "slice", "squeeze", "transpose"}
 _WRITTEN = _MOVES | {"shard_map"} | {x.name for x in EXPENSIVE}
@@ -41,18 +40,11 @@ def arrays_from_outside(outputs: Sequence[Node], own: Collection[Node]) -> list[
         if node in seen:
             continue
         seen.add(node)
-        if node.call is not None and _is_inside(node.call, shape):
+        if node.call is not None and is_inside(node.call, shape):
             waiting += node.call.inputs
         elif _is_readable(node, shape):
             found.append(node)
     return found
-
-
-def _is_inside(call: Call, shape: tuple[int, ...]) -> bool:
-    """Return whether a kernel can compute a call from its operands."""
-    is_repeat = call.primitive is p.broadcast_in_dim_p
-    is_known = is_repeat or is_elementwise(call.primitive)
-    return is_known and call.outputs[0].aval.shape == shape
 
 
 def _is_readable(node: Node, shape: tuple[int, ...]) -> bool:
