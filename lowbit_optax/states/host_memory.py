@@ -5,7 +5,7 @@ this asynchronously. :mod:`lowbit_optax.states.host_step` copies a few leaves at
 and :mod:`lowbit_optax.release` copies layers of stacks.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 
 import jax
 from jax.sharding import AbstractMesh, Sharding, SingleDeviceSharding
@@ -34,13 +34,12 @@ def placed_like(array, other):
     return on_host(array) if is_on_host(other) else on_device(array)
 
 
-def placed(arrays: Iterable, on_the_host: Collection[int]) -> list:
+def placed(arrays: Sequence, on_the_host: Collection[int]) -> list:
     """Move the arrays with the given indices to host memory, and others to the device.
 
     Raises:
       ValueError: if arrays must be moved and JAX's first device has no host memory.
     """
-    arrays = list(arrays)
     if not all(is_on_host(arrays[number]) for number in on_the_host):
         device = jax.devices()[0]
         _check_has("release: the state of layers", device, "pinned_host")

@@ -70,14 +70,14 @@ def matched(params, given, wanted, steps, initial: Callable[[list[int]], list]):
     _check_moments(held, asked)
     counts = [same[0].leaf for place, same in held.items() if place.field == ".count"]
     steps = counts[0] if counts else steps
-    rest = {place: iter(same) for place, same in held.items()}
     found = []
     for place, _ in asked:
-        same = next(rest.get(place, iter(())), None)
-        if same is None and place.field == ".count" and steps is not None:
+        if held[place]:
+            found.append(held[place].pop(0).leaf)
+        elif place.field == ".count" and steps is not None:
             found.append(steps.copied())
         else:
-            found.append(same and same.leaf)
+            found.append(None)
     missing = [number for number, part in enumerate(found) if part is None]
     for number, part in zip(missing, missing and initial(missing), strict=True):
         found[number] = part
