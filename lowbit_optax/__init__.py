@@ -2,8 +2,8 @@
 
 This namespace contains the names that most programs need. The modules ``formats``,
 ``loss_scaling``, ``lpmm``, ``block_scaling``, ``reports``, ``release``, ``precision``,
-``emulation`` and ``training`` contain all other names, and are imported on first use.
-``training`` needs the ``flax`` extra.
+``emulation`` and ``training`` contain all other names. ``training`` needs the ``flax``
+extra.
 """
 
 import importlib as _importlib
@@ -58,17 +58,8 @@ else:
             raise AttributeError(str(error)) from error
 
 
-_MODULES = (
-    "block_scaling",
-    "emulation",
-    "formats",
-    "loss_scaling",
-    "lpmm",
-    "precision",
-    "release",
-    "reports",
-    "training",
-)
+_MODULES = ("block_scaling", "emulation", "precision", "release", "training")
+"""The modules that are imported on first use."""
 
 try:
     __version__ = _metadata.version("lowbit-optax")

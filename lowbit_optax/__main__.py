@@ -13,12 +13,7 @@ import numpy as np
 import lowbit_optax
 from pallas_kernels.platforms import launcher_name, refused_gpu
 
-_FORMATS = {
-    "lowbit_adamw": lowbit_optax.lowbit_adamw,
-    "extra_bits_adamw": lowbit_optax.extra_bits_adamw,
-    "kahan_adamw": lowbit_optax.kahan_adamw,
-    "sr_adamw": lowbit_optax.sr_adamw,
-}
+_ALIASES = ("lowbit_adamw", "extra_bits_adamw", "kahan_adamw", "sr_adamw")
 _RATE = 1e-2
 _PACKAGES = ("lowbit-optax", "jax", "jaxlib", "optax", "flax", "numpy")
 
@@ -30,7 +25,7 @@ def main() -> int:
     device = jax.devices()[0]
     print(f"{'device':12} {device.device_kind} ({jax.default_backend()})")
     print(f"{'steps by':12} {_steps_by()}")
-    results = {name: _check(make(_RATE)) for name, make in _FORMATS.items()}
+    results = {name: _check(getattr(lowbit_optax, name)(_RATE)) for name in _ALIASES}
     for name, error in results.items():
         print(f"{name:17} {'ok' if error is None else error}")
     return int(any(results.values()))
@@ -50,11 +45,9 @@ def _steps_by() -> str:
     if backend != "gpu":
         return "XLA; only GPUs and TPUs have kernels"
     refusal = refused_gpu()
-    return (
-        f"XLA: {refusal}"
-        if refusal
-        else f"kernels, launched with {launcher_name(None)}"
-    )
+    if refusal:
+        return f"XLA: {refusal}"
+    return f"kernels, launched with {launcher_name(None)}"
 
 
 def _check(tx) -> str | None:
