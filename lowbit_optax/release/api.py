@@ -317,12 +317,12 @@ def host_shardings(
     def with_shapes(params, opt_state, *args, **kwargs):
         _, plan = planned(params, opt_state, args, kwargs)
         with_path, structure = jax.tree_util.tree_flatten_with_path(opt_state)
+        stacks = plan.parts.stack_numbers
         # The state of a loss scale comes first, and stays on the device.
         first = len(with_path) - len(plan.parts.whole.numbers)
 
         def sharding(number: int, path, leaf):
-            is_stack = number in plan.parts.stack_numbers
-            kind = "pinned_host" if is_stack else "device"
+            kind = "pinned_host" if number in stacks else "device"
             what = f"release: state{jax.tree_util.keystr(path)}"
             return with_memory_kind(what, getattr(leaf, "sharding", None), kind)
 
