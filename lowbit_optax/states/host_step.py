@@ -73,7 +73,10 @@ def step_by_group(step: Callable, params, state, grads) -> tuple:
     on_the_device = params, jax.eval_shape(to_device, state), grads
     with context.changed(alone=True):
         closed, shapes = jax.make_jaxpr(step, return_shape=True)(*on_the_device)
-    if closed.effects:
+    # Moments that optax creates in bfloat16 become float32 in a step with float32
+    # gradients. The state can then not be updated in place.
+    dtypes = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]
+    if closed.effects or dtypes(shapes) != dtypes((params, state)):
         return whole(*arguments)
     parts = state_leaves(params, state)
     of_state = [x.owner if is_on_host(x.leaf) else None for x in parts]

@@ -157,6 +157,18 @@ def test_leaves_whose_updates_depend_on_each_other_are_one_group():
     assert (copies(program, into_loops=False), copies(loop)) == (len(params), 0)
 
 
+def test_moments_that_change_their_dtype_stay_in_host_memory():
+    _, params, _ = problem("kahan_adamw")
+    tx, grads = optax.adam(RATE), jax.tree.map(lambda x: x.astype("float32"), params)
+    where = lowbit_optax.host_shardings(tx, params)
+    state = tx.init(params)
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    want, got = (step(params, x, grads) for x in (state, jax.device_put(state, where)))
+    assert state[0].mu["in"].dtype != got[1][0].mu["in"].dtype
+    assert_same_bits(got, want)
+    assert kinds(jax.tree.map(lambda x: x.sharding, got[1])) == kinds(where)
+
+
 def test_a_step_outside_of_jit_puts_the_state_back():
     tx, params, grads = problem("adamw")
     where = lowbit_optax.host_shardings(tx, params)
