@@ -33,7 +33,8 @@ from lowbit_optax.states.masters import from_master, master_weights, with_master
 from lowbit_optax.states.sharding import state_shardings
 from lowbit_optax.transformations.averaging import ema_of_params
 from lowbit_optax.transformations.direct import direct_updates
-from lowbit_optax.transformations.lowbit import apply_updates, lowbit, step
+from lowbit_optax.transformations.lowbit import lowbit
+from lowbit_optax.transformations.step import apply_updates, step
 
 if _typing.TYPE_CHECKING:
     from lowbit_optax import block_scaling as block_scaling

@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
 from lowbit_optax._step.kept_float32 import KeepFloat32, is_bias_or_norm
 from lowbit_optax.states.masters import from_master, with_master
 from lowbit_optax.transformations.direct import direct_updates
-from lowbit_optax.transformations.lowbit import step
+from lowbit_optax.transformations.step import step
 
 
 class TrainState(train_state.TrainState):

@@ -17,7 +17,7 @@ from lowbit_optax._step.stepper import Stepper, check_state
 from lowbit_optax._types import OptState, Transformation
 from lowbit_optax.loss_scaling.scales import Scaling
 from lowbit_optax.loss_scaling.sizes import Sizes
-from lowbit_optax.transformations.guarded_step import guarded
+from lowbit_optax.transformations.step import guarded
 
 
 class LossScaleState(typing.NamedTuple):

@@ -36,8 +36,7 @@ from lowbit_optax.formats import MomentFormat
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
 from lowbit_optax.lpmm.summed import Accumulators, Summed
 from lowbit_optax.lpmm.sums import Sums, empty
-from lowbit_optax.transformations.guarded_step import guarded
-from lowbit_optax.transformations.lowbit import apply_updates
+from lowbit_optax.transformations.step import apply_updates, guarded
 from pallas_kernels.platforms import is_for_one_cpu
 
 PAPER_ACCUMULATORS = formats.block_quantized(

@@ -17,7 +17,7 @@ from lowbit_optax.release.plan import ReleasePlan, loss_scaled, without_scale
 from lowbit_optax.release.traced_loss import TracedLoss
 from lowbit_optax.release.wrappers import check_kept
 from lowbit_optax.states.host_memory import on_device, placed, placed_like
-from lowbit_optax.transformations.guarded_step import guarded
+from lowbit_optax.transformations.step import guarded
 
 ByPath = Mapping[str, typing.Any]
 

@@ -18,7 +18,7 @@ from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.graph import Call, Graph, Node, calls_between
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.context import LAYERWISE
-from lowbit_optax.transformations.lowbit import step
+from lowbit_optax.transformations.step import step
 
 _REDUCING = frozenset({p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p})
 _REARRANGING = _REDUCING | {p.broadcast_in_dim_p, p.reshape_p, p.squeeze_p}

@@ -17,7 +17,7 @@ from lowbit_optax._types import PyTree, Transformation
 from lowbit_optax.lpmm.gradients import value_and_grad
 from lowbit_optax.reports.memory import gradient_bytes, released
 from lowbit_optax.states.sharding import state_shardings
-from lowbit_optax.transformations.lowbit import step as lowbit_step
+from lowbit_optax.transformations.step import step as lowbit_step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from lowbit_optax._step import context
 from lowbit_optax._step.direct_update import DirectUpdate
 from lowbit_optax._step.guard import UNGUARDED
 from lowbit_optax._step.stepper import Stepper
-from lowbit_optax.transformations.guarded_step import guarded
+from lowbit_optax.transformations.step import guarded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -5,27 +5,15 @@
 
 from __future__ import annotations
 
-import typing
-
-import jax
-import jax.numpy as jnp
 import optax
 
 from lowbit_optax._arguments import check_static_int, check_transformation
-from lowbit_optax._numerics.float_layouts import is_narrow
-from lowbit_optax._numerics.landing import REPLACE, apply_leaf
-from lowbit_optax._step import context
-from lowbit_optax._step.direct_update import DirectUpdate
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.moment_slots import MomentChoice, Moments
 from lowbit_optax._step.param_shardings import ParamShardings
 from lowbit_optax._step.stepper import stepper_of
-from lowbit_optax._step.wrapped import step_wrapped
-from lowbit_optax._types import OptState, Params, PyTree, Transformation
 from lowbit_optax.formats import extra_bits
 from lowbit_optax.formats.base import WeightFormat
-from lowbit_optax.states.host_memory import is_on_host
-from lowbit_optax.states.host_step import step_by_group
 from pallas_kernels.platforms import Implementation, check_implementation
 
 
@@ -155,100 +143,6 @@ def lowbit(
         warn is None or warn,
         bool(match_grad_dtype),
     ).transformation
-
-
-def step(
-    tx: Transformation, params: Params, opt_state: OptState, grads: PyTree, **extra_args
-) -> tuple[Params, OptState]:
-    """Run one optimizer step and return the new parameters and optimizer state.
-
-    This is the fast path for transformations made with :func:`lowbit`, which includes
-    the aliases: it computes the new parameters directly, without updates. It also works
-    inside ``with_loss_scale``, ``accumulate_gradients``, and optax's wrappers that do
-    not change updates (``chain`` with ``lowbit`` last, ``masked``, ``partition``,
-    ``inject_hyperparams``) or that skip steps (``apply_if_finite``,
-    ``conditionally_mask``). For all other transformations, such as ``MultiSteps``, it
-    calls ``update`` and :func:`apply_updates`.
-
-    Elementwise operations of such wrappers on gradients, including scalars such as a
-    global norm, run in float32 inside the kernels. Therefore
-    ``chain(clip, lowbit(adamw))`` steps like ``lowbit(chain(clip, adamw))``. ``update``
-    would round their results to the dtype of the gradients.
-
-    With ``jax.jit``, donate parameters and state, and return them in the same order,
-    because XLA pairs donated buffers with results in order::
-
-        jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
-
-    The state may be in host memory, where :func:`lowbit_optax.host_shardings` places
-    it. The compiled step copies one group of parameters' state at a time to the device,
-    updates it and copies it back, with the same results.
-
-    Args:
-      tx: an optax transformation.
-      params: tree of parameters.
-      opt_state: the state of ``tx``.
-      grads: tree of gradients in any float dtype.
-      **extra_args: passed to ``tx.update``.
-
-    Returns:
-      ``(params, opt_state)``.
-
-    Raises:
-      TypeError: if ``tx`` is not a transformation.
-      ValueError: if a transformation after or around ``lowbit`` changes its updates.
-        Put it inside ``lowbit``. ``tx.update`` cannot detect this.
-
-    >>> import jax.numpy as jnp, lowbit_optax
-    >>> params = jnp.ones(4, jnp.bfloat16)
-    >>> tx = lowbit_optax.kahan_sgd(0.5)
-    >>> params, state = step(tx, params, tx.init(params), jnp.ones(4))
-    >>> params
-    Array([0.5, 0.5, 0.5, 0.5], dtype=bfloat16)
-    """
-    if any(map(is_on_host, jax.tree.leaves(opt_state))):
-        on_device = lambda *arguments: step(tx, *arguments, **extra_args)
-        return step_by_group(on_device, params, opt_state, grads)
-    stepper = stepper_of(tx)
-    with context.changed(wants_params=False):
-        if stepper is not None:
-            return stepper.run(params, opt_state, grads, REPLACE, extra_args)
-        check_transformation("step", "tx", tx)
-        # optax annotates neither MultiSteps nor the parameters' type here.
-        other = typing.cast(typing.Any, optax.with_extra_args_support)(tx)
-        arguments = other, params, opt_state, grads, extra_args, apply_updates
-        direct = step_wrapped(*arguments)
-        if direct is not None:
-            return direct
-        updates, opt_state = other.update(grads, opt_state, params, **extra_args)
-        return apply_updates(params, updates), opt_state
-
-
-def apply_updates(params: Params, updates: PyTree) -> Params:
-    """Add updates to parameters; also supports float8 and strict dtype promotion.
-
-    Args:
-      params: tree of parameters; None leaves stay None.
-      updates: tree with the same structure.
-
-    Returns:
-      ``params + updates``, rounded to nearest in the dtype of each parameter.
-
-    >>> import jax.numpy as jnp
-    >>> apply_updates(jnp.float8_e4m3fn(1.0), jnp.float32(0.3))
-    Array(1.25, dtype=float8_e4m3fn)
-    """
-
-    def apply(param: typing.Any, update):
-        if param is None:
-            return None
-        if isinstance(update, DirectUpdate):
-            return param + update
-        if not is_narrow(jnp.asarray(param).dtype):
-            return optax.apply_updates(param, update)
-        return apply_leaf(param, update)
-
-    return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)
 
 
 def _check_inner(inner) -> None:
