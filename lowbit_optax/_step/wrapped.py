@@ -49,44 +49,32 @@ class Summed(typing.Protocol):
         ...
 
 
-class Given(typing.NamedTuple):
-    """The arguments of a step.
-
-    Args:
-      grads: list of the gradients that the user passed.
-      seen: the tree of gradients that wrappers see.
-      state, params: the arguments of ``update``.
-      summed: accumulated gradients, if ``seen`` contains their sums; None otherwise.
-    """
-
-    grads: list
-    seen: typing.Any
-    state: typing.Any
-    params: typing.Any
-    summed: "Summed | None" = None
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Run:
     """Runs the step of a wrapped transformation.
 
     Args:
       traced: the trace of the wrappers.
-      given: the arguments.
-      guard: unscales the gradients, and decides whether the step happens.
-      apply_update: see :func:`step_wrapped`.
+      seen: the tree of gradients that wrappers see.
+      params, state: the arguments of ``update``.
+      grads: list of the gradients that the user passed.
+      apply_update, guard, summed: see :func:`step_wrapped`.
     """
 
     traced: WrapperTrace
-    given: Given
-    guard: Guard | Unguarded
+    seen: typing.Any
+    params: typing.Any
+    state: typing.Any
+    grads: list
     apply_update: Callable
+    guard: Guard | Unguarded
+    summed: Summed | None
 
     def result(self) -> tuple:
         """Return ``(new params, new state)``."""
         traced, choose = self.traced, self.guard.chosen
         updates, new_state = traced.outputs
-        _, leaves, treedef = trees.named_leaves(self.given.params)
+        _, leaves, treedef = trees.named_leaves(self.params)
 
         def after(old, node: Node, apply: Callable = lambda _, value: value):
             value = self._value(node)
@@ -94,7 +82,7 @@ class _Run:
             return value if is_ours else choose(apply(old, value), old)
 
         new = [after(*x, self.apply_update) for x in zip(leaves, updates, strict=True)]
-        old_state = jax.tree.leaves(self.given.state)
+        old_state = jax.tree.leaves(self.state)
         state = [after(*x) for x in zip(old_state, new_state, strict=True)]
         structure = traced.results.children()[1]
         return treedef.unflatten(new), structure.unflatten(state)
@@ -102,8 +90,7 @@ class _Run:
     @functools.cached_property
     def _known(self) -> dict[Node, typing.Any]:
         """Values by node: the arguments, and values that were computed from them."""
-        given = self.given
-        flat = jax.tree.leaves((given.seen, given.state, given.params))
+        flat = jax.tree.leaves((self.seen, self.state, self.params))
         return dict(zip(self.traced.graph.inputs, flat, strict=True))
 
     def _value(self, node: Node):
@@ -119,7 +106,7 @@ class _Run:
 
     def _step(self, inner: InnerStep) -> list:
         """Return a list of the new parameters and the leaves of the new state."""
-        one, guard, given = jnp.float32(1), self.guard, self.given
+        one, guard = jnp.float32(1), self.guard
         values = lambda tree: jax.tree.map(self._value, tree)
         stepper = inner.call.params["with_held"](values(inner.held))
         for node in inner.conditions:
@@ -127,9 +114,9 @@ class _Run:
         is_lowbit = isinstance(stepper, Lowbit)
         # If a wrapper may skip the step, its kernels cannot reset the accumulators.
         takes_sums = is_lowbit and not inner.conditions
-        if self.traced.is_elementwise(inner) and (takes_sums or given.summed is None):
+        if self.traced.is_elementwise(inner) and (takes_sums or self.summed is None):
             structure = jax.tree.structure(inner.grads)
-            grads = structure.unflatten(given.grads[i] for i in inner.leaves)
+            grads = structure.unflatten(self.grads[i] for i in inner.leaves)
             if is_lowbit:
                 stepper = self._in_kernels(stepper, inner)
         else:
@@ -150,7 +137,7 @@ class _Run:
         if not self.traced.gets_gradients(inner):
             before = functools.partial(self._before, inner)
             lowbit = dataclasses.replace(lowbit, inner=_preceded(before, lowbit.inner))
-        summed = self.given.summed
+        summed = self.summed
         return lowbit if summed is None else summed.among(lowbit, inner.leaves)
 
     def _before(self, inner: InnerStep, grads):
@@ -195,13 +182,18 @@ def step_wrapped(
       ChangedUpdateError: if a wrapper changes an update of ``lowbit``.
     """
     found = _chosen_trace(tx, params, state, grads, extra_args, guard, summed)
-    return found and _Run(*found, guard, apply_update).result()
+    if found is None:
+        return None
+    names, _, treedef = trees.named_leaves(params)
+    leaves = trees.parts_of(names, treedef, grads, "grads")
+    arguments = params, state, leaves, apply_update, guard, summed
+    return _Run(*found, *arguments).result()
 
 
 def _chosen_trace(
     tx, params, state, grads, extra_args: dict, guard, summed: Summed | None
-) -> tuple[WrapperTrace, Given] | None:
-    """Return the trace and the arguments of a step, or None if it cannot be direct.
+) -> tuple[WrapperTrace, typing.Any] | None:
+    """Return a trace and the gradients that wrappers see; None for an indirect step.
 
     By default, wrappers receive the user's gradients unchanged, as in optax. They
     receive float32 gradients in two cases: if the step is guarded, and if this lets
@@ -212,12 +204,8 @@ def _chosen_trace(
     traced = trace_wrapper(tx, seen, state, params, extra_args)
     if traced is None:
         return None
-    names, _, treedef = trees.named_leaves(params)
-    leaves = trees.parts_of(names, treedef, grads, "grads")
-    given = Given(leaves, seen, state, params, summed)
     if guard.scalars:
-        seen = guard.unscaled(wide) if summed is None else summed.seen
-        return traced, given._replace(seen=seen)
+        return traced, guard.unscaled(wide) if summed is None else summed.seen
     if not all(map(traced.gets_gradients, traced.inner.values())):
         as_wide = trace_wrapper(tx, wide, state, params, extra_args)
         if (
@@ -225,8 +213,8 @@ def _chosen_trace(
             and as_wide.keeps_state
             and all(map(as_wide.is_elementwise, as_wide.inner.values()))
         ):
-            return as_wide, given._replace(seen=wide)
-    return traced, given
+            return as_wide, wide
+    return traced, grads
 
 
 def check_wrapper(tx, params, state, grads, extra_args: dict) -> None:

@@ -9,7 +9,6 @@ updates, and how they use the results.
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable
 
 import jax
 from jax import lax
@@ -61,26 +60,26 @@ class WrapperTrace:
     results: trees.PyTreeDef
 
     @functools.cached_property
-    def grads(self) -> list[Node]:
-        """The gradients, as a list in the order of the parameters' leaves."""
-        names, _, treedef = trees.named_leaves(self._params)
-        grads = jax.tree.unflatten(self.arguments, self.graph.inputs)[0]
-        return trees.parts_of(names, treedef, grads, "grads")
+    def inputs(self) -> tuple:
+        """Gradients, state and parameters, as trees of nodes."""
+        return jax.tree.unflatten(self.arguments, self.graph.inputs)
 
     @functools.cached_property
-    def old_state(self) -> list[Node]:
-        state = jax.tree.unflatten(self.arguments, self.graph.inputs)[1]
-        return jax.tree.leaves(state)
+    def params(self) -> tuple[list[str], list, trees.PyTreeDef]:
+        """Paths, leaves and structure of the parameters."""
+        return trees.named_leaves(self.inputs[2])
 
-    @property
-    def _params(self):
-        return jax.tree.unflatten(self.arguments, self.graph.inputs)[2]
+    @functools.cached_property
+    def grads(self) -> list[Node]:
+        """The gradients, as a list in the order of the parameters' leaves."""
+        names, _, treedef = self.params
+        return trees.parts_of(names, treedef, self.inputs[0], "grads")
 
     @functools.cached_property
     def outputs(self) -> tuple[list[Node], list[Node]]:
         """The updates as a list of leaves, and the leaves of the new state."""
         updates, state = jax.tree.unflatten(self.results, self.graph.outputs)
-        names, _, treedef = trees.named_leaves(self._params)
+        names, _, treedef = self.params
         updates = trees.parts_of(names, treedef, updates, "updates")
         return updates, jax.tree.leaves(state)
 
@@ -89,7 +88,7 @@ class WrapperTrace:
         """Whether the update keeps the state's structure, shapes and dtypes."""
         like = lambda nodes: [(x.aval.shape, x.aval.dtype) for x in nodes]
         same = self.arguments.children()[1] == self.results.children()[1]
-        return same and like(self.old_state) == like(self.outputs[1])
+        return same and like(jax.tree.leaves(self.inputs[1])) == like(self.outputs[1])
 
     @functools.cached_property
     def found(self) -> "dict[Node, tuple[Call, int, tuple[Node, ...]]]":
@@ -97,25 +96,20 @@ class WrapperTrace:
 
         The dict is empty if any other output depends on a marked update.
         """
-        old_state = self.old_state
+        old_state = jax.tree.leaves(self.inputs[1])
         updates, new_state = self.outputs
         found = {}
         if len(old_state) != len(new_state):
             return {}
-        is_old = lambda old: lambda x: x is old
-        outputs = [(x, True, is_zero) for x in updates]
-        outputs += [
-            (new, False, is_old(old))
-            for old, new in zip(old_state, new_state, strict=True)
-        ]
-        for node, is_update, is_kept in outputs:
-            result = _result(node, is_kept, self.graph)
+        before: list[Node | None] = [*[None] * len(updates), *old_state]
+        for node, old in zip([*updates, *new_state], before, strict=True):
+            result = _result(node, old, self.graph)
             if result is None:
                 if any(map(_is_marked, made_of([node]))):
                     return {}
                 continue
             call, number, _ = result
-            if is_update != (number < call.params["updates"]):
+            if (old is None) != (number < call.params["updates"]):
                 return {}
             found[node] = result
         return found
@@ -127,11 +121,8 @@ class WrapperTrace:
         for call, _, when in self.found.values():
             if conditions.setdefault(call, when) != when:
                 return {}
-        numbers = {
-            id(x): i
-            for i, leaf in enumerate(trees.named_leaves(self._params)[1])
-            for x in jax.tree.leaves(leaf)
-        }
+        first_node = lambda leaf: jax.tree.leaves(leaf)[0]
+        numbers = {first_node(leaf): i for i, leaf in enumerate(self.params[1])}
         inner = {}
         for call, when in conditions.items():
             structure = call.params["structure"]
@@ -140,7 +131,7 @@ class WrapperTrace:
                 return {}
             leaves = []
             for i, leaf in enumerate(trees.named_leaves(params)[1]):
-                number = numbers.get(id(jax.tree.leaves(leaf)[0]))
+                number = numbers.get(first_node(leaf))
                 if number is None:
                     return {}
                 if self.found.get(self.outputs[0][number], ())[:2] != (call, i):
@@ -194,7 +185,7 @@ def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace | 
             return traced
         whole = Graph(closed, selects=True)
         read = dataclasses.replace(traced, graph=whole)
-        updates, nodes = read.outputs[0], trees.named_leaves(read._params)[1]
+        updates, nodes = read.outputs[0], read.params[1]
     except NEEDS_VALUES:
         return None
     check_updates(whole, updates, nodes, params)
@@ -202,12 +193,12 @@ def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace | 
 
 
 def _result(
-    node: Node, is_kept: Callable[[Node], bool], graph: Graph
+    node: Node, old: Node | None, graph: Graph
 ) -> tuple[Call, int, tuple[Node, ...]] | None:
     """Return ``(call, result index, conditions)`` for a result of a marked update.
 
-    If a condition is false, ``is_kept`` must be true for the value that replaces the
-    result. The function returns None for all other nodes.
+    If a condition is false, ``old`` must replace the result, or zeros if ``old`` is
+    None. The function returns None for all other nodes.
     """
     call = node.call
     if call is None:
@@ -221,7 +212,8 @@ def _result(
     if which is None:
         return None
     for case, other, holds in zip(cases, cases[::-1], (False, True), strict=True):
-        found = _result(case, is_kept, graph) if is_kept(other) else None
+        is_kept = is_zero(other) if old is None else other is old
+        found = _result(case, old, graph) if is_kept else None
         if found is not None:
             condition = which if holds else graph.apply(lax.bitwise_not, which)
             return *found[:2], (*found[2], condition)
