@@ -164,7 +164,7 @@ class LeafBody:
         new = self._new(sorted(wanted), opened, scalars, multiply_add)
         random = RandomBits(scalars[0], scalars[1], index)
         if takes_error:
-            self._feed(new, opened[0], opened[1], random, multiply_add)
+            self._stored_weight(new, opened, random, multiply_add, ())
         if self.from_stored is not None and 0 in wanted:
             self._encoded(new, opened, scalars, random, multiply_add, after)
         return [rows.blocks.magnitude_key(new[n]) for n, rows in scaled.items()]
@@ -187,21 +187,16 @@ class LeafBody:
     def __call__(self, values, scalars, index, multiply_add, before=(), after=()):
         """Return the new parameter, residual and moments."""
         opened = self._opened(values, scalars, multiply_add, before)
-        param, residual, _ = opened
         outputs = range(len(self.program.outputs))
         new = self._new(outputs, opened, scalars, multiply_add)
         random = RandomBits(scalars[0], scalars[1], index)
-
-        def stored_weight():
-            if self.takes_error is not None:
-                return self._feed(new, param, residual, random, multiply_add)
-            how = new[0], random, multiply_add, self._by_number(after).get(0)
-            return self._stored(param, residual, *how)
-
+        store = functools.partial(
+            self._stored_weight, new, opened, random, multiply_add, after
+        )
         # Another order may need more registers.
-        first = stored_weight() if self.from_stored is None else None
+        first = store() if self.from_stored is None else None
         moments = self._encoded(new, opened, scalars, random, multiply_add, after)
-        result, new_residual = first or stored_weight()
+        result, new_residual = first or store()
         residuals = [new_residual] if self.weight.has_residual else []
         return [result, *residuals, *moments]
 
@@ -275,21 +270,19 @@ class LeafBody:
         results = program.run(opened[2], scalars[KEYS:], multiply_add)
         return dict(zip(outputs, results, strict=True))
 
-    def _feed(self, new: dict, param, residual, random, multiply_add):
-        """Store the weight, and add its rounding error to a moment."""
-        rate, growth, reach = (new[n] for n in self._of_feedback)
-        moment = new[self.takes_error]
-        how = new[0], random, multiply_add, None, ahead_of(moment, reach)
-        stored = self._stored(param, residual, *how)
-        error = self._format.error(param, residual, new[0], *stored)
-        feed = self._rounding(self.weight, fed)
-        new[self.takes_error] = feed(moment, error, rate, growth)
-        return stored
+    def _stored_weight(
+        self, new: dict, opened, random, multiply_add, after
+    ) -> tuple[jax.Array, typing.Any]:
+        """Return the new parameter and residual; see :meth:`.WeightRows.stored`.
 
-    def _stored(
-        self, param, residual, result, random, multiply_add, prepared, ahead=None
-    ):
-        """Return the new parameter and residual; see :meth:`.WeightRows.stored`."""
+        With ``takes_error``, this also adds the rounding error to the moment in
+        ``new``.
+        """
+        param, residual, _ = opened
+        rate, growth, reach = self._of_feedback
+        ahead = None
+        if self.takes_error is not None:
+            ahead = ahead_of(new[self.takes_error], new[reach])
 
         def store(result, param, residual, random, prepared, ahead):
             how = prepared, random, self.landing, multiply_add, ahead
@@ -299,8 +292,15 @@ class LeafBody:
             is_sum = self._format.stores_sum
             return result if is_sum else result + param.astype(result.dtype)
 
+        prepared = self._by_number(after).get(0)
         store = self._rounding(self.weight, store, tangent)
-        return store(result, param, residual, random, prepared, ahead)
+        stored = store(new[0], param, residual, random, prepared, ahead)
+        if self.takes_error is not None:
+            moment = new[self.takes_error]
+            error = self._format.error(param, residual, new[0], *stored)
+            feed = self._rounding(self.weight, fed)
+            new[self.takes_error] = feed(moment, error, new[rate], new[growth])
+        return stored
 
     def _rounding(
         self,

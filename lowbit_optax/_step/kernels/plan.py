@@ -10,7 +10,6 @@ program and the formats of the leaf define the body of its kernel
 import collections
 import dataclasses
 import functools
-import typing
 from collections.abc import Collection, Mapping
 
 import jax.numpy as jnp
@@ -199,50 +198,68 @@ class _Planner:
 
     def leaf(self, i: int, weight: WeightRows) -> LeafKernel:
         """Return the kernel of a leaf, or raise NotElementwise."""
-        step, nodes, graph = self.traced.step, self.traced.nodes, self.traced.graph
+        traced, step, nodes = self.traced, self.traced.step, self.traced.nodes
         leaf, update = step.leaves[i], nodes.updates[i]
-        if self.traced.closed.effects:
+        if traced.closed.effects:
             raise NotElementwise(
-                f"the inner update has side effects: {self.traced.closed.effects}"
+                f"the inner update has side effects: {traced.closed.effects}"
             )
         check_leaf(leaf)
         if update.aval.dtype != jnp.float32:
             raise NotElementwise(f"its update is {update.aval.dtype}")
         adds = step.landing.is_direct if leaf.format is None else leaf.format.stores_sum
-        result = graph.apply(lax.add, nodes.masters[i], update) if adds else update
-        rows = self._rows_of(i, result)
-        # Kernels for leaves without words and blocks cannot repeat rows and columns.
-        has_words = weight.is_packed or any(
-            x.has_scales for x in self._moments(rows.parts)
-        )
-        if has_words and not self.is_exact:
-            rows = self._with_outside(i, rows)
-        return self._kernel(i, weight, rows)
-
-    def _rows_of(self, i: int, result: Node) -> "_Rows":
-        """Return the inputs and outputs of a leaf's program, without outside arrays."""
-        nodes, feedback = self.traced.nodes, self.traced.feedback[i]
+        add = functools.partial(traced.graph.apply, lax.add)
+        result = add(nodes.masters[i], update) if adds else update
         parts = self._parts_of(i)
-        own = [nodes.grads[i], nodes.masters[i], *(nodes.state[s] for s in parts)]
-        outputs = [result, *(nodes.new_state[s] for s in parts)]
-        for node in outputs:
+        moments = tuple(map(self._moment, parts))
+        inputs = [nodes.grads[i], nodes.masters[i], *(nodes.state[s] for s in parts)]
+        new_moments = [nodes.new_state[s] for s in parts]
+        for node in result, *new_moments:
             check_result(node, nodes.masters[i].aval.shape)
+        feedback, takes_error = traced.feedback[i], None
         if feedback is not None:
             if feedback.part not in parts:
                 raise NotElementwise(
                     "the moment for its rounding errors does not belong to it"
                 )
-            outputs += feedback[1:]
-        return _Rows(parts, own, outputs)
+            takes_error = 1 + parts.index(feedback.part)
+        outputs = [result, *new_moments, *(feedback[1:] if feedback else ())]
+        outside: tuple[Node, ...] = ()
+        # Kernels for leaves without words and blocks cannot repeat rows and columns.
+        has_words = weight.is_packed or any(x.has_scales for x in moments)
+        if has_words and not self.is_exact:
+            outside = self._outside(i, parts, inputs, outputs)
+        inputs += outside
+        program_of = functools.partial(
+            elementwise.program_of, scalars=self.scalars, is_exact=self.is_exact
+        )
+        from_stored = None
+        if any(s in traced.stored_first for s in parts):
+            from_stored = program_of([result], [*new_moments, *inputs])
+            outputs[0] = nodes.masters[i]
+        body = LeafBody(
+            program=program_of(outputs, inputs),
+            weight=weight,
+            moments=moments,
+            landing=step.landing.of(leaf.param, leaf.grad),
+            is_guarded=bool(step.guard.scalars),
+            takes_error=takes_error,
+            from_stored=from_stored,
+        )
+        if not self.for_tpus:
+            check_fields(body.arrays(leaf, [step.parts[s] for s in parts]))
+        return LeafKernel(body, parts, outside)
 
-    def _with_outside(self, i: int, rows: "_Rows") -> "_Rows":
-        """Add the arrays that XLA computes to the inputs of a leaf's program."""
-        outside = tuple(arrays_from_outside(rows.outputs, rows.inputs))
-        shape = rows.inputs[0].aval.shape
+    def _outside(
+        self, i: int, parts: tuple[int, ...], own: list[Node], outputs: list[Node]
+    ) -> tuple[Node, ...]:
+        """Return the arrays that XLA computes for the program of a leaf."""
+        outside = tuple(arrays_from_outside(outputs, own))
+        shape = own[0].aval.shape
         if self.for_tpus and any(x.aval.shape == shape for x in outside):
             # For Muon, these arrays need 8 more temporary bytes than XLA's update.
-            return rows
-        if outside and any(s in self.traced.stored_first for s in rows.parts):
+            return ()
+        if outside and any(s in self.traced.stored_first for s in parts):
             raise NotElementwise(
                 "it needs arrays from XLA, but its update is computed from rounded "
                 "moments"
@@ -251,43 +268,12 @@ class _Planner:
             raise NotElementwise(
                 "it has too many elements for a kernel that reads arrays from XLA"
             )
-        return rows._replace(inputs=[*rows.inputs, *outside], outside=outside)
+        return outside
 
-    def _kernel(self, i: int, weight: WeightRows, rows: "_Rows") -> LeafKernel:
-        """Return the kernel of a leaf, given the inputs and outputs of its program."""
-        step, parts = self.traced.step, rows.parts
-        leaf, feedback = step.leaves[i], self.traced.feedback[i]
-        program_of = functools.partial(
-            elementwise.program_of,
-            scalars=self.scalars,
-            is_exact=self.is_exact,
-        )
-        outputs, from_stored = rows.outputs, None
-        if any(s in self.traced.stored_first for s in parts):
-            moments = [self.traced.nodes.new_state[s] for s in parts]
-            from_stored = program_of(outputs[:1], [*moments, *rows.inputs])
-            outputs = [rows.inputs[1], *outputs[1:]]
-        program = program_of(outputs, rows.inputs)
-        body = LeafBody(
-            program=program,
-            weight=weight,
-            moments=tuple(self._moments(parts)),
-            landing=step.landing.of(leaf.param, leaf.grad),
-            is_guarded=bool(step.guard.scalars),
-            takes_error=None if feedback is None else 1 + parts.index(feedback.part),
-            from_stored=from_stored,
-        )
-        if not self.for_tpus:
-            check_fields(body.arrays(leaf, [step.parts[s] for s in parts]))
-        return LeafKernel(body, parts, rows.outside)
-
-    def _moments(self, parts: tuple[int, ...]):
-        """Yield the :class:`.rows.MomentRows` of each moment of a leaf."""
-        for part in parts:
-            storage = self.traced.step.plan.storage[part]
-            yield (
-                MomentRows(storage.format, storage.number) if storage else MomentRows()
-            )
+    def _moment(self, part: int) -> MomentRows:
+        """Return how a moment of a leaf is stored."""
+        storage = self.traced.step.plan.storage[part]
+        return MomentRows(storage.format, storage.number) if storage else MomentRows()
 
     def _parts_of(self, i: int) -> tuple[int, ...]:
         """Return the indices of the parts of the state that are moments of a leaf.
@@ -321,19 +307,3 @@ class _Planner:
                 inputs = elementwise.inputs_of([new], shape)
                 found.setdefault(shape, []).append((number, old, inputs))
         return found
-
-
-class _Rows(typing.NamedTuple):
-    """The inputs and outputs of a leaf's program.
-
-    Args:
-      parts: indices of the parts of the state that are the leaf's moments.
-      inputs: gradient, master, moments, and nodes that XLA computes.
-      outputs: the result, the moments, and the nodes for error feedback.
-      outside: the nodes that XLA computes.
-    """
-
-    parts: tuple[int, ...]
-    inputs: list[Node]
-    outputs: list[Node]
-    outside: tuple[Node, ...] = ()
