@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Local = tuple[Callable, Sequence[P], list[P]]
@@ -102,11 +102,12 @@ def axes_of(spec: P, rank: int) -> list[tuple[str, ...]]:
     """Return, for each axis of an array, the names of the mesh axes that shard it."""
     entries = [*spec, *[None] * (rank - len(spec))]
     return [
-        () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries
+        () if e in (None, P.UNCONSTRAINED) else (e,) if isinstance(e, str) else tuple(e)
+        for e in entries
     ]
 
 
-def count_of(mesh: Mesh, names: Sequence[str]) -> int:
+def count_of(mesh: Mesh | AbstractMesh, names: Sequence[str]) -> int:
     """Return the number of shards into which these mesh axes divide an axis."""
     return math.prod(mesh.shape[name] for name in names)
 

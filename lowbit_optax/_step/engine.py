@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 
 from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._numerics.landing import ADD_LIKE_GRADS, REPLACE, Landing
@@ -193,14 +192,6 @@ class Lowbit(Stepper):
         drawn = leaves, state.seed, state.count, layer
         return Step(*drawn, treedef, plan, state, parts, guard, landing)
 
-    def leaf_shardings(self, params) -> list[NamedSharding | None]:
-        """Return the known shardings of parameters, or of one layer of them."""
-        around = context.current()
-        # In an analysed step, parameters are one layer, but the shardings that the user
-        # passed are for whole stacks.
-        given = None if around.is_analysed else self.param_shardings
-        return leaf_shardings(given, params, around.layer)
-
     def leaves(
         self, names: Sequence[str], params: Sequence, shardings: Sequence | None = None
     ) -> list[StoredLeaf]:
@@ -208,7 +199,7 @@ class Lowbit(Stepper):
 
         Args:
           names, params: paths and arrays of the parameters.
-          shardings: result of :meth:`leaf_shardings`; None in ``init``.
+          shardings: result of :func:`leaf_shardings`; None in ``init``.
         """
         choose = functools.partial(format_of, self.weights, self.min_size)
         places = shardings or [None] * len(params)
@@ -219,7 +210,7 @@ class Lowbit(Stepper):
         self, names: Sequence[str], params: Sequence, treedef, residual
     ) -> list[StoredLeaf]:
         """Check the residuals of parameters, and return leaves that contain them."""
-        shardings = self.leaf_shardings(treedef.unflatten(params))
+        shardings = leaf_shardings(self.param_shardings, treedef.unflatten(params))
         leaves = self._placed(self.leaves(names, params, shardings), treedef)
         name = self.weights.residual_name
         if not isinstance(residual, Residuals) or residual.name != name:

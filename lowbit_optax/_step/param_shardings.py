@@ -2,11 +2,10 @@
 
 While a step is traced under ``jax.jit``, the sharding of an array on automatic axes is
 unknown. XLA:TPU cannot partition kernels, so they run on the shards that these
-shardings describe. :meth:`.engine.Lowbit.leaf_shardings` and
+shardings describe. :class:`.engine.Lowbit` and
 :func:`lowbit_optax.state_shardings` call these functions.
 """
 
-import math
 import typing
 from collections.abc import Callable
 
@@ -19,8 +18,8 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from lowbit_optax._step import trees
-from lowbit_optax._step.layers import Layer
+from lowbit_optax._step import context, trees
+from pallas_kernels.shards import axes_of, count_of
 
 ParamShardings = typing.Any | Callable[[typing.Any], typing.Any] | None
 """A tree of shardings with the structure of the parameters or a prefix of it, or a
@@ -28,19 +27,18 @@ function from parameters to such a tree.
 """
 
 
-def leaf_shardings(
-    given: ParamShardings, params, layer: Layer | None = None
-) -> list[NamedSharding | None]:
+def leaf_shardings(given: ParamShardings, params) -> list[NamedSharding | None]:
     """Return the sharding of each leaf of the parameters, or None if it is unknown.
 
     Args:
-      given: see :data:`ParamShardings`.
-      params: tree of parameters.
-      layer: the layer of stacked parameters that ``params`` contains. ``given`` still
-        describes whole stacks.
+      given: see :data:`ParamShardings`. If the step updates a layer, it describes whole
+        stacks.
+      params: tree of parameters, or of one layer of them.
     """
     names, leaves, treedef = trees.named_leaves(params)
-    if given is None:
+    layer = context.current().layer
+    # In an analysed step, the parameters are one layer of unknown stacks.
+    if given is None or context.current().is_analysed:
         return [None] * len(leaves)
     layers = frozenset() if layer is None else layer.names
     whole = treedef.unflatten(
@@ -130,12 +128,8 @@ def uneven_axes(
     shape: tuple[int, ...], sharding: NamedSharding | None
 ) -> dict[int, int]:
     """Return a dict from each axis that does not divide evenly to its shard count."""
-    uneven = {}
-    for axis, entry in enumerate(sharding.spec if sharding is not None else ()):
-        if sharding is None or entry is None or entry is PartitionSpec.UNCONSTRAINED:
-            continue
-        names = entry if isinstance(entry, tuple) else (entry,)
-        shards = math.prod(sharding.mesh.shape[name] for name in names)
-        if shape[axis] % shards:
-            uneven[axis] = shards
-    return uneven
+    if sharding is None:
+        return {}
+    axes = enumerate(axes_of(sharding.spec, len(shape)))
+    counts = {axis: count_of(sharding.mesh, names) for axis, names in axes if names}
+    return {axis: count for axis, count in counts.items() if shape[axis] % count}

@@ -14,7 +14,12 @@ from lowbit_optax import formats
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax._step.param_shardings import leaf_shardings
-from lowbit_optax.aliases.common import check_learning_rate, check_numbers, checked
+from lowbit_optax.aliases.common import (
+    check_learning_rate,
+    check_numbers,
+    checked,
+    corrected_momentum,
+)
 from lowbit_optax.aliases.newton_schulz import orthogonalized_shards
 from lowbit_optax.formats.moment_fields import register_moments
 from lowbit_optax.transformations.lowbit import lowbit
@@ -170,9 +175,8 @@ def _momentum(beta: float, nesterov: bool) -> optax.GradientTransformation:
 
 def _orthogonal(steps: int, dtype, given, updates, params):
     """Returns the orthogonalised updates; ``given`` is ``param_shardings``."""
-    around = context.current()
     _, leaves, structure = trees.named_leaves(updates)
-    places = leaf_shardings(None if around.is_analysed else given, params, around.layer)
+    places = leaf_shardings(given, params)
     found = []
     for x, place in zip(leaves, places, strict=True):
         explicit = jax.typeof(x).sharding

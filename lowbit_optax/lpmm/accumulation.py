@@ -29,6 +29,7 @@ from lowbit_optax._step.parallel_trees import (
     leaf_by_leaf,
     uncontained,
 )
+from lowbit_optax._step.param_shardings import leaf_shardings
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.stepper import Stepper, check_state, stepper_of
 from lowbit_optax._step.wrapped import step_wrapped
@@ -299,7 +300,7 @@ class _Call:
         lowbit = stepper_of(self.config.inner)
         shardings: Sequence = [None] * len(names)
         if isinstance(lowbit, Lowbit):
-            shardings = lowbit.leaf_shardings(self.params)
+            shardings = leaf_shardings(lowbit.param_shardings, self.params)
         return Sums(
             [
                 StoredLeaf(name, leaf, None, sharding=sharding).with_grad(grad)

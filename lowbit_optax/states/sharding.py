@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from lowbit_optax._arguments import check_choice
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.param_shardings import (
+    leaf_shardings,
     mesh_or_ambient,
     named_shardings,
     uneven_axes,
@@ -132,7 +133,7 @@ def known_shardings(tx: Transformation, params: PyTree) -> dict[str, NamedShardi
     found: dict[str, NamedSharding | None] = {}
 
     def start(config, params):
-        known = config.leaf_shardings(params)
+        known = leaf_shardings(config.param_shardings, params)
         found.update(zip(trees.named_leaves(params)[0], known, strict=True))
         return config.start(params, {})
 
