@@ -88,6 +88,24 @@ def sgd(
     return optax.GradientTransformationExtraArgs(plain.init, update_fn)
 
 
+def corrected_momentum(mu, grads, decay, count, nesterov: bool):
+    """Returns a momentum that is corrected for its bias; for Nesterov, one step ahead.
+
+    Args:
+      mu: the running average of ``grads``, which includes this step.
+      grads: the gradients of this step.
+      decay: the decay rate of the average.
+      count: the number of this step; the first is 1.
+      nesterov: whether to look ahead, as in ``optax.scale_by_adam``.
+    """
+    corrected = optax.tree.bias_correction
+    if not nesterov:
+        return corrected(mu, decay, count)
+    ahead = corrected(mu, decay, optax.safe_increment(count))
+    grads = corrected(grads, decay, count)
+    return jax.tree.map(lambda m, g: decay * m + (1 - decay) * g, ahead, grads)
+
+
 def check_learning_rate(alias: str, learning_rate) -> None:
     """Raises an error unless the learning rate is a schedule or a finite number.
 

@@ -13,7 +13,7 @@ import optax
 
 from lowbit_optax import formats
 from lowbit_optax._step.blanks import blank, is_blank
-from lowbit_optax.aliases.common import Mask, checked, without_none
+from lowbit_optax.aliases.common import Mask, checked, corrected_momentum, without_none
 from lowbit_optax.formats.moment_fields import register_moments
 from lowbit_optax.transformations.lowbit import lowbit
 from lowbit_optax.transformations.options import Options, takes_options
@@ -197,7 +197,7 @@ def scale_by_factored_adam(
 
     def update(updates, state, params=None):
         del params
-        count, corrected = optax.safe_increment(state.count), optax.tree.bias_correction
+        count = optax.safe_increment(state.count)
         before = state.nu, state.nu_row, state.nu_column
         second = _each(functools.partial(_averaged, b2), updates, *before)
 
@@ -207,11 +207,7 @@ def scale_by_factored_adam(
 
         grads = jax.tree.map(divided, updates, *second)
         mu = optax.tree.update_moment(grads, state.mu, b1, 1)
-        directions = corrected(mu, b1, count)
-        if nesterov:
-            ahead = corrected(mu, b1, optax.safe_increment(count))
-            grads = corrected(grads, b1, count)
-            directions = jax.tree.map(lambda m, n: b1 * m + (1 - b1) * n, ahead, grads)
+        directions = corrected_momentum(mu, grads, b1, count, nesterov)
         return directions, FactoredAdamState(
             count, optax.tree.cast(mu, mu_dtype), *second
         )

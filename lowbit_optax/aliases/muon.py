@@ -162,12 +162,7 @@ def _momentum(beta: float, nesterov: bool) -> optax.GradientTransformation:
         del params
         count = optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
-        corrected = optax.tree.bias_correction
-        if not nesterov:
-            return corrected(mu, beta, count), MomentumState(count, mu)
-        ahead = corrected(mu, beta, optax.safe_increment(count))
-        grads = corrected(updates, beta, count)
-        found = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, grads)
+        found = corrected_momentum(mu, updates, beta, count, nesterov)
         return found, MomentumState(count, mu)
 
     return optax.GradientTransformation(init, update)
