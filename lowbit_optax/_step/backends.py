@@ -14,7 +14,7 @@ program.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import jax
 import optax
@@ -22,15 +22,9 @@ import optax
 from lowbit_optax._step import context
 from lowbit_optax._step.error_feedback import Feedback
 from lowbit_optax._step.inner_update import InnerUpdate, trace_update
-from lowbit_optax._step.kernels.plan import plan_kernels
+from lowbit_optax._step.kernels.plan import KernelPlan, plan_kernels
 from lowbit_optax._step.kernels.run import run_kernels
-from lowbit_optax._step.left_to_xla import (
-    Left,
-    left_to_xla,
-    perhaps_partitioned,
-    warn_once,
-    warning_of,
-)
+from lowbit_optax._step.left_to_xla import perhaps_partitioned, warn_once, warning_of
 from lowbit_optax._step.step import Step, Stepped
 from pallas_kernels.lowered import for_one_device
 from pallas_kernels.platforms import (
@@ -108,7 +102,7 @@ def _by_platform(
         return by_xla(step)
     plan = plan_kernels(traced, for_tpus=on_tpus)
     reasons = plan.why_not(on_tpus=on_tpus)
-    message = warning_of(left_to_xla(plan, reasons))
+    message = warning_of(plan, reasons)
     if warn and message and (on_tpus or target_gpu() is not None):
         warn_once(message)
     if not set(plan.kernels) - set(reasons):
@@ -117,8 +111,7 @@ def _by_platform(
     name = "tpu" if on_tpus else launcher_name(None)
     run = lambda: run_kernels(plan, step.for_another_branch(), name)
     if on_tpus and warn:
-        partitioned = left_to_xla(plan, perhaps_partitioned(plan))
-        run = lambda: run_kernels(plan, _warning(step, partitioned), name)
+        run = lambda: run_kernels(plan, _warning(plan, step), name)
     branches = {"tpu" if on_tpus else "cuda": run}
     # Three cases cannot use blocks. In a program for several devices, XLA may partition
     # each block and communicate for it. On explicit axes, each array in a block would
@@ -165,9 +158,9 @@ def _mesh(step: Step):
     return next((x.sharding.mesh for x in step.leaves if x.sharding is not None), None)
 
 
-def _warning(step: Step, left: Collection[Left]) -> Step:
-    """Return a step that warns about ``left`` in programs for several devices."""
-    message = warning_of(left)
+def _warning(plan: KernelPlan, step: Step) -> Step:
+    """Return a step that warns in programs for several devices."""
+    message = warning_of(plan, perhaps_partitioned(plan))
     if message is None:
         return step.for_another_branch()
     same = for_one_device(lambda x: [x], lambda x: [x], message)

@@ -7,13 +7,11 @@ float32 arrays of its master and moments, which are the arrays that this package
 
 import functools
 import math
-import typing
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from lowbit_optax._step import trees
 from lowbit_optax._step.kernels.plan import KernelPlan
-from lowbit_optax.formats.block_quantized import BlockQuantized
 from pallas_kernels.fused_update import sharded
 from pallas_kernels.fused_update.refusals import PARTITIONED
 
@@ -21,45 +19,39 @@ _LARGE = 2**18
 """Leaves with fewer elements are not worth a warning."""
 
 
-class Left(typing.NamedTuple):
-    """A leaf that XLA updates.
-
-    Args:
-      leaf: its path, dtype and shape.
-      reason: why no kernel updates it.
-      size: the number of its elements.
-      float32_bytes: size of its master and quantised moments in float32, in bytes.
-    """
-
-    leaf: str
-    reason: str
-    size: int
-    float32_bytes: int
-
-
-def left_to_xla(plan: KernelPlan, reasons: Mapping[int, str]) -> list[Left]:
-    """Return a :class:`Left` for each leaf that XLA updates.
+def warning_of(plan: KernelPlan, reasons: Mapping[int, str]) -> str | None:
+    """Return a warning about large leaves that XLA updates, or None if there are none.
 
     ``reasons`` maps leaf indices to reasons. Leaves without packed or quantised arrays
-    are omitted, because XLA updates them in one pass.
+    do not count, because XLA updates them in one pass.
     """
-    step, found = plan.traced.step, []
-    for number, reason in sorted(reasons.items()):
+    step, sizes, float32_bytes = plan.traced.step, {}, 0
+    for number in sorted(reasons):
         leaf = step.leaves[number]
-        stored = [x.format for x in step.plan.storage if x and x.leaf == leaf.name]
-        moments = [x for x in stored if isinstance(x, BlockQuantized)]
-        is_quantized = trees.is_quantized(leaf.param)
+        moments = step.plan.quantized[leaf.name]
         is_packed = leaf.format is not None and bool(leaf.format.width)
-        if not (moments or is_quantized or is_packed):
-            continue
-        described, size = trees.describe(leaf.param), math.prod(leaf.param.shape)
-        if is_quantized:
-            described = (
-                f"a {type(leaf.param).__name__} of shape {list(leaf.param.shape)}"
-            )
-        left = f"params{leaf.name}, {described}"
-        found.append(Left(left, reason, size, 4 * size * (1 + len(moments))))
-    return found
+        is_in_few_bits = moments or is_packed or trees.is_quantized(leaf.param)
+        size = math.prod(leaf.param.shape)
+        if is_in_few_bits and size >= _LARGE:
+            sizes[number] = size
+            # The master and the quantised moments in float32.
+            float32_bytes += 4 * size * (1 + len(moments))
+    if not sizes:
+        return None
+    largest = max(sizes, key=sizes.__getitem__)
+    param = step.leaves[largest].param
+    described = trees.describe(param)
+    if trees.is_quantized(param):
+        described = f"a {type(param).__name__} of shape {list(param.shape)}"
+    others = f" and {len(sizes) - 1} more leaves" if len(sizes) > 1 else ""
+    return (
+        f"lowbit: no kernel updates params{step.leaves[largest].name}, "
+        f"{described}{others}: {reasons[largest]}. XLA computes float32 arrays of "
+        "their masters and moments, which takes several times as long as a kernel and "
+        f"needs about {float32_bytes / 2**20:.0f} MiB of temporary memory on all "
+        "devices together. lowbit_optax.explain(tx, params) lists such leaves. To "
+        "disable this warning, pass warn=False"
+    )
 
 
 def perhaps_partitioned(plan: KernelPlan) -> dict[int, str]:
@@ -73,22 +65,6 @@ def perhaps_partitioned(plan: KernelPlan) -> dict[int, str]:
         for i, leaf in plan.arrays(plan.traced.step).items()
         if i not in plan.tpu_refusals and sharded.is_partitioned(leaf) is None
     }
-
-
-def warning_of(left: Collection[Left]) -> str | None:
-    """Return a warning about leaves that XLA updates, or None if no leaf is large."""
-    large = [x for x in left if x.size >= _LARGE]
-    if not large:
-        return None
-    most, total = max(large, key=lambda x: x.size), sum(x.float32_bytes for x in large)
-    others = f" and {len(large) - 1} more leaves" if len(large) > 1 else ""
-    return (
-        f"lowbit: no kernel updates {most.leaf}{others}: {most.reason}. XLA computes "
-        "float32 arrays of their masters and moments, which takes several times as "
-        f"long as a kernel and needs about {total / 2**20:.0f} MiB of temporary memory "
-        "on all devices together. lowbit_optax.explain(tx, params) lists such leaves. "
-        "To disable this warning, pass warn=False"
-    )
 
 
 @functools.cache

@@ -101,6 +101,15 @@ class MomentPlan:
         return found
 
     @functools.cached_property
+    def quantized(self) -> dict[str, list[BlockQuantized]]:
+        """The formats of the quantised moments of each leaf, keyed by its path."""
+        found: dict[str, list[BlockQuantized]] = {x.name: [] for x in self.leaves}
+        for moment in self.storage:
+            if moment is not None and isinstance(moment.format, BlockQuantized):
+                found[moment.leaf].append(moment.format)
+        return found
+
+    @functools.cached_property
     def stored_first(self) -> frozenset[int]:
         """Indices of the moments that are stored before updates are computed."""
         readers = {
@@ -141,22 +150,15 @@ class MomentPlan:
 
     def placed(self) -> list[StoredLeaf]:
         """Return the leaves, moved if their shards would split words or blocks."""
-        packed = {
-            leaf.name: [leaf.format and leaf.format.width] for leaf in self.leaves
-        }
-        sizes: dict[str, list[int]] = {leaf.name: [] for leaf in self.leaves}
-        for moment in self.storage:
-            if moment is not None and isinstance(moment.format, BlockQuantized):
-                packed[moment.leaf].append(moment.format.bits)
-                sizes[moment.leaf].append(moment.format.block_size)
-        return [
-            on_whole_units(
-                leaf,
-                tuple(sorted({bits for bits in packed[leaf.name] if bits})),
-                max(sizes[leaf.name], default=None),
-            )
-            for leaf in self.leaves
-        ]
+        placed = []
+        for leaf in self.leaves:
+            quantized = self.quantized[leaf.name]
+            bits = {x.bits for x in quantized}
+            if leaf.format is not None and leaf.format.width:
+                bits.add(leaf.format.width)
+            block_size = max((x.block_size for x in quantized), default=None)
+            placed.append(on_whole_units(leaf, tuple(sorted(bits)), block_size))
+        return placed
 
     def encode(
         self, parts: Sequence, draws: Mapping[str, Draws], stored: Collection[int] = ()
