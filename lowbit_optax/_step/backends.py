@@ -189,8 +189,7 @@ def reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepp
         first, leaves = step.plan.stored_first, range(len(updates))
         updates, parts = traced.updates_from_stored(step, leaves, parts, first)
     landed = [
-        step.landed_and_fed(i, update, parts, feedback[i])
-        for i, update in enumerate(updates)
+        step.landed(i, update, parts, feedback[i]) for i, update in enumerate(updates)
     ]
     stored = step.plan.encode(parts, step.draws, first)
     stored = step.plan.tree(structure, stored, step.state.inner_state)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
-from lowbit_optax._step.context import layerwise
 
 
 class Unguarded:
@@ -28,8 +27,6 @@ class Unguarded:
     def unscaled(self, grads):
         """Return the gradients unchanged."""
         return grads
-
-    unscaled_alone = unscaled
 
     def chosen(self, new, old):
         """Return the new tree."""
@@ -80,10 +77,6 @@ class Guard(typing.NamedTuple):
         # Outside of jit, JAX compiles a conditional with new closures in every step.
         floats = traced_once(_unscaled)(self.factor, self.proceed, floats)
         return treedef.unflatten(floats.get(i, x) for i, x in enumerate(leaves))
-
-    def unscaled_alone(self, grad: jax.Array) -> jax.Array:
-        """Unscale one gradient inside a function that :func:`.layerwise` marks."""
-        return layerwise(self.unscaled)(grad)
 
     def times(self, grads):
         """Multiply gradients by the factor; narrow gradients become float32."""

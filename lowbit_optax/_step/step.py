@@ -130,7 +130,7 @@ class Step(LeafStep):
         wide = [leaf.wide_grad() for leaf in self.leaves]
         if context.current().is_analysed:
             # In an analysed step, gradients must not depend on each other.
-            return list(map(self.guard.unscaled_alone, wide))
+            return list(map(context.layerwise(self.guard.unscaled), wide))
         return self.guard.unscaled(wide)
 
     @property
@@ -157,28 +157,23 @@ class Step(LeafStep):
         """Return the inner updates as a list, one for each leaf."""
         return trees.parts_of(self.names, self.treedef, updates, "inner updates")
 
-    def landed_and_fed(
-        self, number: int, update, parts: MutableSequence | dict, into: Feedback | None
+    def landed(
+        self,
+        number: int,
+        update,
+        parts: MutableSequence | dict,
+        into: Feedback | None,
     ) -> Landed:
-        """Do the same as :meth:`landed`, and add the rounding error to a moment.
-
-        The new moments are in ``parts``, and ``into`` contains values. If ``into`` is
-        None, no moment changes.
-        """
-        if into is None:
-            return self.landed(number, update)
-        moment = parts[into.part]
-        landed = self.landed(number, update, ahead_of(moment, into.reach))
-        feed = straight_through(fed)
-        parts[into.part] = feed(moment, landed.error, into.rate, into.growth)
-        return landed
-
-    def landed(self, number: int, update, ahead=None) -> Landed:
         """Add an inner update to the master of a leaf, and store it.
 
-        For ``ahead``, see :meth:`WeightFormat.advance`.
+        If ``into`` is not None, it contains values, and the rounding error is added to
+        one of the new moments in ``parts``.
         """
-        leaf, is_direct = self.leaves[number], self.landing.is_direct
+        leaf = self.leaves[number]
+        moment = ahead = None
+        if into is not None:
+            moment = parts[into.part]
+            ahead = ahead_of(moment, into.reach)
         passes_through = leaf.format is None
         if passes_through:
             # The sum must match apply_updates. XLA's CPU compiler does not contract a
@@ -186,10 +181,13 @@ class Step(LeafStep):
             update = self.guard.updates(update)
         landed = leaf.landed(update, self.random[number], self.landing, ahead)
         result = landed.result
-        if is_direct and not passes_through:
+        if self.landing.is_direct and not passes_through:
             result = self.guard.chosen(result, leaf.param)
         residual = self.guard.chosen(landed.residual, leaf.residual)
-        return Landed(result, residual, landed.error)
+        if into is not None:
+            feed = straight_through(fed)
+            parts[into.part] = feed(moment, landed.error, into.rate, into.growth)
+        return Landed(result, residual)
 
 
 class Stepped(typing.NamedTuple):

@@ -152,7 +152,7 @@ class Sums(LeafStep):
         part, format_ = self.parts[number], self.formats[number]
         if part is None:
             return None
-        grad = self.guard.unscaled_alone(self.leaves[number].wide_grad())
+        grad = context.layerwise(self.guard.unscaled)(self.leaves[number].wide_grad())
         draws = accumulator_draws(self.random[number])
         new = encoded(grad + self._decoded(number), format_, draws)
         return self.guard.chosen(new, part)

@@ -263,7 +263,7 @@ def _leaf_report(step: Step, number: int, update, ahead, errors) -> LeafReport:
     leaf = step.leaves[number]
     param, residual, format_ = leaf.param, leaf.residual, leaf.format
     if format_ is None:
-        new = step.landed(number, update).result
+        new = step.landed(number, update, {}, None).result
         return _report(param, update, to_float32, (param,), (new,), errors)
     if residual is not None and format_.width:
         # Unpacked residuals allow elementwise operations.

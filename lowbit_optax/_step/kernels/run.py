@@ -53,7 +53,7 @@ def run_kernels(
     residuals: list = [None] * len(step.leaves)
     for i, node in others.items():
         into = feedback[i].with_values(values) if i in feedback else None
-        landed = step.landed_and_fed(i, values[node], parts, into)
+        landed = step.landed(i, values[node], parts, into)
         results[i], residuals[i] = landed.result, landed.residual
     launches = Launches(
         bodies={i: x.body for i, x in kernels.items()},
