@@ -1,7 +1,7 @@
 """``run``: chooses how each leaf of a step is updated, and runs the step.
 
 :meth:`.engine.Lowbit.run` calls :func:`run` with a :class:`.step.Step` and the inner
-transformation. There are three backends, chosen before any leaf is joined or decoded:
+update. There are three backends, chosen before any leaf is joined or decoded:
 
     kernels    leaves with a program of elementwise operations, on GPUs and TPUs; on
                GPUs, XLA may compute arrays that the program of a packed leaf reads
@@ -17,7 +17,6 @@ import functools
 from collections.abc import Callable
 
 import jax
-import optax
 
 from lowbit_optax._step import context
 from lowbit_optax._step.error_feedback import Feedback
@@ -47,19 +46,16 @@ NEEDS_VALUES = (
 
 
 def run(
-    step: Step,
-    inner: optax.GradientTransformation,
-    implementation: Implementation,
-    extra_args: dict,
-    *,
-    warn: bool = True,
+    step: Step, update: Callable, implementation: Implementation, warn: bool
 ) -> Stepped:
     """Run a step with the given implementation, or with the best one for the platform.
 
-    If ``warn`` is True, warn about large leaves that XLA updates on an accelerator.
+    Args:
+      step: the checked arguments.
+      update: the inner update, a function of float32 gradients, state and masters.
+      implementation: see :data:`pallas_kernels.platforms.Implementation`.
+      warn: whether to warn about large leaves that XLA updates on an accelerator.
     """
-    update = optax.with_extra_args_support(inner).update
-    update = functools.partial(update, **extra_args)
     is_eager = is_elsewhere(jax.tree.leaves(step.params))
     only_xla = implementation == "xla" or context.current().is_analysed
     only_xla = only_xla or (implementation is None and is_eager)

@@ -15,7 +15,7 @@ one leaf at a time. :func:`lowbit_optax.lowbit` creates ``Lowbit`` objects.
 import dataclasses
 import functools
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -128,12 +128,12 @@ class Lowbit(Stepper):
             landing = ADD_LIKE_GRADS
         step = self.open(params, state, grads, guard, landing)
         report = context.current().report
+        update = self._update_with(extra_args)
         if report is not None:
-            update = optax.with_extra_args_support(self.inner).update
-            report(step, functools.partial(update, **extra_args), self.implementation)
+            report(step, update, self.implementation)
             return jax.tree.map(jnp.zeros_like, step.tree(step.masters)), state
         results, residuals, inner_state = backends.run(
-            step, self.inner, self.implementation, extra_args, warn=self.warn
+            step, update, self.implementation, self.warn
         )
         results = list(map(StoredLeaf.moved_back, step.leaves, results))
         if not landing.is_direct:
@@ -156,8 +156,7 @@ class Lowbit(Stepper):
         if not context.current().wants_params:
             return self.update(updates, state, params, **extra)
         step = self.open(params, state, updates, UNGUARDED, REPLACE)
-        update = optax.with_extra_args_support(self.inner).update
-        traced = trace_update(functools.partial(update, **extra), step)
+        traced = trace_update(self._update_with(extra), step)
 
         def with_held(held) -> Lowbit:
             closed = ClosedJaxpr(traced.closed.jaxpr, held)
@@ -172,6 +171,11 @@ class Lowbit(Stepper):
 
         held = list(traced.closed.consts)
         return marked(self, with_held, held, updates, state, params, {})
+
+    def _update_with(self, extra_args: dict) -> Callable:
+        """Return the inner update as a function of gradients, state and masters."""
+        update = optax.with_extra_args_support(self.inner).update
+        return functools.partial(update, **extra_args)
 
     def open(
         self, params, state, grads, guard: Guard | Unguarded, landing: Landing
