@@ -136,13 +136,10 @@ def explained(
     plan = plan_kernels(trace_update(update, step), for_tpus=on_tpus)
     reasons = plan.why_not(on_tpus=on_tpus)
     perhaps = perhaps_partitioned(plan) if on_tpus else {}
-    for number, name in enumerate(step.names):
-        if number in reasons:
-            texts[name] += f": {reasons[number]}"
-        elif number in plan.kernels:
-            alone = "a kernel in a program for one device, else XLA"
-            is_known = number not in perhaps
-            texts[name] = "a kernel" if is_known else f"{alone}: {perhaps[number]}"
+    alone = "a kernel in a program for one device, else XLA"
+    texts |= {step.names[i]: "a kernel" for i in plan.kernels}
+    texts |= {step.names[i]: f"{alone}: {why}" for i, why in perhaps.items()}
+    texts |= {step.names[i]: f"XLA: {why}" for i, why in reasons.items()}
     return texts
 
 

@@ -203,7 +203,7 @@ class InnerUpdate:
         read = lambda nodes: [(i, x) for i, x in enumerate(nodes) if x in needed]
         known |= {x: step.grads[i] for i, x in read(nodes.grads)}
         known |= {x: step.leaves[i].master() for i, x in read(nodes.masters)}
-        moments = step.moments([i for i, _ in read(nodes.state)])
+        moments = step.plan.decode(step.parts, [i for i, _ in read(nodes.state)])
         known |= {x: moments[i] for i, x in read(nodes.state)}
         values = evaluate(list(wanted), known)
         return dict(zip(wanted, map(jnp.asarray, values), strict=True))

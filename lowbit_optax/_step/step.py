@@ -8,7 +8,7 @@ arrays, so float32 masters and moments exist only for leaves without a kernel.
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Collection, MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 
 import jax
 
@@ -138,16 +138,12 @@ class Step(LeafStep):
         """The structure of the parts of the inner state."""
         return self.plan.structure(self.state.inner_state)
 
-    def moments(self, wanted: Collection[int] | None = None) -> list:
-        """Return the parts of the inner state, with the wanted moments in float32."""
-        return self.plan.decode(self.parts, wanted)
-
     def inner_update(self, update: Callable) -> tuple[list, typing.Any]:
         """Return ``(updates of the leaves, new inner state)``.
 
         ``update`` is a function of float32 gradients, inner state and masters.
         """
-        inner_state = self.structure.unflatten(self.moments())
+        inner_state = self.structure.unflatten(self.plan.decode(self.parts))
         updates, new_state = update(
             self.tree(self.grads), inner_state, self.tree(self.masters)
         )

@@ -111,7 +111,7 @@ def guarded(
     guard: Guard | Unguarded,
     landing: Landing,
     extra_args: dict,
-):
+) -> tuple[typing.Any, typing.Any]:
     """Run a step unless the guard skips it.
 
     Args:
