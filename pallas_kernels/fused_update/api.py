@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from pallas_kernels.fused_update import sharded
 from pallas_kernels.fused_update.gpu.sharing import kind_of_leaf
-from pallas_kernels.fused_update.kernels import Kernels, reference
+from pallas_kernels.fused_update.kernels import by_leaf, kernels, reference
 from pallas_kernels.fused_update.launchers import launcher_of
 from pallas_kernels.fused_update.refusals import gpu_refusal, tpu_refusal
 from pallas_kernels.fused_update.spec import (
@@ -141,20 +141,17 @@ def fused_update_many(
     _check_same_kinds(leaves)
     for leaf in leaves:
         _check(leaf)
-    results = len(leaves[0].results)
     launcher: Launcher = launcher_of(implementation)
-    written: list = [None] * len(leaves)
     parts = _parts(len(leaves), launcher.max_leaves(leaves))
-    programs = [launcher.programs([leaves[i] for i in part]) for part in parts]
+    given = [[leaves[i] for i in part] for part in parts]
+    programs = list(map(launcher.programs, given))
     full = [n for n, part in zip(programs, parts, strict=True) if len(part) > 1]
-    for part, needed in zip(parts, programs, strict=True):
+    written = []
+    for part, some, needed in zip(parts, given, programs, strict=True):
         own = dataclasses.replace(scalars, rows=scalars.rows[np.array(part)])
         room = needed, max(full, default=needed)
-        given = [leaves[i] for i in part]
-        new = _update_once(body, given, implementation, own, room=room)
-        for n, i in enumerate(part):
-            written[i] = new[n * results :][:results]
-    return written
+        written.append(_update_once(body, some, implementation, own, room=room))
+    return by_leaf(parts, written)
 
 
 def _parts(leaves: int, max_leaves: int) -> list[list[int]]:
@@ -190,12 +187,7 @@ def sharing_kind(leaf: Leaf, implementation: Implementation = None) -> typing.Ha
 
 def _check_same_kinds(leaves: Sequence[Leaf]) -> None:
     kinds = {
-        (
-            tuple(
-                (o.array.dtype, o.bits, o.block_size, o.repeated) for o in leaf.operands
-            ),
-            leaf.results,
-        )
+        (leaf.with_arrays([x.dtype for x in leaf.arrays]).operands, leaf.results)
         for leaf in leaves
     }
     if len(kinds) > 1 or any(leaf.stacked for leaf in leaves):
@@ -226,19 +218,17 @@ def _update(
         columns = scalars.table.shape[-1]
         on_tpus = not any(tpu_refusal(body, leaf, columns) for leaf in leaves)
 
-    def kernels(implementation: str | None, interpret: bool = False) -> Callable:
-        return Kernels(body, room, implementation, interpret).transformable
-
+    by_kernels = functools.partial(kernels, body, room)
     arguments = scalars, layer, first, list(leaves)
     if implementation == "tpu" and on_tpus:
-        return kernels("tpu", interpret=not is_for_tpu)(*arguments)
+        return by_kernels("tpu", interpret=not is_for_tpu)(*arguments)
     return by_platform(
         implementation,
         functools.partial(reference, body),
         arguments,
-        interpreted=kernels("pallas", interpret=True),
-        cuda=None if refusal else kernels(implementation),
-        tpu=kernels("tpu") if on_tpus else None,
+        interpreted=by_kernels("pallas", interpret=True),
+        cuda=None if refusal else by_kernels(implementation),
+        tpu=by_kernels("tpu") if on_tpus else None,
     )
 
 

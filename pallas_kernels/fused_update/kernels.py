@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 from jax import lax
@@ -25,9 +25,15 @@ from pallas_kernels.platforms import transformable
 _INTERPRETS_SHARDS = jax.__version_info__ >= (0, 11)
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernels:
-    """Updates leaves with a launcher's kernels, on the shards of every device.
+def kernels(
+    body: Body | BlockBody,
+    room: tuple[int, int],
+    implementation: str | None,
+    interpret: bool = False,
+) -> Callable:
+    """Return a function that updates leaves with kernels, on the shards of each device.
+
+    It has the arguments of :func:`reference` after ``body``, and its derivatives.
 
     With ``interpret=True``, Pallas simulates TPU kernels. The simulation has side
     effects, so JAX cannot partition it.
@@ -36,67 +42,70 @@ class Kernels:
       body, room, interpret: see :class:`.spec.Call`.
       implementation: the implementation whose launcher is used.
     """
+    is_for_tpus = implementation == "tpu"
+    by_xla = functools.partial(reference, body)
 
-    body: Body | BlockBody
-    room: tuple[int, int]
-    implementation: str | None
-    interpret: bool
-
-    @property
-    def transformable(self) -> Callable:
-        """The update as a function with the derivatives of the reference."""
-        return transformable(self._where_kernels_run, self._reference)
-
-    @property
-    def _is_for_tpus(self) -> bool:
-        return self.implementation == "tpu"
-
-    @property
-    def _reference(self) -> Callable:
-        return functools.partial(reference, self.body)
-
-    def _where_kernels_run(self, *args) -> list[jax.Array]:
-        """Runs kernels, or the reference in programs that cannot contain kernels."""
-        if self.interpret:
-            return self._over_shards(*args)
-        *_, leaves = args
-        is_perhaps_partitioned = sharded.is_partitioned(leaves[0]) is None
-        if self._is_for_tpus and is_perhaps_partitioned:
-            return for_one_device(self._over_shards, self._reference)(*args)
-        return for_one_platform(self._over_shards, self._reference)(*args)
-
-    def _over_shards(
-        self, scalars: Scalars, layer, first, leaves: Sequence[Leaf]
-    ) -> list[jax.Array]:
-        """Runs kernels on the shards of whole leaves."""
-        # Kernels read only the table.
-        shared = dataclasses.replace(scalars, values=()), layer, first
-        if self.interpret and self._is_for_tpus and not _INTERPRETS_SHARDS:
-            return self._over_groups(shared, [Shard(x, x.shape) for x in leaves])
-        return sharded.over_shards(
-            self._over_groups, shared, leaves, can_partition=not self._is_for_tpus
-        )
-
-    def _over_groups(self, shared, shards: Sequence[Shard]) -> list[jax.Array]:
-        """Runs one kernel for each group of a device's shards."""
-        launcher: Launcher = launcher_of(self.implementation, self.interpret)
+    def over_groups(shared, shards: Sequence[Shard]) -> list[jax.Array]:
         scalars, layer, first = shared
         if first is not None:
             shards = [shard.after(first[0]) for shard in shards]
-        call = Call(self.body, shards, scalars, layer, self.room, self.interpret)
-        groups = launcher.groups(shards)
-        if len(groups) == 1:
-            return launcher.update(call)
-        written: list = [None] * len(shards)
-        for group in groups:
-            own = [shards[i] for i in group]
-            rows = [lax.slice(scalars.rows, [i], [i + 1]) for i in group]
-            given = dataclasses.replace(scalars, rows=lax.concatenate(rows, 0))
-            new = launcher.update(dataclasses.replace(call, shards=own, scalars=given))
-            count = len(own[0].leaf.results)
-            for n, i in enumerate(group):
-                written[i] = new[n * count :][:count]
-        return [x for new in written for x in new]
+        launcher = launcher_of(implementation, interpret)
+        return _over_groups(
+            launcher, Call(body, shards, scalars, layer, room, interpret)
+        )
+
+    def over_shards(
+        scalars: Scalars, layer, first, leaves: Sequence[Leaf]
+    ) -> list[jax.Array]:
+        # Kernels read only the table.
+        shared = dataclasses.replace(scalars, values=()), layer, first
+        if interpret and is_for_tpus and not _INTERPRETS_SHARDS:
+            return over_groups(shared, [Shard(x, x.shape) for x in leaves])
+        return sharded.over_shards(
+            over_groups, shared, leaves, can_partition=not is_for_tpus
+        )
+
+    def where_kernels_run(*args) -> list[jax.Array]:
+        """Runs kernels, or the reference in programs that cannot contain kernels."""
+        if interpret:
+            return over_shards(*args)
+        *_, leaves = args
+        if is_for_tpus and sharded.is_partitioned(leaves[0]) is None:
+            return for_one_device(over_shards, by_xla)(*args)
+        return for_one_platform(over_shards, by_xla)(*args)
+
+    return transformable(where_kernels_run, by_xla)
+
+
+def _over_groups(launcher: Launcher, call: Call) -> list[jax.Array]:
+    """Runs one kernel for each group of a device's shards."""
+    groups = launcher.groups(call.shards)
+    if len(groups) == 1:
+        return launcher.update(call)
+
+    def update(group: Sequence[int]) -> list[jax.Array]:
+        rows = [lax.slice(call.scalars.rows, [i], [i + 1]) for i in group]
+        scalars = dataclasses.replace(call.scalars, rows=lax.concatenate(rows, 0))
+        own = [call.shards[i] for i in group]
+        return launcher.update(dataclasses.replace(call, shards=own, scalars=scalars))
+
+    return [x for new in by_leaf(groups, map(update, groups)) for x in new]
+
+
+def by_leaf(
+    groups: Sequence[Sequence[int]], results: Iterable[Sequence[jax.Array]]
+) -> list[list[jax.Array]]:
+    """Return a list of results for each leaf.
+
+    Args:
+      groups: the indices of the leaves in each group, which together are all leaves.
+      results: for each group, the results of all its leaves in one list.
+    """
+    written = {}
+    for group, new in zip(groups, results, strict=True):
+        count = len(new) // len(group)
+        written |= {i: new[n * count :][:count] for n, i in enumerate(group)}
+    return [written[i] for i in range(len(written))]
 
 
 def reference(
@@ -121,11 +130,6 @@ def reference(
         x
         for leaf, row in zip(leaves, rows, strict=True)
         for x in xla.update(
-            body,
-            leaf,
-            xla.row_of(scalars, row),
-            layer,
-            scalars.when,
-            index,
+            body, leaf, xla.row_of(scalars, row), layer, scalars.when, index
         )
     ]
