@@ -15,13 +15,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as pallas
 
 from pallas_kernels.fused_update.gpu.kernel import Kernel, prepare
-from pallas_kernels.fused_update.gpu.mosaic_arrays import Threads, load, store
+from pallas_kernels.fused_update.gpu.mosaic_arrays import Threads
 from pallas_kernels.fused_update.gpu.program import run_program
 from pallas_kernels.fused_update.gpu.sharing import Sharing
 from pallas_kernels.fused_update.gpu.tiling import FlatTiling
 from pallas_kernels.fused_update.spec import BlockBody, Call, shaped
 from pallas_kernels.gpu import mosaic_registers as registers
-from pallas_kernels.gpu.mosaic import INSTRUCTIONS
 from pallas_kernels.layout import TILE_COLUMNS
 
 # A program is a warpgroup: 128 threads with four lanes each.
@@ -114,7 +113,7 @@ def _program(kernel: Kernel, warpgroups: int, *refs):
         for i in range(kernel.results)
     ]
     # If the kernel has shared memory, its reference follows the results.
-    arrangement = Threads(kernel.tiling, exchange=next(rest, None))
+    arrangement = Threads.of(kernel.tiling, next(rest, None))
 
     def unless_beyond(work):
         if kernel.programs % warpgroups:
@@ -122,13 +121,4 @@ def _program(kernel: Kernel, warpgroups: int, *refs):
         else:
             work()
 
-    run_program(
-        kernel,
-        program,
-        [*arguments, *results],
-        arrangement,
-        INSTRUCTIONS,
-        load=functools.partial(load, arrangement.shape),
-        store=functools.partial(store, arrangement.shape),
-        guard=unless_beyond,
-    )
+    run_program(kernel, program, [*arguments, *results], arrangement, unless_beyond)

@@ -7,34 +7,39 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.fused_update.gpu.arrangements import Arrangement
 from pallas_kernels.fused_update.gpu.tiling import FlatTiling, Tiling
 from pallas_kernels.gpu import mosaic_access
 from pallas_kernels.gpu import mosaic_registers as registers
+from pallas_kernels.gpu.mosaic import INSTRUCTIONS
 from pallas_kernels.layout import TILE_COLUMNS
 
 
 @dataclasses.dataclass(frozen=True)
-class Threads:
+class Threads(Arrangement):
     """The arrangement of a program's lanes: each thread has four neighbouring lanes.
 
     All arrays are arrays of lanes. If an array contains one value per block, all lanes
     of the block have this value. See :class:`.arrangements.Arrangement`.
 
     Args:
+      shape: ``[lanes]`` in a flat tiling, and ``[threads, 4]`` otherwise.
       tiling: the tiling of the leaf or shard.
       exchange: reference to shared memory with an int32 per warp, for blocks with more
         tiles than a warp has threads.
     """
 
+    shape: tuple[int, ...]
     tiling: Tiling
-    exchange: typing.Any = None
+    exchange: typing.Any
+    instructions = INSTRUCTIONS
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        tiling = self.tiling
+    @classmethod
+    def of(cls, tiling: Tiling, exchange) -> "Threads":
+        """Return the arrangement for a tiling."""
         if isinstance(tiling, FlatTiling):
-            return (tiling.row_stride,)
-        return (tiling.program.lanes, TILE_COLUMNS)
+            return cls((tiling.row_stride,), tiling, exchange)
+        return cls((tiling.program.lanes, TILE_COLUMNS), tiling, exchange)
 
     def flat(self) -> jax.Array:
         return self._threads() * jnp.int32(TILE_COLUMNS) + self.columns()
@@ -54,12 +59,6 @@ class Threads:
         # result of a select as unsigned.
         return registers.per_thread(lambda register: register, [x], self.shape, x.dtype)
 
-    def spread(self, x: jax.Array) -> jax.Array:
-        return x
-
-    def over_parts(self, x: jax.Array) -> jax.Array:
-        return x
-
     def expand(self, x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x, self.shape)
 
@@ -70,6 +69,16 @@ class Threads:
             return registers.per_thread(make, [x], self.shape, jnp.int32)
         make, refs = _maximum_of_two_warps, [self.exchange]
         return registers.per_thread(make, [x], self.shape, jnp.int32, refs)
+
+    def load(self, ref, access, leaf: int) -> jax.Array:
+        make = functools.partial(mosaic_access.load, _form(ref, access, leaf))
+        place = access.offset, access.mask, access.layer
+        return registers.per_thread(make, place, self.shape, ref.dtype, [ref])
+
+    def store(self, ref, access, value, leaf: int) -> None:
+        make = functools.partial(mosaic_access.store, _form(ref, access, leaf))
+        arrays = value, access.offset, access.mask, access.layer
+        registers.per_thread(make, arrays, self.shape, None, [ref])
 
     def _threads(self) -> jax.Array:
         """Return the index of each lane's thread."""
@@ -107,20 +116,6 @@ def _maximum_of_two_warps(pointer, register):
     (value, *_) = registers.elements(_maximum(registers.WARP, register))
     other = registers.other_warp(pointer, value)
     return registers.register([registers.largest(value, other)] * registers.COLUMNS)
-
-
-def load(shape: tuple[int, ...], ref, access, leaf: int) -> jax.Array:
-    """Load elements of an array of a leaf; see :class:`.operands.Access`."""
-    make = functools.partial(mosaic_access.load, _form(ref, access, leaf))
-    place = access.offset, access.mask, access.layer
-    return registers.per_thread(make, place, shape, ref.dtype, [ref])
-
-
-def store(shape: tuple[int, ...], ref, access, value, leaf: int) -> None:
-    """Store elements of an array of a leaf; see :class:`.operands.Access`."""
-    make = functools.partial(mosaic_access.store, _form(ref, access, leaf))
-    arrays = value, access.offset, access.mask, access.layer
-    registers.per_thread(make, arrays, shape, None, [ref])
 
 
 def _form(ref, access, leaf: int) -> mosaic_access.Form:

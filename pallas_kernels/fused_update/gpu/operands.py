@@ -17,6 +17,7 @@ import numpy as np
 
 from pallas_kernels.bitfields import get_field, join_fields, put_fields
 from pallas_kernels.fused_update import xla
+from pallas_kernels.fused_update.gpu.arrangements import Arrangement
 from pallas_kernels.fused_update.gpu.lanes import BlockLanes
 from pallas_kernels.fused_update.gpu.numbers import Scalar
 from pallas_kernels.gpu.instructions import Instructions, by_branches
@@ -54,26 +55,19 @@ Key = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The arrays of a program's leaf, and the functions that load and store them.
+    """The arrays of a program's leaf.
 
     Args:
       leaf: int32 scalar, the index of the leaf in the kernel.
       operands, results: for each leaf, references to its flat arrays. Stacks have the
         shape ``[layers, size]``.
-      load_from: function of the launcher that loads elements, called with a reference,
-        an access and the index of the leaf.
-      store_to: function of the launcher that stores elements, called with a reference,
-        an access, the value and the index of the leaf.
-      mark: function that copies an array with an instruction that contains an integer,
-        see :meth:`_marked`; None if the launcher does not need it.
+      arrangement: the arrangement of the program's lanes.
     """
 
     leaf: jax.Array | np.int32
     operands: Sequence[Sequence]
     results: Sequence[Sequence]
-    load_from: Callable
-    store_to: Callable
-    mark: Callable[[jax.Array, int], jax.Array] | None
+    arrangement: Arrangement
 
     @property
     def has_branches(self) -> bool:
@@ -88,18 +82,16 @@ class Memory:
         the same encoding for all operands and results").
         """
         kinds, loaded = {key: access.tiles for key, access in accesses.items()}, {}
-        is_marked = self.has_branches and self.mark is not None
-        if not is_marked or len({*kinds.values()} - {None}) < 2:
+        if not self._is_marked or len({*kinds.values()} - {None}) < 2:
             kinds = dict.fromkeys(accesses)
         for kind in dict.fromkeys(kinds.values()):
             some = {key: accesses[key] for key, each in kinds.items() if each == kind}
 
             def load(number: int, some=some):
                 refs = self.operands[number]
-                return self._marked(
-                    [self.load_from(refs[a.number], a, number) for a in some.values()],
-                    number,
-                )
+                load = self.arrangement.load
+                new = [load(refs[a.number], a, number) for a in some.values()]
+                return self._marked(new, number)
 
             loaded |= zip(some, self._branches(load), strict=True)
         return loaded
@@ -110,7 +102,7 @@ class Memory:
         def store(number: int, *values):
             refs, values = self.results[number], self._marked(values, number)
             for (a, _), value in zip(new, values, strict=True):
-                self.store_to(refs[a.number], a, value, number)
+                self.arrangement.store(refs[a.number], a, value, number)
 
         self._branches(store, *(value for _, value in new))
 
@@ -119,6 +111,10 @@ class Memory:
             return function(0, *args)
         return by_branches(self.leaf, range(len(self.operands)), function, *args)
 
+    @property
+    def _is_marked(self) -> bool:
+        return self.has_branches and self.arrangement.marks_branches
+
     def _marked(self, values: Sequence[jax.Array], number: int) -> tuple:
         """Return the values of a branch, with a mark on one of them.
 
@@ -126,9 +122,9 @@ class Memory:
         of all branches into one, and select each array's address from the addresses of
         all leaves, which takes 12 instructions per parameter for 12 leaves of AdamW.
         """
-        mark = self.mark
-        if mark is None or not self.has_branches:
+        if not self._is_marked:
             return tuple(values)
+        mark = typing.cast(Instructions, self.arrangement.instructions).opaque
         least = min(range(len(values)), key=lambda i: values[i].size)
         return tuple(mark(x, number) if i == least else x for i, x in enumerate(values))
 
@@ -149,14 +145,12 @@ class Packed:
       layer: the index of the layer; None if the array is not a stack.
       lanes: the program's lanes.
       bits: width of a field.
-      instructions: the launcher's instructions; None if XLA runs the operations.
     """
 
     number: int
     layer: jax.Array | None
     lanes: BlockLanes
     bits: int
-    instructions: Instructions | None
 
     @property
     def _chunk_bits(self) -> int:
@@ -258,9 +252,10 @@ class Packed:
         bits = jnp.minimum(left, chunk_rows) * np.int32(self.bits)
         # Triton's inline assembly needs arrays, but a count that all lanes have in
         # common is a scalar.
-        of_lanes = self.instructions if bits.ndim else None
+        arrangement = self.lanes.arrangement
+        of_lanes = arrangement.instructions if bits.ndim else None
         lowest_bits = (of_lanes or xla).lowest_bits
-        expand = self.lanes.arrangement.expand if bits.ndim else (lambda mask: mask)
+        expand = arrangement.expand if bits.ndim else (lambda mask: mask)
         return [
             word & expand(lowest_bits(bits - np.int32(32 * n)))
             for n, word in enumerate(words)

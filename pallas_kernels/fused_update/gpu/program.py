@@ -35,7 +35,6 @@ from pallas_kernels.fused_update.gpu.peephole import (
 )
 from pallas_kernels.fused_update.gpu.tiling import Tiling
 from pallas_kernels.fused_update.spec import BlockBody, Operand, Result
-from pallas_kernels.gpu.instructions import Instructions
 from pallas_kernels.layout import TILE_SIZE
 
 
@@ -44,11 +43,6 @@ def run_program(
     program: jax.Array,
     refs: Iterable,
     arrangement: Arrangement,
-    instructions: Instructions | None,
-    *,
-    load: Callable,
-    store: Callable,
-    mark: Callable[[jax.Array, int], jax.Array] | None = None,
     guard: Callable[[Callable], None] = lambda work: work(),
 ) -> None:
     """Run one program of a kernel.
@@ -58,17 +52,13 @@ def run_program(
       program: int32 scalar, the index of the program in the kernel.
       refs: references to the kernel's arguments, and then to all results.
       arrangement: the arrangement of the program's lanes in arrays.
-      instructions: the launcher's instructions; None if XLA runs the operations.
-      load: see ``load_from`` of :class:`.operands.Memory`.
-      store: see ``store_to`` of :class:`.operands.Memory`.
-      mark: see :class:`.operands.Memory`.
       guard: function that receives the update as a function, and calls it or skips it.
     """
     shared, operands, results = kernel.named(refs)
     leaf, exists = np.int32(0), None
     if kernel.numbers is not None:
         leaf, program, exists = kernel.numbers.find(shared.numbers, program)
-        numbers = kernel.numbers.read(shared.numbers, leaf, instructions)
+        numbers = kernel.numbers.read(shared.numbers, leaf, arrangement.instructions)
     else:
         numbers = constants(kernel.tiling.numbers(are_equal=True))
         if kernel.leaves > 1:
@@ -84,11 +74,11 @@ def run_program(
     if shared.layer is not None:
         layer_size = math.prod(kernel.leaf.shape) % 2**32
         base = base + layer.astype(jnp.uint32) * np.uint32(layer_size)
-    memory = Memory(leaf, operands, results, load, store, mark)
+    memory = Memory(leaf, operands, results, arrangement)
 
     def update():
         lanes = lanes_of(kernel.tiling, arrangement, program, base, numbers)
-        _Program(kernel, lanes, memory, layer, scalars, instructions).update()
+        _Program(kernel, lanes, memory, layer, scalars).update()
 
     if kernel.when is not None:
         # Results overwrite operands, so skipping the stores keeps the old values.
@@ -110,11 +100,10 @@ class _Program:
         memory: Memory,
         layer: jax.Array,
         scalars: list[jax.Array],
-        instructions: Instructions | None,
     ):
         self._leaf, self._body = kernel.leaf, kernel.body
         self._lanes, self._memory, self._layer = lanes, memory, layer
-        self._scalars, self._instructions = scalars, instructions
+        self._scalars, self._instructions = scalars, memory.arrangement.instructions
         operands, results = enumerate(kernel.leaf.operands), kernel.leaf.results
         self._reads = [self._array(i, operand, i) for i, operand in operands]
         self._writes = [
@@ -123,7 +112,7 @@ class _Program:
         ]
         self._per_row = [x for x in self._writes if not isinstance(x, _PerBlock)]
         self._packed = [x for x in self._per_row if isinstance(x, Packed)]
-        self._run = with_instructions(self._body, "__call__", instructions)
+        self._run = with_instructions(self._body, "__call__", self._instructions)
         # Reading and writing rows one by one needs fewer registers.
         self._reads_at_once = bool(self._leaf.block_sizes) or memory.has_branches
 
@@ -138,8 +127,7 @@ class _Program:
             places = self._block_lanes.blocks_of(like.block_size)
             return _PerBlock(number, layer, places)
         if like.bits is not None:
-            lanes = self._block_lanes
-            return Packed(number, layer, lanes, like.bits, self._instructions)
+            return Packed(number, layer, self._block_lanes, like.bits)
         if like.repeated:
             return _Repeated(number, self._lanes.tiling, like.repeated)
         is_written = isinstance(like, Result) or operand in self._leaf.overwritten

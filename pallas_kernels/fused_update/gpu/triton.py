@@ -14,7 +14,7 @@ from pallas_kernels.fused_update.gpu.kernel import Kernel, prepare
 from pallas_kernels.fused_update.gpu.program import run_program
 from pallas_kernels.fused_update.gpu.sharing import Sharing
 from pallas_kernels.fused_update.gpu.tiling import FlatTiling
-from pallas_kernels.fused_update.gpu.triton_arrays import Arrays, load, store
+from pallas_kernels.fused_update.gpu.triton_arrays import Arrays
 from pallas_kernels.fused_update.spec import Call, shaped
 from pallas_kernels.gpu.instructions import Instructions
 
@@ -83,9 +83,5 @@ def _program(kernel: Kernel, *refs):
         kernel,
         pl.program_id(0),
         refs,
-        Arrays.of(kernel.tiling),
-        None if kernel.interpret else INSTRUCTIONS,
-        load=load,
-        store=functools.partial(store, kernel.interpret),
-        mark=None if kernel.interpret else INSTRUCTIONS.opaque,
+        Arrays.of(kernel.tiling, None if kernel.interpret else INSTRUCTIONS),
     )

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton
 
+from pallas_kernels.fused_update.gpu.arrangements import Arrangement
 from pallas_kernels.fused_update.gpu.tiling import FlatTiling, Tiling
+from pallas_kernels.gpu.instructions import Instructions
 from pallas_kernels.layout import TILE_COLUMNS
 
 
 @dataclasses.dataclass(frozen=True)
-class Arrays:
+class Arrays(Arrangement):
     """The arrangement of a program's lanes; see :class:`.arrangements.Arrangement`.
 
     Arrays of blocks have the shape ``[blocks]``. Arrays of parts have the shape
@@ -25,18 +27,25 @@ class Arrays:
     Args:
       shape: ``[lanes]`` in a flat tiling, ``[blocks, tiles, 4]`` if blocks have several
         tiles, and ``[groups, 4]`` otherwise.
+      instructions: the launcher's instructions; None if XLA runs the operations.
     """
 
     shape: tuple[int, ...]
+    instructions: Instructions | None
 
     @classmethod
-    def of(cls, tiling: Tiling) -> "Arrays":
+    def of(cls, tiling: Tiling, instructions: Instructions | None) -> "Arrays":
         """Return the arrangement for a tiling."""
         if isinstance(tiling, FlatTiling):
-            return cls((tiling.row_stride,))
+            return cls((tiling.row_stride,), instructions)
         if tiling.tiles == 1:
-            return cls((tiling.program.lanes, TILE_COLUMNS))
-        return cls((tiling.blocks_at_once, tiling.tiles, TILE_COLUMNS))
+            return cls((tiling.program.lanes, TILE_COLUMNS), instructions)
+        shape = tiling.blocks_at_once, tiling.tiles, TILE_COLUMNS
+        return cls(shape, instructions)
+
+    @property
+    def marks_branches(self) -> bool:
+        return self.instructions is not None
 
     def flat(self) -> jax.Array:
         return lax.iota(jnp.int32, self.shape[0])
@@ -49,9 +58,6 @@ class Arrays:
 
     def columns(self) -> jax.Array:
         return lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 1)
-
-    def carried(self, x: jax.Array) -> jax.Array:
-        return x
 
     def spread(self, x: jax.Array) -> jax.Array:
         if not x.ndim:
@@ -77,23 +83,21 @@ class Arrays:
             x = x.reshape(x.shape[0], parts, -1)
         return jnp.max(x, axis=-1)
 
+    def load(self, ref, access, leaf: int) -> jax.Array:
+        del leaf
+        return triton.load(_place(ref, access), mask=access.mask)
+
+    def store(self, ref, access, value: jax.Array, leaf: int) -> None:
+        del leaf
+        if self.instructions is None:
+            access, value = _existing(access, value)
+        triton.store(_place(ref, access), value, mask=access.mask)
+
 
 def _place(ref, access):
     return ref.at[
         access.offset if access.layer is None else (access.layer, access.offset)
     ]
-
-
-def load(ref, access, _) -> jax.Array:
-    """Load elements of an array; see :class:`.operands.Access`."""
-    return triton.load(_place(ref, access), mask=access.mask)
-
-
-def store(interpret: bool, ref, access, value: jax.Array, _) -> None:
-    """Store elements of an array. If ``interpret``, XLA runs the operations."""
-    if interpret:
-        access, value = _existing(access, value)
-    triton.store(_place(ref, access), value, mask=access.mask)
 
 
 def _existing(access, value: jax.Array):
