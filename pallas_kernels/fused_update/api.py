@@ -142,32 +142,12 @@ def fused_update_many(
     for leaf in leaves:
         _check(leaf)
     launcher: Launcher = launcher_of(implementation)
-    parts = _parts(len(leaves), launcher.max_leaves(leaves))
-    given = [[leaves[i] for i in part] for part in parts]
-    programs = list(map(launcher.programs, given))
-    full = [n for n, part in zip(programs, parts, strict=True) if len(part) > 1]
-    written = []
-    for part, some, needed in zip(parts, given, programs, strict=True):
-        own = dataclasses.replace(scalars, rows=scalars.rows[np.array(part)])
-        room = needed, max(full, default=needed)
+    parts, written = launcher.parts(leaves), []
+    for numbers, room in parts:
+        some = [leaves[i] for i in numbers]
+        own = dataclasses.replace(scalars, rows=scalars.rows[np.array(numbers)])
         written.append(_update_once(body, some, implementation, own, room=room))
-    return by_leaf(parts, written)
-
-
-def _parts(leaves: int, max_leaves: int) -> list[list[int]]:
-    """Divides the indices of the leaves into as few lists as ``max_leaves`` allows.
-
-    All lists have the same length, except that the last may be shorter, because kernels
-    with the same number of leaves are compiled once. The leaves are sorted by size and
-    are dealt out back and forth, so that all lists have about the same number of
-    elements. Lists of equal leaves are traced once.
-    """
-    size = math.ceil(leaves / math.ceil(leaves / max_leaves))
-    full = leaves // size
-    rounds = [range(full * n, full * (n + 1)) for n in range(size)]
-    dealt = [each[:: 1 - n % 2 * 2] for n, each in enumerate(rounds)]
-    rest = list(range(full * size, leaves))
-    return [*(list(part) for part in zip(*dealt, strict=True)), *([rest] * bool(rest))]
+    return by_leaf([numbers for numbers, _ in parts], written)
 
 
 def sharing_kind(leaf: Leaf, implementation: Implementation = None) -> typing.Hashable:

@@ -302,12 +302,11 @@ class Call:
 class Launcher(typing.Protocol):
     """The functions of a launcher, a module that runs kernels of one Pallas backend."""
 
-    def max_leaves(self, leaves: Sequence[Leaf]) -> int:
-        """Return the maximum number of these leaves that one kernel should update."""
-        ...
+    def parts(self, leaves: Sequence[Leaf]) -> list[tuple[list[int], tuple[int, int]]]:
+        """Return the indices of the leaves for each kernel, and its :class:`Call.room`.
 
-    def programs(self, leaves: Sequence[Leaf]) -> int:
-        """Return the number of programs that a kernel over these leaves needs."""
+        The leaves have the same kinds of operands and results, and are sorted by size.
+        """
         ...
 
     def groups(self, shards: Sequence[Shard]) -> list[list[int]]:

@@ -35,7 +35,7 @@ _MAX_WAITING = 2
 
 _WARPS_OF_A_WARPGROUP = 4
 
-max_leaves, groups, programs = _SIZE.max_leaves, _SIZE.groups, _SIZE.programs
+parts, groups = _SIZE.parts, _SIZE.groups
 
 
 def update(call: Call) -> list[jax.Array]:

@@ -38,10 +38,23 @@ class Sharing(ProgramSize):
         )
         return [dataclasses.replace(tiling, program=small) for tiling in tilings]
 
-    def max_leaves(self, leaves: Sequence[Leaf]) -> int:
+    def parts(self, leaves: Sequence[Leaf]) -> list[tuple[list[int], tuple[int, int]]]:
+        """See :meth:`.spec.Launcher.parts`."""
+        parts = _dealt(len(leaves), self._max_leaves(leaves))
+        needed = [
+            sum(x.programs for x in self._tilings_of([leaves[i] for i in part]))
+            for part in parts
+        ]
+        full = [n for n, part in zip(needed, parts, strict=True) if len(part) > 1]
+        rooms = [(n, max(full, default=n)) for n in needed]
+        return list(zip(parts, rooms, strict=True))
+
+    def _tilings_of(self, leaves: Sequence[Leaf]) -> list[Tiling]:
+        return self.common_tilings([Shard(leaf, leaf.shape) for leaf in leaves])
+
+    def _max_leaves(self, leaves: Sequence[Leaf]) -> int:
         """Return the maximum number of these leaves that one kernel should update."""
-        shards = [Shard(leaf, leaf.shape) for leaf in leaves]
-        rows = max(x.chunk_rows for x in self.common_tilings(shards))
+        rows = max(x.chunk_rows for x in self._tilings_of(leaves))
         accesses = 0
         for x in (*leaves[0].operands, *leaves[0].results):
             if x.block_size is not None:
@@ -54,11 +67,6 @@ class Sharing(ProgramSize):
         most = _MAX_ACCESSES if mean < _LARGE else _MAX_ACCESSES_OF_LARGE
         return max(1, max(_LEAST_LEAVES, most // accesses) // cost)
 
-    def programs(self, leaves: Sequence[Leaf]) -> int:
-        """Return the number of programs in a kernel for these leaves."""
-        shards = [Shard(leaf, leaf.shape) for leaf in leaves]
-        return sum(tiling.programs for tiling in self.common_tilings(shards))
-
     def groups(self, shards: Sequence[Shard]) -> list[list[int]]:
         """Return a list per kernel with the indices of the shards that share it.
 
@@ -70,6 +78,22 @@ class Sharing(ProgramSize):
             kind = number if tiling.chunks > 1 else kind_of(tiling)
             groups.setdefault(kind, []).append(number)
         return list(groups.values())
+
+
+def _dealt(leaves: int, max_leaves: int) -> list[list[int]]:
+    """Divide the indices of the leaves into as few lists as ``max_leaves`` allows.
+
+    All lists have the same length, except that the last may be shorter, because kernels
+    with the same number of leaves are compiled once. The leaves are sorted by size and
+    are dealt out back and forth, so that all lists have about the same number of
+    elements. Lists of equal leaves are traced once.
+    """
+    size = math.ceil(leaves / math.ceil(leaves / max_leaves))
+    full = leaves // size
+    rounds = [range(full * n, full * (n + 1)) for n in range(size)]
+    dealt = [each[:: 1 - n % 2 * 2] for n, each in enumerate(rounds)]
+    rest = list(range(full * size, leaves))
+    return [*(list(part) for part in zip(*dealt, strict=True)), *([rest] * bool(rest))]
 
 
 def kind_of(tiling: Tiling) -> typing.Hashable:

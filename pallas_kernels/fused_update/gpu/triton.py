@@ -36,7 +36,7 @@ _FLAT_WARPS, _WARPS = 4, 2
 
 INSTRUCTIONS = Instructions(triton.elementwise_inline_asm)
 
-max_leaves, groups, programs = _SIZE.max_leaves, _SIZE.groups, _SIZE.programs
+parts, groups = _SIZE.parts, _SIZE.groups
 
 
 def update(call: Call) -> list[jax.Array]:

@@ -48,15 +48,9 @@ _OF_BLOCKS = frozenset(
 """Supported dtypes of arrays with one element per block."""
 
 
-def max_leaves(leaves: Sequence[Leaf]) -> int:
-    """Return 1. Each leaf has its own kernel, and equal kernels are compiled once."""
-    del leaves
-    return 1
-
-
-def programs(leaves: Sequence[Leaf]) -> int:
-    """Return the number of leaves, because kernels do not share programs."""
-    return len(leaves)
+def parts(leaves: Sequence[Leaf]) -> list[tuple[list[int], tuple[int, int]]]:
+    """Return each leaf alone. Equal kernels are compiled once."""
+    return [([index], (1, 1)) for index in range(len(leaves))]
 
 
 def groups(shards: Sequence[Shard]) -> list[list[int]]:
