@@ -11,12 +11,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.fused_update.gpu.arrangements import Arrangement
-from pallas_kernels.fused_update.gpu.numbers import (
-    BlockNumbers,
-    FlatNumbers,
-    Numbers,
-    Scalar,
-)
+from pallas_kernels.fused_update.gpu.numbers import BlockNumbers, Numbers, Scalar
 from pallas_kernels.fused_update.gpu.places import (
     index_of,
     offsets_of_rows,
@@ -49,7 +44,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Lanes:
-    """The lanes of one program.
+    """The lanes of one program, in a flat tiling.
 
     Arrays have an element per lane, or broadcast to this shape.
 
@@ -61,6 +56,7 @@ class Lanes:
       row_index: the distance between the indices of consecutive rows, modulo 2^32.
       inside: mask of the lanes that exist in row 0; None if all exist.
       readable: see :class:`Row`.
+      size: the number of elements of the array; None if all lanes exist.
     """
 
     tiling: Tiling
@@ -70,6 +66,7 @@ class Lanes:
     row_index: Scalar
     inside: jax.Array | None
     readable: jax.Array | None
+    size: Scalar | None
 
     def rows(self, chunk: Scalar) -> list[Row]:
         """Return the rows of the chunk with the index ``chunk``."""
@@ -89,22 +86,6 @@ class Lanes:
         self, start: Scalar, offsets: Sequence[jax.Array]
     ) -> Sequence[jax.Array | None]:
         """Return masks of the lanes that exist in each row, starting at ``start``."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class FlatLanes(Lanes):
-    """One program's lanes in a flat tiling.
-
-    Args:
-      size: the number of elements of the array; None if all lanes exist.
-    """
-
-    size: Scalar | None
-
-    def _exist(
-        self, start: Scalar, offsets: Sequence[jax.Array]
-    ) -> Sequence[jax.Array | None]:
         return [None if self.size is None else offset < self.size for offset in offsets]
 
 
@@ -252,11 +233,6 @@ class BlockPlaces:
             mask = exist if mask is None else exist & mask
         return offset, mask
 
-    def maxima(self, x: jax.Array) -> jax.Array:
-        """Return the maxima of an array of lanes over each block."""
-        parts = self.lanes.tiling.block_size // self.block_size
-        return self.lanes.arrangement.maxima(x, parts)
-
 
 def lanes_of(
     tiling: Tiling,
@@ -277,10 +253,10 @@ def lanes_of(
     if isinstance(tiling, BlockTiling):
         of_blocks = typing.cast(BlockNumbers, numbers)
         return _block_lanes(tiling, arrangement, program, base, of_blocks)
-    size, stride = typing.cast(FlatNumbers, numbers).size, np.int32(tiling.row_stride)
+    size, stride = typing.cast(Scalar | None, numbers), np.int32(tiling.row_stride)
     first = program * np.int32(tiling.program_size) + arrangement.flat()
     index = first.astype(jnp.uint32) + base
-    return FlatLanes(tiling, first, index, stride, stride, None, None, size)
+    return Lanes(tiling, first, index, stride, stride, None, None, size)
 
 
 def _block_lanes(
@@ -334,6 +310,7 @@ def _block_lanes(
         row_index=row_index,
         inside=inside,
         readable=readable,
+        size=None,
         arrangement=arrangement,
         numbers=numbers,
         lead=lead_of_lanes,

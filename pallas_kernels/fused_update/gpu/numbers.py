@@ -78,16 +78,6 @@ class Divisor:
         return quotient, x - quotient * by
 
 
-class FlatNumbers(typing.NamedTuple):
-    """The numbers of a flat tiling; see :class:`BlockNumbers`.
-
-    Args:
-      size: number of elements in the array; None if every lane has an element.
-    """
-
-    size: typing.Any
-
-
 class SizeNumbers(typing.NamedTuple):
     """The numbers for blocks of one size; see :class:`BlockNumbers`.
 
@@ -141,7 +131,9 @@ class BlockNumbers(typing.NamedTuple):
     piece_index: typing.Any
 
 
-Numbers = FlatNumbers | BlockNumbers
+Numbers = Number | Scalar | None | BlockNumbers
+"""The numbers of a leaf. In a flat tiling, they are the number of elements in the
+array, or None if every lane has an element."""
 
 
 def constants(numbers: Numbers) -> Numbers:
@@ -157,24 +149,17 @@ def constants(numbers: Numbers) -> Numbers:
     return jax.tree.map(constant, numbers)
 
 
-class Entry(typing.NamedTuple):
-    """Describes how a table stores one of the numbers; see :class:`Number`."""
-
-    multiple: int
-    divides: bool
-
-
 @dataclasses.dataclass(frozen=True)
 class Table:
     """A table with the numbers of several leaves, in which a program finds its leaf.
 
     Args:
-      entries: how the table stores each number of a leaf.
+      entries: how the table stores each number of a leaf, as numbers without values.
       structure: the tree structure of a leaf's numbers.
       leaves: the number of leaves.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[Number, ...]
     structure: typing.Any
     leaves: int
 
@@ -182,7 +167,7 @@ class Table:
     def of(cls, numbers: Sequence[Numbers]) -> "Table":
         """Return a table for leaves whose numbers have the same tree structure."""
         first, structure = jax.tree.flatten(numbers[0])
-        entries = tuple(Entry(x.multiple, x.divides) for x in first)
+        entries = tuple(dataclasses.replace(x, value=0) for x in first)
         return cls(entries, structure, len(numbers))
 
     @staticmethod

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bitfields import get_field, join_fields, put_fields
+from pallas_kernels.bitfields import join_fields, put_fields
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.gpu.arrangements import Arrangement
 from pallas_kernels.fused_update.gpu.lanes import BlockLanes
@@ -193,10 +193,6 @@ class Packed:
         above = [(x << np.uint32(1)) << (np.uint32(31) - shift) for x in words[1:]]
         below = [x >> shift for x in words]
         return [x | y for x, y in zip(below, above, strict=False)] + below[-1:]
-
-    def field(self, words: Sequence[jax.Array], row: int) -> jax.Array:
-        """Return the fields of one of the chunk's rows from :meth:`aligned` words."""
-        return get_field(words, row, self.bits)
 
     def first_carry(self) -> jax.Array | None:
         """Return the initial carry of the loop over chunks, an empty word or None."""

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.bitfields import get_field
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.gpu.arrangements import Arrangement
 from pallas_kernels.fused_update.gpu.kernel import Kernel
@@ -209,7 +210,7 @@ class _Program:
     def _values(self, row: Row, loaded) -> list[jax.Array]:
         """Return a row's elements for each operand that is not per block."""
         return [
-            x.field(loaded[number, 0], row.number)
+            get_field(loaded[number, 0], row.number, x.bits)
             if isinstance(x, Packed)
             else loaded[number, row.number]
             for number, x in enumerate(self._reads)
@@ -268,7 +269,7 @@ class _Program:
         if lanes.inside is not None:
             maxima = [jnp.where(lanes.inside, x, np.int32(0)) for x in maxima]
         return [
-            lanes.blocks_of(size).maxima(x)
+            lanes.arrangement.maxima(x, lanes.tiling.block_size // size)
             for size, x in zip(sizes, maxima, strict=False)
         ]
 

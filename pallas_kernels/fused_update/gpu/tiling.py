@@ -7,7 +7,6 @@ import typing
 
 from pallas_kernels.fused_update.gpu.numbers import (
     BlockNumbers,
-    FlatNumbers,
     Number,
     SizeNumbers,
 )
@@ -112,15 +111,15 @@ class FlatTiling:
         """Whether every offset of an element is below 2^30."""
         return self.size <= 2**30
 
-    def numbers(self, are_equal: bool) -> FlatNumbers:
-        """Return the sizes and strides that lanes need.
+    def numbers(self, are_equal: bool) -> Number | None:
+        """Return the number of elements, or None if every lane has an element.
 
         Args:
           are_equal: whether all leaves of the kernel have this tiling.
         """
         if are_equal and self.size % self.program_size == 0:
-            return FlatNumbers(None)
-        return FlatNumbers(Number(self.size, self.width))
+            return None
+        return Number(self.size, self.width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +152,11 @@ class BlockTiling:
         """The leaf's layout."""
         return layout_of(self.leaf_shape)
 
+    @functools.cached_property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The shape on this device, with a folded axis split into rows and columns."""
+        return Layout(self.shape, self.layout.axis).matrix_shape
+
     @property
     def lead(self) -> int:
         """The number of matrices."""
@@ -161,14 +165,12 @@ class BlockTiling:
     @property
     def rows(self) -> int:
         """The number of rows in a matrix."""
-        return Layout(self.shape, self.layout.axis).rows
+        return self.matrix_shape[self.layout.row_axis]
 
     @functools.cached_property
     def row_stride(self) -> int:
         """The distance between consecutive rows, in elements."""
-        if self.layout.is_folded:
-            return FOLD
-        return math.prod(self.shape[self.layout.row_axis + 1 :])
+        return math.prod(self.matrix_shape[self.layout.row_axis + 1 :])
 
     def index_stride(self, axis: int) -> int:
         """Return the row-major stride of an axis in the leaf, modulo 2^32."""
@@ -180,10 +182,9 @@ class BlockTiling:
 
         A row is one piece if no tile or block crosses the end of the leaf's last axis.
         """
-        if self.layout.is_folded:
-            return 1, FOLD
         after = self.layout.row_axis + 1
-        count, columns = math.prod(self.shape[after:-1]), self.shape[-1]
+        *between, columns = self.matrix_shape[after:]
+        count = math.prod(between)
         is_whole = self.shape[after:] == self.leaf_shape[after:]
         if is_whole and columns % self.block_shape[1] == 0:
             return 1, count * columns
