@@ -7,7 +7,7 @@ bit, except for the payloads of NaNs.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,27 @@ def operation_of(eqn) -> Operation | core.Primitive:
     if eqn.primitive is p.jit_p:
         return OPERATIONS.get(eqn.params["name"], p.jit_p)
     return eqn.primitive
+
+
+def evaluate(closed: ClosedJaxpr, args: Sequence, results_of: Callable) -> list:
+    """Return the outputs of a jaxpr, given the results of each of its equations.
+
+    Args:
+      closed: the jaxpr.
+      args: the inputs of the jaxpr.
+      results_of: called with an equation and a list of its inputs; returns a list.
+    """
+    jaxpr = closed.jaxpr
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    values |= zip(jaxpr.invars, args, strict=True)
+
+    def read(atom):
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        results = results_of(eqn, [read(atom) for atom in eqn.invars])
+        values |= zip(eqn.outvars, results, strict=True)
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 @Operation

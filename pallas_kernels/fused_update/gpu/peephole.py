@@ -18,7 +18,7 @@ If no peephole rule applies to an operation, the launcher's rule is used, if it 
 
 import functools
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from pallas_kernels import operations
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.spec import BlockBody, Body
 from pallas_kernels.gpu.instructions import Instructions
-from pallas_kernels.operations import ClosedJaxpr, operation_of
+from pallas_kernels.operations import evaluate, operation_of
 
 _SMALLEST = 2.0**-126  # float32's smallest normal number
 
@@ -56,8 +56,7 @@ def with_peephole_rules(
                 lambda *flat: function(*structure.unflatten(flat)), return_shape=True
             )(*flat)
         closed, shapes = traced[key]
-        evaluation = _Evaluation(closed, flat, [False] * len(flat), instructions)
-        results = map(evaluation.value, evaluation.outputs)
+        results = evaluate(closed, flat, _Evaluation(instructions).results)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
@@ -84,38 +83,21 @@ def with_instructions(
 
 
 class _Evaluation:
-    """Evaluates a jaxpr. Divisions by inputs in ``are_divisors`` need no scaling."""
+    """Evaluates the equations of a jaxpr, and of the jaxprs that it calls."""
 
-    def __init__(
-        self,
-        closed: ClosedJaxpr,
-        args: Sequence,
-        are_divisors: Sequence[bool],
-        instructions: Instructions,
-    ):
-        jaxpr, self._instructions = closed.jaxpr, instructions
-        self.outputs = jaxpr.outvars
-        self._known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        self._known |= zip(jaxpr.invars, args, strict=True)
-        self._calls = {}
-        pairs = zip(jaxpr.invars, are_divisors, strict=True)
-        self._divisors = {var for var, is_divisor in pairs if is_divisor}
-        for eqn in jaxpr.eqns:
-            self._calls |= dict.fromkeys(eqn.outvars, eqn)
-            self._known |= zip(eqn.outvars, self._results(eqn), strict=True)
+    def __init__(self, instructions: Instructions):
+        self._instructions = instructions
+        # The equations of variables, and by id, the divisors that need no scaling.
+        self._equations, self._divisors = {}, {}
 
-    def value(self, atom):
-        return atom.val if isinstance(atom, core.Literal) else self._known[atom]
-
-    def is_divisor(self, atom) -> bool:
-        return not isinstance(atom, core.Literal) and atom in self._divisors
-
-    def _results(self, eqn) -> list:
-        inputs, operation = [self.value(x) for x in eqn.invars], operation_of(eqn)
-        peephole = _RULES.get(operation)
+    def results(self, eqn, inputs: list) -> list:
+        self._equations |= dict.fromkeys(eqn.outvars, eqn)
+        peephole = _RULES.get(operation_of(eqn))
         found = None if peephole is None else peephole(self, eqn, *inputs)
-        if found is not None:
-            return [found]
+        return self._by_launcher(eqn, inputs) if found is None else [found]
+
+    def _by_launcher(self, eqn, inputs: list) -> list:
+        operation = operation_of(eqn)
         rule = self._instructions.rules.get(operation)
         if isinstance(operation, operations.Operation):
             if rule is not None and eqn.outvars[0].aval.shape:
@@ -123,18 +105,18 @@ class _Evaluation:
         elif rule is not None:
             return [rule(*inputs, **eqn.params)]
         if eqn.primitive is p.jit_p:
-            return self._called(eqn, inputs)
+            return evaluate(eqn.params["jaxpr"], inputs, self.results)
         params = eqn.primitive.get_bind_params(eqn.params)
         results = eqn.primitive.bind(*inputs, **params)
         return results if eqn.primitive.multiple_results else [results]
 
-    def _called(self, eqn, inputs: list) -> list:
-        divisors = [self.is_divisor(atom) for atom in eqn.invars]
-        jaxpr, instructions = eqn.params["jaxpr"], self._instructions
-        inner = _Evaluation(jaxpr, inputs, divisors, instructions)
-        pairs = zip(eqn.outvars, inner.outputs, strict=True)
-        self._divisors |= {var for var, atom in pairs if inner.is_divisor(atom)}
-        return [inner.value(atom) for atom in inner.outputs]
+    def _as_divisor(self, x):
+        """Record that divisions by ``x`` need no scaling."""
+        self._divisors[id(x)] = x  # so that no other value gets this id
+        return x
+
+    def _is_divisor(self, x) -> bool:
+        return id(x) in self._divisors
 
     def _approximate(self, function: str, x: jax.Array) -> jax.Array:
         instruction = f"{function}.approx.ftz.f32 $0, $1;"
@@ -143,35 +125,36 @@ class _Evaluation:
     def _root(self, eqn, x):
         if not _is_single(eqn):
             return None
-        self._divisors.add(eqn.outvars[0])
-        return self._approximate("sqrt", x)
+        return self._as_divisor(self._approximate("sqrt", x))
 
     def _inverse_root(self, eqn, x):
         return self._approximate("rsqrt", x) if _is_single(eqn) else None
 
     def _quotient(self, eqn, x, y):
-        if not _is_single(eqn) or not self.is_divisor(eqn.invars[1]):
+        if not _is_single(eqn) or not self._is_divisor(y):
             return None
         return x * self._approximate("rcp", y)
 
-    def _sum(self, eqn, *_):
+    def _sum(self, eqn, *inputs):
         """Record that a divisor plus a scalar or another divisor is a divisor."""
-        divisors = [self.is_divisor(atom) for atom in eqn.invars]
+        divisors = [self._is_divisor(x) for x in inputs]
         numbers = [not self._before_broadcast(x).aval.shape for x in eqn.invars]
         is_moderate = all(map(any, zip(divisors, numbers, strict=True)))
-        if _is_single(eqn) and any(divisors) and is_moderate:
-            self._divisors.add(eqn.outvars[0])
+        if not (_is_single(eqn) and any(divisors) and is_moderate):
+            return None
+        return self._as_divisor(*self._by_launcher(eqn, [*inputs]))
 
-    def _product(self, eqn, *_):
+    def _product(self, eqn, *inputs):
         """Record that a factor times a maximum with a constant is a divisor."""
         maximum, factor = self._call(eqn.invars[0]), self._constant(eqn.invars[1])
         if maximum is None or maximum.primitive is not p.max_p or factor is None:
-            return
+            return None
         least = self._constant(maximum.invars[1])
         if least is None or factor > 0.25 or least * factor < _SMALLEST:
-            return
-        if _is_single(eqn):
-            self._divisors.add(eqn.outvars[0])
+            return None
+        if not _is_single(eqn):
+            return None
+        return self._as_divisor(*self._by_launcher(eqn, [*inputs]))
 
     def _widened(self, eqn, x):
         dtypes = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
@@ -180,7 +163,7 @@ class _Evaluation:
         return None
 
     def _call(self, atom):
-        return None if isinstance(atom, core.Literal) else self._calls.get(atom)
+        return None if isinstance(atom, core.Literal) else self._equations.get(atom)
 
     def _before_broadcast(self, atom) -> typing.Any:
         """Return the operand if the atom is the result of a broadcast, or the atom."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jax.extend.core import primitives as p
 
 from pallas_kernels.fused_update import xla
@@ -22,7 +21,7 @@ from pallas_kernels.fused_update.spec import BlockBody, Body
 from pallas_kernels.fused_update.tpu.rules import RULES, by_itself, unsupported
 from pallas_kernels.fused_update.tpu.tiling import REGISTER
 from pallas_kernels.fused_update.tpu.values import Lazy, Narrow
-from pallas_kernels.operations import ClosedJaxpr
+from pallas_kernels.operations import ClosedJaxpr, evaluate
 
 Known = dict
 """Results of equations, keyed by primitive, parameters and inputs."""
@@ -81,17 +80,7 @@ class _Evaluation:
     of_scalars: bool = False
 
     def run(self, closed: ClosedJaxpr, args: Sequence) -> list:
-        jaxpr = closed.jaxpr
-        values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        values |= zip(jaxpr.invars, args, strict=True)
-
-        def read(atom):
-            return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-        for eqn in jaxpr.eqns:
-            results = self._results(eqn, [read(atom) for atom in eqn.invars])
-            values |= zip(eqn.outvars, results, strict=True)
-        return [read(atom) for atom in jaxpr.outvars]
+        return evaluate(closed, args, self._results)
 
     def _results(self, eqn, inputs: list) -> list:
         if eqn.primitive is p.jit_p:
