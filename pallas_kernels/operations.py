@@ -6,7 +6,6 @@ that uses the backend's own instructions. The rule must return the same results 
 bit, except for the payloads of NaNs.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -34,29 +33,19 @@ _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 
 
-class Operation:
-    """A jitted function for which kernel backends may define rules.
-
-    Args:
-      function: elementwise function of arrays.
-    """
-
-    def __init__(self, function: Callable):
-        functools.update_wrapper(self, function)
-        named = functools.wraps(function)(lambda *args: function(*args))
-        named.__name__ = named.__qualname__ = PREFIX + function.__name__
-        self._jitted = jax.jit(named)
-        OPERATIONS[named.__name__] = self
-
-    def __call__(self, *args: jax.Array) -> jax.Array:
-        return self._jitted(*args)
-
-
-OPERATIONS: dict[str, Operation] = {}
+OPERATIONS: dict[str, Callable] = {}
 """All operations, keyed by their names in jaxprs."""
 
 
-def operation_of(eqn) -> Operation | core.Primitive:
+def operation(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Jit an elementwise function, for which kernel backends may define rules."""
+    name = PREFIX + function.__name__
+    function.__name__ = function.__qualname__ = name
+    OPERATIONS[name] = jax.jit(function)
+    return OPERATIONS[name]
+
+
+def operation_of(eqn) -> Callable | core.Primitive:
     """Return the operation that an equation calls, or the equation's primitive."""
     if eqn.primitive is p.jit_p:
         return OPERATIONS.get(eqn.params["name"], p.jit_p)
@@ -84,7 +73,7 @@ def evaluate(closed: ClosedJaxpr, args: Sequence, results_of: Callable) -> list:
     return [read(atom) for atom in jaxpr.outvars]
 
 
-@Operation
+@operation
 def round_to_bfloat16(x: jax.Array) -> jax.Array:
     """Round float32 to the nearest bfloat16, ties to even, and NaNs to one bit pattern.
 
@@ -99,7 +88,7 @@ def round_to_bfloat16(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
 
 
-@Operation
+@operation
 def unless_rounded(x: jax.Array, rounded: jax.Array) -> jax.Array:
     """Return float32 ``x`` if it rounds to ``rounded``, and ``rounded`` otherwise.
 
@@ -111,7 +100,7 @@ def unless_rounded(x: jax.Array, rounded: jax.Array) -> jax.Array:
     return jnp.where(same, x, wide)
 
 
-@Operation
+@operation
 def keep_nan(x: jax.Array) -> jax.Array:
     """Return the bit pattern of a float32. NaNs are changed to survive adding 0x8000.
 
@@ -128,7 +117,7 @@ def keep_nan(x: jax.Array) -> jax.Array:
     return bits & jnp.uint32(~_MAGNITUDE & 0xFFFFFFFF) | magnitude
 
 
-@Operation
+@operation
 def pattern_with_one_nan(x: jax.Array) -> jax.Array:
     """Return the bit pattern of a float32 as uint32, which is 0x7FC00000 for every NaN.
 
@@ -139,7 +128,7 @@ def pattern_with_one_nan(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(x), jnp.uint32(NAN << 16), bits)
 
 
-@Operation
+@operation
 def ordered_pattern(x: jax.Array) -> jax.Array:
     """Return the bit pattern of a float32 as int32, with all NaNs above infinity.
 
@@ -150,7 +139,7 @@ def ordered_pattern(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(x), jnp.int32(NAN << 16), pattern)
 
 
-@Operation
+@operation
 def pattern_above(x: jax.Array, base: jax.Array, most: jax.Array) -> jax.Array:
     """Return how far the bit pattern of a float32 exceeds ``base``, as int32.
 
@@ -169,7 +158,7 @@ def pattern_above(x: jax.Array, base: jax.Array, most: jax.Array) -> jax.Array:
     return jnp.minimum(above, most)
 
 
-@Operation
+@operation
 def smaller(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return the smaller of two nonnegative float32 numbers that are not NaN.
 
@@ -179,7 +168,7 @@ def smaller(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.minimum(x, y)
 
 
-@Operation
+@operation
 def power_of_five(n: jax.Array) -> jax.Array:
     """Return ``5^((n & 7) - 1)`` as float32, and 0 if ``n & 7`` is 0.
 

@@ -15,9 +15,8 @@ from jax import lax
 from jax.extend import core
 
 from pallas_kernels import operations
-from pallas_kernels.operations import Operation
 
-Rules = Mapping[Operation | core.Primitive, Callable | None]
+Rules = Mapping[Callable | core.Primitive, Callable | None]
 """Functions that replace operations or primitives.
 
 A primitive's rule also receives its parameters. An operation whose rule is None runs as

@@ -26,7 +26,6 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives as p
 
-from pallas_kernels import operations
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.spec import BlockBody, Body
 from pallas_kernels.gpu.instructions import Instructions
@@ -92,18 +91,18 @@ class _Evaluation:
 
     def results(self, eqn, inputs: list) -> list:
         self._equations |= dict.fromkeys(eqn.outvars, eqn)
-        peephole = _RULES.get(operation_of(eqn))
+        peephole = _RULES.get(eqn.primitive)
         found = None if peephole is None else peephole(self, eqn, *inputs)
         return self._by_launcher(eqn, inputs) if found is None else [found]
 
     def _by_launcher(self, eqn, inputs: list) -> list:
         operation = operation_of(eqn)
         rule = self._instructions.rules.get(operation)
-        if isinstance(operation, operations.Operation):
-            if rule is not None and eqn.outvars[0].aval.shape:
-                return [rule(*inputs)]
-        elif rule is not None:
-            return [rule(*inputs, **eqn.params)]
+        if isinstance(operation, core.Primitive):
+            if rule is not None:
+                return [rule(*inputs, **eqn.params)]
+        elif rule is not None and eqn.outvars[0].aval.shape:
+            return [rule(*inputs)]
         if eqn.primitive is p.jit_p:
             return evaluate(eqn.params["jaxpr"], inputs, self.results)
         params = eqn.primitive.get_bind_params(eqn.params)
@@ -179,7 +178,7 @@ class _Evaluation:
         return np.asarray(atom.val).item()
 
 
-_RULES: Mapping[operations.Operation | core.Primitive, Callable] = {
+_RULES: Mapping[core.Primitive, Callable] = {
     p.sqrt_p: _Evaluation._root,
     p.rsqrt_p: _Evaluation._inverse_root,
     p.div_p: _Evaluation._quotient,
