@@ -122,8 +122,9 @@ def bits_type(bits: int):
     return ir.IntegerType.get_signless(bits)
 
 
-def constant(value: int, kind):
-    """Return an integer constant of the MLIR type ``kind``."""
+def constant(value: int, bits: int = 32):
+    """Return an integer constant with ``bits`` bits."""
+    kind = bits_type(bits)
     return arith.constant(kind, ir.IntegerAttr.get(kind, value))
 
 
@@ -186,7 +187,7 @@ def joined(values: Sequence, element):
 
 def thread_number():
     """Return the index of the thread in its warpgroup."""
-    return arith.andi(_thread_of_block(), constant(THREADS - 1, bits_type(32)))
+    return arith.andi(_thread_of_block(), constant(THREADS - 1))
 
 
 def _thread_of_block():
@@ -196,9 +197,8 @@ def _thread_of_block():
 
 def is_first_of(threads: int):
     """Return whether a thread is the first of ``threads`` (2^n) neighbours."""
-    kind = bits_type(32)
-    rest = arith.andi(thread_number(), constant(threads - 1, kind))
-    return arith.cmpi(arith.CmpIPredicate.eq, rest, constant(0, kind))
+    rest = arith.andi(thread_number(), constant(threads - 1))
+    return arith.cmpi(arith.CmpIPredicate.eq, rest, constant(0))
 
 
 def largest(a, b):
@@ -209,7 +209,7 @@ def largest(a, b):
 def first_thread(value, threads: int):
     """Return the value of the first of ``threads`` neighbours in a warp."""
     kind, bits = bits_type(32), bits_of(value)
-    lane = arith.andi(thread_number(), constant(-threads % WARP, kind))
+    lane = arith.andi(thread_number(), constant(-threads % WARP))
     wide = value if bits == 32 else arith.extui(kind, value)
     (found,) = assembly(
         "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", [kind], [wide, lane], "=r,r,r"
@@ -224,12 +224,11 @@ def other_warp(pointer, value):
       pointer: pointer to shared memory with an int32 per warp.
       value: a 32-bit value, equal in all threads of a warp.
     """
-    kind, bytes_ = bits_type(32), 4
-    warp = arith.shrui(_thread_of_block(), constant(5, kind))
-    other = arith.xori(warp, constant(1, kind))
-    llvm.store(value, address(pointer, warp, 32), alignment=bytes_)
+    warp = arith.shrui(_thread_of_block(), constant(5))
+    other = arith.xori(warp, constant(1))
+    llvm.store(value, address(pointer, warp, 32), alignment=4)
     mosaic.warpgroup_barrier()
-    found = llvm.load(value.type, address(pointer, other, 32), alignment=bytes_)
+    found = llvm.load(value.type, address(pointer, other, 32), alignment=4)
     # Every thread must have read before the next exchange writes.
     mosaic.warpgroup_barrier()
     return found
@@ -252,7 +251,7 @@ def widened(value):
 
 def product(value, factor: int):
     """Return the 64-bit product of a non-negative int32 and a constant."""
-    return arith.muli(widened(value), constant(factor, bits_type(64)))
+    return arith.muli(widened(value), constant(factor, 64))
 
 
 def address(pointer, place, bits: int):

@@ -90,10 +90,7 @@ def _thread():
 
 
 def _columns():
-    kind = registers.bits_type(32)
-    return registers.register(
-        [registers.constant(i, kind) for i in range(registers.COLUMNS)]
-    )
+    return registers.register(list(map(registers.constant, range(registers.COLUMNS))))
 
 
 def _bits(count: int) -> int:
