@@ -91,16 +91,12 @@ class Layout:
 
     def words_shape(self, bits: int) -> tuple[int, ...]:
         """Return the shape of the uint32 words of k-bit fields."""
-        words = with_length(self.shape, self.axis, word_rows(self.rows, bits))
-        return (*words[:-1], words[-1] * FOLD) if self.is_folded else words
+        return self._stored_shape(word_rows(self.rows, bits), 1)
 
     def blocks_shape(self, block_size: int) -> tuple[int, ...]:
         """Return the shape of an array with one element per block."""
         height, width = block_shape(block_size)
-        blocks = with_length(self.shape, self.axis, math.ceil(self.rows / height))
-        if self.is_folded:
-            return (*blocks[:-1], blocks[-1] * (FOLD // width))
-        return (*blocks[:-1], math.ceil(blocks[-1] / width))
+        return self._stored_shape(math.ceil(self.rows / height), width)
 
     def unit(self, axis: int, bits: tuple[int, ...], block_size: int | None) -> int:
         """Return the number that must divide a shard's length along an axis.
@@ -135,6 +131,13 @@ class Layout:
         if not self.is_folded:
             return x
         return merge_axes(x, x.ndim - 2)[..., : self.shape[-1]]
+
+    def _stored_shape(self, rows: int, width: int) -> tuple[int, ...]:
+        """Return a shape with ``rows`` rows and one element per ``width`` columns."""
+        shape = with_length(self.shape, self.axis, rows)
+        if self.is_folded:
+            return (*shape[:-1], shape[-1] * (FOLD // width))
+        return (*shape[:-1], math.ceil(shape[-1] / width))
 
 
 def layout_of(shape: tuple[int, ...]) -> Layout:
