@@ -138,21 +138,20 @@ def over_parts(
         else _to_slice(jnp.zeros(leaf.stored_shape(result), result.dtype))
         for place, result in zip(_places(leaf), leaf.results, strict=True)
     }
-    part = _Part(body, leaf, dtypes, parts, arguments)
+    update = functools.partial(_update_part, body, leaf, dtypes, parts, arguments)
 
     def advance(number, written):
-        return part.update(
-            _in_parallel_loop(number, parts.count), parts.length, written
-        )
+        number = _in_parallel_loop(number, parts.count)
+        return update(number, parts.length, written)
 
     def finish(_, written):
-        return part.update(parts.count, parts.last, written)
+        return update(parts.count, parts.last, written)
 
     turns = 1 if skips is None else 1 - skips.astype(jnp.int32)
     if parts.count > 1 or skips is not None:
         written = lax.fori_loop(0, turns * parts.count, advance, written)
     else:
-        written = part.update(0, parts.length, written)
+        written = update(0, parts.length, written)
     if parts.last and skips is None:
         written = finish(0, written)
     elif parts.last:
@@ -173,62 +172,52 @@ def _places(leaf: Leaf) -> list[int]:
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """Updates one part of a leaf.
+def _update_part(
+    body: Body | BlockBody,
+    leaf: Leaf,
+    dtypes: Sequence,
+    parts: Parts,
+    arguments: Callable,
+    number: jax.Array | int,
+    length: int,
+    written: dict[int, jax.Array],
+) -> dict[int, jax.Array]:
+    """Returns ``written`` after adding the results of one part.
 
     Args:
       body, leaf, parts, arguments: see :func:`over_parts`.
       dtypes: dtypes of the leaf's arrays before :func:`_to_slice`.
+      number: index of the part.
+      length: number of rows of the part.
+      written: the results of the whole leaf, keyed by :func:`_places`.
     """
+    row = parts.shape[1:]
+    part = dataclasses.replace(leaf, shape=(length, *row))
+    whole = dataclasses.replace(leaf, shape=(parts.length, *row))
 
-    body: Body | BlockBody
-    leaf: Leaf
-    dtypes: Sequence
-    parts: Parts
-    arguments: Callable
-
-    def update(
-        self, number: jax.Array | int, length: int, written: dict[int, jax.Array]
-    ) -> dict[int, jax.Array]:
-        """Return ``written`` after adding the results of one part.
-
-        Args:
-          number: index of the part.
-          length: number of rows of the part.
-          written: the results of the whole leaf, keyed by :func:`_places`.
-        """
-        leaf, row = self.leaf, self.parts.shape[1:]
-        part = dataclasses.replace(leaf, shape=(length, *row))
-        whole = dataclasses.replace(leaf, shape=(self.parts.length, *row))
-
-        def compute() -> list[jax.Array]:
-            arrays = [
-                lax.dynamic_slice_in_dim(
-                    written.get(place, operand.array),
-                    number * whole.stored_shape(operand)[0],
-                    part.stored_shape(operand)[0],
-                )
-                for place, operand in enumerate(leaf.operands)
-            ]
-            arrays = list(map(_from_slice, arrays, self.dtypes))
-            scalars, index = self.arguments(number * self.parts.length, length)
-            apart = functools.partial(_apart, leaf.arrays[0])
-            new = xla.update(
-                self.body, part.with_arrays(arrays), scalars, index=index, barrier=apart
+    def compute() -> list[jax.Array]:
+        arrays = [
+            lax.dynamic_slice_in_dim(
+                written.get(place, operand.array),
+                number * whole.stored_shape(operand)[0],
+                part.stored_shape(operand)[0],
             )
-            return list(map(_to_slice, new))
+            for place, operand in enumerate(leaf.operands)
+        ]
+        own = part.with_arrays(list(map(_from_slice, arrays, dtypes)))
+        scalars, index = arguments(number * parts.length, length)
+        apart = functools.partial(_apart, leaf.arrays[0])
+        new = xla.update(body, own, scalars, index=index, barrier=apart)
+        return list(map(_to_slice, new))
 
-        shapes = [(part.stored_shape(x), x.dtype) for x in leaf.results]
-        new = _unfused(compute, shapes, leaf.arrays[0])
-        return {
-            place: lax.dynamic_update_slice_in_dim(
-                written[place], value, number * whole.stored_shape(result)[0], 0
-            )
-            for place, value, result in zip(
-                _places(leaf), new, leaf.results, strict=True
-            )
-        }
+    shapes = [(part.stored_shape(x), x.dtype) for x in leaf.results]
+    new = _unfused(compute, shapes, leaf.arrays[0])
+    return {
+        place: lax.dynamic_update_slice_in_dim(
+            written[place], value, number * whole.stored_shape(result)[0], 0
+        )
+        for place, value, result in zip(_places(leaf), new, leaf.results, strict=True)
+    }
 
 
 DROPS_BARRIERS = jax.__version_info__ < (0, 11)
