@@ -290,9 +290,6 @@ class RepeatedArray(KernelArray):
         length = (rows if self.is_of_rows else columns) * self.block[1]
         return self.tiling.matrices, 1, length
 
-    def _view(self, x: jax.Array) -> jax.Array:
-        return x.reshape(self._view_shape)
-
 
 def kernel_arrays(
     shard: Shard, tiling: Tiling, interpret: bool
