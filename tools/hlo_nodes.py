@@ -54,7 +54,7 @@ def read_entry(text: str) -> list[Node]:
     ... }''')[2].operands
     ('y#1',)
     """
-    return read_nodes(text.partition("\nENTRY")[2])
+    return list(read_computations(text).values())[-1]
 
 
 def read_nodes(text: str) -> list[Node]:

@@ -6,14 +6,14 @@ import jax
 import optax
 import pytest
 
+import lowbit_optax
 from lowbit_optax import release
 from tools.gpu_program.release_steps import CompiledStep, plain
 from tools.gpu_program.sharded import MESHES, blocks, compile_sharded, mesh_of
 from tools.gpu_program.steps import bytes_of
 from tools.hlo import exchanged
 
-# Here, only the model has collectives; other tests cover kernels on shards.
-ADAMW = optax.adamw(1e-3)
+ADAMW, LOWBIT = optax.adamw(1e-3), lowbit_optax.lowbit_adamw(1e-3)
 
 
 @functools.cache
@@ -22,10 +22,10 @@ def model_on(name: str, style: str):
 
 
 @functools.cache
-def compiled(make_step, name: str, style: str) -> CompiledStep:
+def compiled(make_step, name: str, style: str, tx=ADAMW) -> CompiledStep:
     data, tensor, specs = MESHES[name]
     mesh = mesh_of(data, tensor)
-    return compile_sharded(make_step, model_on(name, style), ADAMW, mesh, specs)
+    return compile_sharded(make_step, model_on(name, style), tx, mesh, specs)
 
 
 released = functools.partial(compiled, release.value_and_update)
@@ -51,3 +51,13 @@ def test_release_keeps_less_and_exchanges_no_more_than_usual(name, style):
         # 2.6 layers in the usual unrolled step on 8 devices.
         weights = sum(map(bytes_of, jax.tree.leaves(model_on(name, style).params)))
         assert step.temporary < weights / 2
+
+
+@pytest.mark.parametrize("make_step", [plain, release.value_and_update])
+@pytest.mark.parametrize("name", ["fsdp on 8", "both on 256"])
+def test_gradients_for_kernels_are_summed_directly_into_shards(name, make_step):
+    # XLA fuses AdamW, and partitions the kernel of lowbit_adamw by its own rule.
+    fused = exchanged(compiled(make_step, name, "scanned").program)
+    kernel = exchanged(compiled(make_step, name, "scanned", LOWBIT).program)
+    assert kernel["reduce-scatter"] == fused["reduce-scatter"] > 0
+    assert kernel["all-reduce"] <= fused["all-reduce"]
