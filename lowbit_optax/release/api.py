@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax._arguments import check_number
+from lowbit_optax._arguments import check_choice, check_number
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._tables import Explanation
 from lowbit_optax._types import OptState, Params
@@ -19,6 +19,9 @@ from lowbit_optax.release.traced_loss import trace_loss
 from lowbit_optax.states.host_memory import with_memory_kind
 
 _Value = typing.TypeVar("_Value")
+
+_Overflow = typing.Literal["exact", "layer"]
+_StateMemory = typing.Literal["device", "pinned_host"]
 
 
 def value_and_update(
@@ -222,15 +225,8 @@ def _planned(loss_fn: Callable, tx, has_aux: bool, grad_dtype) -> Callable:
 
 
 def _check_options(overflow: str, state_memory: str, tx, max_grad_norm) -> None:
-    if state_memory not in ("device", "pinned_host"):
-        raise ValueError(
-            "release: state_memory must be 'device' or 'pinned_host', got "
-            f"{state_memory!r}"
-        )
-    if overflow not in ("exact", "layer"):
-        raise ValueError(
-            f"release: overflow must be 'exact' or 'layer', got {overflow!r}"
-        )
+    check_choice("release", "state_memory", state_memory, _StateMemory)
+    check_choice("release", "overflow", overflow, _Overflow)
     if overflow == "exact":
         return
     if loss_scaled(tx) is None:
