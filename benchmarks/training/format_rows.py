@@ -183,8 +183,8 @@ def compared(own: dict[int, dict[str, float]], base: dict[int, dict]) -> dict:
     """Return the spread of each figure of a row, and of its differences from its base.
 
     Args:
-      own: the figures of the row by seed.
-      base: the figures of the base by seed; other seeds may be missing.
+      own: a dictionary from seeds to the figures of the row.
+      base: a dictionary from some of these seeds to the figures of the base.
     """
     both = [seed for seed in own if seed in base]
     ends = next(iter(own.values()))
@@ -204,7 +204,7 @@ def table(
     """Return a Markdown table of losses, next to the losses in float32.
 
     Args:
-      runs: the figures of each row, with those of :func:`compared`.
+      runs: the figures of each row, including the figures of :func:`compared`.
       base_of: a function that returns the base of a row.
       heads: for each figure to show, its head and the head of the differences.
     """

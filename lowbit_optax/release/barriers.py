@@ -22,7 +22,7 @@ def alone(update: Callable, *old):
         return update(*old)
 
     def branched(index, old):
-        # Every index is positive or 0, but the compiler does not know it.
+        # The index is never negative, but the compiler cannot infer this.
         return lax.cond(index >= 0, lambda: update(*old), lambda: old)
 
     direct = lambda _, old: update(*tied(old))
@@ -30,7 +30,7 @@ def alone(update: Callable, *old):
 
 
 def tied(tree):
-    """Return the same arrays, none of which can be used before all are computed.
+    """Return the same arrays, which can be used only after all of them are computed.
 
     Within ``shard_map``, only arrays that vary over the same mesh axes are tied to each
     other. Before JAX 0.12, the results of a barrier all vary over the same axes.

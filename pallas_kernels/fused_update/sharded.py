@@ -69,38 +69,9 @@ def over_shards(
         return whole(*args)
     mesh = jax.typeof(_anchor(leaves[0])).sharding.mesh
     devices = _MAX_DEVICES if mesh.empty else mesh.size
-    args = jax.tree.leaves((shared, [_beside_its_anchor(leaf) for leaf in leaves]))
     args = jax.tree.leaves((shared, [_with_placed_gradients(leaf) for leaf in leaves]))
     rule, sizes = _sharding_rule(leaves, args[:count], devices)
     return shards.over_automatic_axes(whole, local_of, args, rule, **sizes)
-
-
-def _beside_its_anchor(leaf: Leaf) -> Leaf:
-    """Returns the leaf with arrays, such as its gradient, sharded like its anchor.
-
-    The gradients of a sharded batch are then summed directly into shards. Otherwise,
-    every device would store the whole sum, because the kernel's rule does not say how
-    these arrays are sharded. If the user gave an array another sharding, it is moved.
-    """
-    anchor = min(leaf.overwritten, default=0)
-    axes = " ".join(f"a{axis}" for axis in range(len(leaf.shape)))
-    of_anchor = f"s {axes}" if anchor in leaf.in_stacks else axes
-
-    def local_of(arguments, mesh) -> shards.Local:
-        del mesh
-        spec = arguments[0].sharding.spec
-        inner = P(*spec[1:]) if anchor in leaf.in_stacks else spec
-        return (lambda _, x: [x]), [spec, inner], [inner]
-
-    def moved(number: int, array: jax.Array) -> jax.Array:
-        if number in (leaf.overwritten or {0}) or array.shape != leaf.shape:
-            return array
-        args, rule = [leaf.arrays[anchor], array], f"{of_anchor}, {axes} -> {axes}"
-        identity = lambda _, x: [x]
-        return shards.over_automatic_axes(identity, local_of, args, rule)[0]
-
-    operands = enumerate(leaf.arrays)
-    return leaf.with_arrays([moved(number, array) for number, array in operands])
 
 
 def _with_placed_gradients(leaf: Leaf) -> Leaf:
@@ -108,7 +79,7 @@ def _with_placed_gradients(leaf: Leaf) -> Leaf:
 
     The gradients of a sharded batch are then summed directly into shards. Otherwise,
     every device would store the whole sum, because :func:`_sharding_rule` names the
-    axes of the gradient separately. A gradient with another sharding keeps it here.
+    axes of the gradient separately. A gradient with another sharding is not moved here.
     """
     anchor = _anchor(leaf)
     lead = anchor.ndim - len(leaf.shape)  # the axis of layers of a stack

@@ -13,6 +13,7 @@ from places import ROOT
 
 from benchmarks.papers.lpmm_states import CODES
 from benchmarks.papers.microbatches import SMALL
+from benchmarks.programs import large_training
 from benchmarks.records import gaps, shown
 from benchmarks.training import (
     compute_optimal,
@@ -276,6 +277,10 @@ def _large_models(record):
         yield f"| {label(case)} | {cells} |"
 
 
+def _large_training(record):
+    yield from large_training.text(record).splitlines()
+
+
 def _gpt_formats(record):
     for run in record["runs"].values():
         loss = shown(run["held-out loss"], 4)
@@ -319,6 +324,7 @@ FIGURES = [
     ("training/shakespeare", "accuracy", _shakespeare),
     ("training/reinforcement", "reinforcement", _reinforcement),
     ("programs/large_models", "claims", _large_models),
+    ("programs/large_training", "large_model", _large_training),
     ("programs/precision_memory", "claims", _half_of_precision_memory),
     ("programs/precision_memory", "ideas/precision", _precision_memory),
 ]
