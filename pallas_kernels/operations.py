@@ -52,25 +52,21 @@ def operation_of(eqn) -> Callable | core.Primitive:
     return eqn.primitive
 
 
-def evaluate(closed: ClosedJaxpr, args: Sequence, results_of: Callable) -> list:
-    """Return the outputs of a jaxpr, given the results of each of its equations.
+class Values:
+    """The values of a jaxpr's variables while its equations are evaluated."""
 
-    Args:
-      closed: the jaxpr.
-      args: the inputs of the jaxpr.
-      results_of: called with an equation and a list of its inputs; returns a list.
-    """
-    jaxpr = closed.jaxpr
-    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    values |= zip(jaxpr.invars, args, strict=True)
+    def __init__(self, closed: ClosedJaxpr, args: Sequence):
+        jaxpr = closed.jaxpr
+        self._known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        self.set(jaxpr.invars, args)
 
-    def read(atom):
-        return atom.val if isinstance(atom, core.Literal) else values[atom]
+    def set(self, variables: Sequence, values: Sequence) -> None:
+        """Set the values of variables, such as the results of an equation."""
+        self._known |= zip(variables, values, strict=True)
 
-    for eqn in jaxpr.eqns:
-        results = results_of(eqn, [read(atom) for atom in eqn.invars])
-        values |= zip(eqn.outvars, results, strict=True)
-    return [read(atom) for atom in jaxpr.outvars]
+    def of(self, atoms: Sequence) -> list:
+        """Return the values of variables and literals."""
+        return [x.val if isinstance(x, core.Literal) else self._known[x] for x in atoms]
 
 
 @operation

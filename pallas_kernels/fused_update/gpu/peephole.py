@@ -18,7 +18,7 @@ If no peephole rule applies to an operation, the launcher's rule is used, if it 
 
 import functools
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jax.extend.core import primitives as p
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.spec import BlockBody, Body
 from pallas_kernels.gpu.instructions import Instructions
-from pallas_kernels.operations import evaluate, operation_of
+from pallas_kernels.operations import ClosedJaxpr, Values, operation_of
 
 _SMALLEST = 2.0**-126  # float32's smallest normal number
 
@@ -55,7 +55,7 @@ def with_peephole_rules(
                 lambda *flat: function(*structure.unflatten(flat)), return_shape=True
             )(*flat)
         closed, shapes = traced[key]
-        results = evaluate(closed, flat, _Evaluation(instructions).results)
+        results = _Evaluation(instructions).run(closed, flat)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
@@ -89,7 +89,13 @@ class _Evaluation:
         # The equations of variables, and by id, the divisors that need no scaling.
         self._equations, self._divisors = {}, {}
 
-    def results(self, eqn, inputs: list) -> list:
+    def run(self, closed: ClosedJaxpr, args: Sequence) -> list:
+        values = Values(closed, args)
+        for eqn in closed.jaxpr.eqns:
+            values.set(eqn.outvars, self._results(eqn, values.of(eqn.invars)))
+        return values.of(closed.jaxpr.outvars)
+
+    def _results(self, eqn, inputs: list) -> list:
         self._equations |= dict.fromkeys(eqn.outvars, eqn)
         peephole = _RULES.get(eqn.primitive)
         found = None if peephole is None else peephole(self, eqn, *inputs)
@@ -104,7 +110,7 @@ class _Evaluation:
         elif rule is not None and eqn.outvars[0].aval.shape:
             return [rule(*inputs)]
         if eqn.primitive is p.jit_p:
-            return evaluate(eqn.params["jaxpr"], inputs, self.results)
+            return self.run(eqn.params["jaxpr"], inputs)
         params = eqn.primitive.get_bind_params(eqn.params)
         results = eqn.primitive.bind(*inputs, **params)
         return results if eqn.primitive.multiple_results else [results]

@@ -21,7 +21,7 @@ from pallas_kernels.fused_update.spec import BlockBody, Body
 from pallas_kernels.fused_update.tpu.rules import RULES, by_itself, unsupported
 from pallas_kernels.fused_update.tpu.tiling import REGISTER
 from pallas_kernels.fused_update.tpu.values import Lazy, Narrow
-from pallas_kernels.operations import ClosedJaxpr, evaluate
+from pallas_kernels.operations import ClosedJaxpr, Values
 
 Known = dict
 """Results of equations, keyed by primitive, parameters and inputs."""
@@ -80,7 +80,10 @@ class _Evaluation:
     of_scalars: bool = False
 
     def run(self, closed: ClosedJaxpr, args: Sequence) -> list:
-        return evaluate(closed, args, self._results)
+        values = Values(closed, args)
+        for eqn in closed.jaxpr.eqns:
+            values.set(eqn.outvars, self._results(eqn, values.of(eqn.invars)))
+        return values.of(closed.jaxpr.outvars)
 
     def _results(self, eqn, inputs: list) -> list:
         if eqn.primitive is p.jit_p:
