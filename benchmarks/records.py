@@ -42,8 +42,8 @@ class Options(argparse.ArgumentParser):
       doc: a module's docstring; its first line is the description.
       seeds: the default number of seeds, if the benchmark has seeds.
       **numbers: options by name: the default, or a pair of the default and the value
-        for ``--full``. The option ``--full`` exists if any option has a pair. Options
-        without a default are integers.
+        for ``--full``. The option ``--full`` exists if any option has a pair. An option
+        is a float if its default is one, and an integer otherwise.
     """
 
     def __init__(self, doc: str | None, seeds: int | None = None, **numbers):
@@ -225,7 +225,7 @@ def listing(heads: Sequence[str], *columns: dict[str, dict], digits: int = 4) ->
 
 
 def comparison(spreads: dict[str, dict], gaps: dict[str, dict], digits: int = 4) -> str:
-    """Return a Markdown table of :func:`compared` with float32, a row for each run."""
+    """Return a Markdown table of the results of :func:`compared`, one row per run."""
     heads = [head for figure in gaps for head in (figure, "minus float32's")]
     columns = [of[figure] for figure in gaps for of in (spreads, gaps)]
     return listing(heads, *columns, digits=digits)

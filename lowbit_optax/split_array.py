@@ -123,7 +123,7 @@ class SplitArray:
 
     @jax.jit
     def _split(self, value: jax.Array) -> "SplitArray":
-        return _splitted(value, self.dtype, self.weight_format, self.random_state)
+        return _split_into(value, self.dtype, self.weight_format, self.random_state)
 
 
 def split_array(
@@ -175,10 +175,10 @@ def split_array(
 def _first_split(dtype, weight_format: WeightFormat, x, seed) -> SplitArray:
     x = _float32(x)
     state = jnp.stack([seed_of(seed, [x]), jnp.uint32(0)])
-    return _splitted(x, dtype, weight_format, state)
+    return _split_into(x, dtype, weight_format, state)
 
 
-def _splitted(x, dtype, weight_format: WeightFormat, state: jax.Array) -> SplitArray:
+def _split_into(x, dtype, weight_format: WeightFormat, state: jax.Array) -> SplitArray:
     """Split a float32 array, with random bits for this state."""
     # The size of the array decides whether its residual is packed.
     format_ = weight_format.for_leaf(x.shape, dtype, min_size=0)

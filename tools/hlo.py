@@ -182,8 +182,8 @@ def collectives(compiled: jax.stages.Compiled) -> list[str]:
 def exchanged(compiled: jax.stages.Compiled) -> dict[str, int]:
     """Return the bytes of the results of each kind of collective in one run.
 
-    A collective in a loop counts once per iteration. Loops must count from zero to a
-    constant, as those of ``lax.scan`` do.
+    A collective in a loop counts once per iteration, and all branches of a conditional
+    count. Loops must count from zero to a constant, as those of ``lax.scan`` do.
     """
     computations = read_computations(text(compiled))
     found = collections.Counter()
@@ -197,7 +197,7 @@ def exchanged(compiled: jax.stages.Compiled) -> dict[str, int]:
             inner = times
             if node.op == "while":
                 inner *= _iterations(node, computations)
-            for called in node.called():
+            for called in node.named:
                 add(called, inner)
 
     add(list(computations)[-1], 1)
@@ -207,11 +207,12 @@ def exchanged(compiled: jax.stages.Compiled) -> dict[str, int]:
 def _iterations(loop: Node, computations: dict[str, list[Node]]) -> int:
     """Return the number of a loop's iterations.
 
-    XLA:GPU writes it. The conditions of XLA:TPU compare a counter with a constant.
+    XLA:GPU writes this number into the loop. On TPUs, the condition of the loop
+    compares a counter with it.
     """
     if written := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(written[1])
-    (condition,) = loop.called("condition")
+    (condition,) = re.findall(r"\bcondition=%([\w.\-]+)", loop.attributes)
     (limit,) = (x for x in computations[condition] if x.op == "constant")
     return int(limit.arguments)
 

@@ -38,9 +38,10 @@ class Node:
         """The part of a tuple that a ``get-tuple-element`` returns."""
         return int(re.findall(r"\bindex=(\d+)", self.attributes)[0])
 
-    def called(self, role: str = r"\w+") -> list[str]:
-        """The names of the computations that it runs, such as a loop's ``body``."""
-        return re.findall(rf"\b{role}=%([\w.\-]+)", self.attributes)
+    @property
+    def named(self) -> list[str]:
+        """All names in its attributes, such as those of the computations it runs."""
+        return re.findall(r"%([\w.\-]+)", self.attributes)
 
 
 def read_entry(text: str) -> list[Node]:

@@ -16,7 +16,8 @@ class Stages(NamedTuple):
     Attributes:
       compiled: the program.
       wall: seconds of wall time.
-      processor: seconds of processor time, including ended children such as ``ptxas``.
+      processor: seconds of processor time, including child processes that
+        have ended, such as ``ptxas``.
     """
 
     compiled: jax.stages.Compiled
@@ -54,7 +55,7 @@ def compile_in_stages(
 def _traced(fn, args, mesh: Mesh | None, donate) -> jax.stages.Traced:
     if mesh is None:
         return jax.jit(fn, donate_argnums=donate).trace(*args)
-    # This module needs the gpu-program extra.
+    # The module tools.gpu_program.targets needs the gpu-program extra.
     from tools.gpu_program.targets import trace_for
 
     return trace_for(mesh, fn, *args, donate=donate)

@@ -56,7 +56,7 @@ def is_good(record: dict) -> bool:
 
 
 def inexact(jobs: list[dict]) -> Iterator[str]:
-    """Return a line for each trial that differs from the reference and must not."""
+    """Return a line for each trial that differs although it must be exact."""
     for job in jobs:
         for trial, found in job["trials"].items():
             figures = found.get("figures", {})

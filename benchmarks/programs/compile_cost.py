@@ -61,7 +61,7 @@ def cost(name: str, leaf_set: LeafSet, mesh=None, launcher=None) -> dict[str, fl
     """Return the seconds of each stage of a step.
 
     Args:
-      name: a key of ``ALIASES``, or another name for ``optax.adamw``.
+      name: a key of ``ALIASES``; any other name stands for ``optax.adamw``.
       leaf_set: the shapes of the parameters.
       mesh: the devices to compile for; None for this machine.
       launcher: the compiler of the kernels.

@@ -4,9 +4,9 @@
 
 The model has 16 layers of width 2048, and a batch has 128 sequences of 512 bytes, in
 two microbatches unless the step uses gradient release. The steps are compiled for eight
-H200s and for a v6e-16, whose mesh axis ``tensor`` has two devices. The table lists the
-bytes per parameter of the arrays on each device, its temporary memory, and the GiB of
-the results of each kind of collective in a step. Nothing is run.
+H200s and for a v6e-16. In both meshes, the axis ``tensor`` has two devices. The table
+lists the bytes per parameter of the arrays on each device, its temporary memory, and
+the GiB of the results of each kind of collective in a step. Nothing is run.
 """
 
 import math

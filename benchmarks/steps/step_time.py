@@ -1,4 +1,4 @@
-"""Compare the time of AdamW steps with optax, on this machine.
+"""Compare the time of this package's AdamW steps with optax's, on this machine.
 
     .venv/bin/python -m benchmarks step_time --parameters 16777216
 

@@ -35,7 +35,7 @@ def options(doc: str | None) -> records.Options:
     made = records.Options(doc, seeds=1, **sizes, width=64, microbatches=1)
     add = made.add_argument
     for name in ("--learning-rate", "--weight-decay"):
-        add(name, type=float, help="by default, that of the optimizer's family")
+        add(name, type=float, help="the default depends on the optimizer")
     names, default = optimizer_choice.NAMES, "extra_bits_sgd"
     add("--optimizer", choices=names, default=default, help="%(choices)s", metavar="X")
     text = "compare several formats with SGD or AdamW, as in --optimizer"
@@ -59,7 +59,7 @@ def parse_args(
 
     Args:
       argv: the command line.
-      given: parsed :func:`options`, which are defaults.
+      given: parsed :func:`options`, which replace the defaults.
     """
     parser = options(__doc__)
     args = parser.parse_args(argv, given)

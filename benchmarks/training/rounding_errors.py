@@ -119,6 +119,6 @@ def text(record: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    # The last learning rate is this share of the first.
+    # ``last`` is the last learning rate divided by the first.
     args = digit_moments.options(__doc__, last=0.1).parse_args(argv)
     records.run(__name__, args, measure, text)

@@ -105,7 +105,7 @@ class InUnits(Code):
         return as_fields(jnp.where(finite, fields, jnp.int32(self.infinity_field)))
 
     def _signed_fields(self, x: jax.Array, pattern, dropped: int, words) -> jax.Array:
-        """Return ``pattern / 2^dropped``, rounded, as the fields of x with its sign."""
+        """Return the fields of ``pattern / 2^dropped``, rounded, with the sign of x."""
         # Shift the magnitude up until it is directly below the sign bit.
         free = 32 - self.bits
         pattern = pattern << jnp.int32(free - dropped)

@@ -31,8 +31,8 @@ def leaf_shardings(given: ParamShardings, params) -> list[NamedSharding | None]:
     """Return the sharding of each leaf of the parameters, or None if it is unknown.
 
     Args:
-      given: see :data:`ParamShardings`. If the step updates a layer, it describes whole
-        stacks.
+      given: see :data:`ParamShardings`. If the step updates one layer, ``given`` still
+        describes whole stacks.
       params: tree of parameters, or of one layer of them.
     """
     names, leaves, treedef = trees.named_leaves(params)

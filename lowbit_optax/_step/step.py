@@ -162,8 +162,8 @@ class Step(LeafStep):
     ) -> Landed:
         """Add an inner update to the master of a leaf, and store it.
 
-        If ``into`` is not None, it contains values, and the rounding error is added to
-        one of the new moments in ``parts``.
+        ``into`` contains values, not nodes. Unless it is None, the rounding error is
+        added to the new moment ``parts[into.part]``.
         """
         leaf = self.leaves[number]
         moment = ahead = None

@@ -193,7 +193,7 @@ def step_wrapped(
 def _chosen_trace(
     tx, params, state, grads, extra_args: dict, guard, summed: Summed | None
 ) -> tuple[WrapperTrace, typing.Any] | None:
-    """Return a trace and the gradients that wrappers see; None for an indirect step.
+    """Return a trace and the gradients for wrappers, or None if updates are needed.
 
     By default, wrappers receive the user's gradients unchanged, as in optax. They
     receive float32 gradients in two cases: if the step is guarded, and if this lets

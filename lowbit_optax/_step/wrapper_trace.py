@@ -197,8 +197,8 @@ def _result(
 ) -> tuple[Call, int, tuple[Node, ...]] | None:
     """Return ``(call, result index, conditions)`` for a result of a marked update.
 
-    If a condition is false, ``old`` must replace the result, or zeros if ``old`` is
-    None. The function returns None for all other nodes.
+    If a condition is false, the result must be replaced by ``old``, or by zeros if
+    ``old`` is None. The function returns None for all other nodes.
     """
     call = node.call
     if call is None:

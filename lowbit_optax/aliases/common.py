@@ -89,7 +89,7 @@ def sgd(
 
 
 def corrected_momentum(mu, grads, decay, count, nesterov: bool):
-    """Returns a momentum that is corrected for its bias; for Nesterov, one step ahead.
+    """Returns the momentum without its bias; for Nesterov, the momentum one step ahead.
 
     Args:
       mu: the running average of ``grads``, which includes this step.

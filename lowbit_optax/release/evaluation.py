@@ -32,7 +32,7 @@ from lowbit_optax.release.wrappers import released
 Rule = Callable[..., tuple]
 """``(part, params, state, gradients, token) -> (params, state, token)``.
 Parameters and gradients are dictionaries by path, and ``token`` is the token's
-cotangent. ``index`` is the index of a layer in a loop, and None outside of loops."""
+cotangent. In a loop, the step's context contains the index of the layer."""
 
 _RECOMPUTED = frozenset(
     {

@@ -1,4 +1,4 @@
-"""Run a step on a state in host memory, with two groups of parameters on the device.
+"""Run a step on a state in host memory, with the state of two groups on the device.
 
 ::
 
@@ -74,7 +74,7 @@ def step_by_group(step: Callable, params, state, grads) -> tuple:
     with context.changed(alone=True):
         closed, shapes = jax.make_jaxpr(step, return_shape=True)(*on_the_device)
     # Moments that optax creates in bfloat16 become float32 in a step with float32
-    # gradients. The state can then not be updated in place.
+    # gradients. Then the state cannot be updated in place.
     dtypes = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]
     if closed.effects or dtypes(shapes) != dtypes((params, state)):
         return whole(*arguments)

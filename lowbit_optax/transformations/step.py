@@ -43,8 +43,9 @@ def step(
         jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
 
     The state may be in host memory, where :func:`lowbit_optax.host_shardings` places
-    it. The compiled step copies one group of parameters' state at a time to the device,
-    updates it and copies it back, with the same results.
+    it. The compiled step updates one group of parameters at a time. While it copies the
+    new state of a group to the host, it copies the state of the next group to the
+    device. The results are the same.
 
     Args:
       tx: an optax transformation.

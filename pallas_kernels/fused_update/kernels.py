@@ -33,7 +33,8 @@ def kernels(
 ) -> Callable:
     """Return a function that updates leaves with kernels, on the shards of each device.
 
-    It has the arguments of :func:`reference` after ``body``, and its derivatives.
+    The function has the arguments of :func:`reference` after ``body``, and the same
+    derivatives.
 
     With ``interpret=True``, Pallas simulates TPU kernels. The simulation has side
     effects, so JAX cannot partition it.

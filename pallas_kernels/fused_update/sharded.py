@@ -75,14 +75,14 @@ def over_shards(
 
 
 def _with_placed_gradients(leaf: Leaf) -> Leaf:
-    """Returns the leaf with its gradient sharded like its parameter, if that is open.
+    """Returns the leaf, with gradients sharded like the parameter if XLA may choose.
 
     The gradients of a sharded batch are then summed directly into shards. Otherwise,
     every device would store the whole sum, because :func:`_sharding_rule` names the
     axes of the gradient separately. A gradient with another sharding is not moved here.
     """
     anchor = _anchor(leaf)
-    lead = anchor.ndim - len(leaf.shape)  # the axis of layers of a stack
+    lead = anchor.ndim - len(leaf.shape)  # 1 for a stack of layers, otherwise 0
     if anchor.shape[lead:] != leaf.shape:
         return leaf
     axes = [f"a{axis}" for axis in range(anchor.ndim)]

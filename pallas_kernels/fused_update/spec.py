@@ -303,7 +303,7 @@ class Launcher(typing.Protocol):
     """The functions of a launcher, a module that runs kernels of one Pallas backend."""
 
     def parts(self, leaves: Sequence[Leaf]) -> list[tuple[list[int], tuple[int, int]]]:
-        """Return the indices of the leaves for each kernel, and its :class:`Call.room`.
+        """Return the indices of the leaves for each kernel, and its :attr:`Call.room`.
 
         The leaves have the same kinds of operands and results, and are sorted by size.
         """

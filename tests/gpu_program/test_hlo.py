@@ -57,9 +57,19 @@ LOOP = """HloModule step, is_scheduled=true
   ROOT %done = f32[4]{{0}} all-reduce-done(%begun)
 }}
 
+%one (y: f32[4]) -> f32[4] {{
+  %y = f32[4]{{0}} parameter(0)
+  ROOT %z = f32[4]{{0}} collective-permute(%y)
+}}
+
+%other (u: f32[4]) -> f32[4] {{
+  ROOT %u = f32[4]{{0}} parameter(0)
+}}
+
 ENTRY %main (x: f32[4]) -> f32[4] {{
   %x.1 = f32[4]{{0}} parameter(0)
   %whole = f32[8]{{0}} all-gather(%x.1), dimensions={{0}}
+  %moved = f32[4]{{0}} conditional(%x.1), branch_computations={{%one, %other}}
   ROOT %loop = (s32[], f32[4]) while(%x.1), condition=%condition, body=%body{written}
 }}
 """
@@ -75,7 +85,8 @@ ENTRY %main (x: f32[4]) -> f32[4] {{
 def test_a_collective_in_a_loop_counts_once_per_iteration(written, times):
     program = mock.create_autospec(jax.stages.Compiled, instance=True)
     program.as_text.return_value = LOOP.format(written=written)
-    assert exchanged(program) == {"all-gather": 32, "all-reduce": times * 16}
+    want = {"all-gather": 32, "all-reduce": times * 16, "collective-permute": 16}
+    assert exchanged(program) == want
 
 
 OF_PTX = ("bits", "buffers", "floats", "lanes", "memory", "parser")

@@ -78,7 +78,7 @@ def init_state(
 
 
 def start(state: MixedState, assignment: Any, promotes: bool) -> MixedState:
-    """Return a copy of `state` with an assignment, which a step may donate."""
+    """Return a copy of `state` with an assignment. A step may donate the copy."""
     state = state.replace(assignment=assignment, promotes=np.bool_(promotes))
     return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
 

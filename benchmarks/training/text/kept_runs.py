@@ -45,7 +45,7 @@ def train_missing(
       rows: the names of the rows.
       seeds: the number of seeds; all rows are trained with one seed before the next.
       folder: the folder of the files.
-      found: the runs that are :func:`complete`.
+      found: the result of :func:`complete`.
       train: a function that takes a row and a seed, and returns the run.
     """
     folder.mkdir(parents=True, exist_ok=True)

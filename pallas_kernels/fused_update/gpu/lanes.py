@@ -56,7 +56,8 @@ class Lanes:
       row_index: the distance between the indices of consecutive rows, modulo 2^32.
       inside: mask of the lanes that exist in row 0; None if all exist.
       readable: see :class:`Row`.
-      size: the number of elements of the array; None if all lanes exist.
+      size: the number of elements of the array; None if all lanes exist, or in a
+        tiling by blocks.
     """
 
     tiling: Tiling

@@ -132,8 +132,8 @@ class BlockNumbers(typing.NamedTuple):
 
 
 Numbers = Number | Scalar | None | BlockNumbers
-"""The numbers of a leaf. In a flat tiling, they are the number of elements in the
-array, or None if every lane has an element."""
+"""The numbers of a leaf. In a flat tiling, this is the number of elements in the array,
+or None if every lane has an element."""
 
 
 def constants(numbers: Numbers) -> Numbers:
@@ -154,7 +154,8 @@ class Table:
     """A table with the numbers of several leaves, in which a program finds its leaf.
 
     Args:
-      entries: how the table stores each number of a leaf, as numbers without values.
+      entries: for each number of a leaf, a :class:`Number` with value 0 that describes
+        how the table stores it.
       structure: the tree structure of a leaf's numbers.
       leaves: the number of leaves.
     """

@@ -86,7 +86,7 @@ class _Evaluation:
 
     def __init__(self, instructions: Instructions):
         self._instructions = instructions
-        # The equations of variables, and by id, the divisors that need no scaling.
+        # The equation of each variable, and by id, the divisors that need no scaling.
         self._equations, self._divisors = {}, {}
 
     def run(self, closed: ClosedJaxpr, args: Sequence) -> list:

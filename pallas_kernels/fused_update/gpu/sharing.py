@@ -83,8 +83,8 @@ class Sharing(ProgramSize):
 def _dealt(leaves: int, max_leaves: int) -> list[list[int]]:
     """Divide the indices of the leaves into as few lists as ``max_leaves`` allows.
 
-    All lists have the same length, except that the last may be shorter, because kernels
-    with the same number of leaves are compiled once. The leaves are sorted by size and
+    All lists have the same length, because kernels with the same number of leaves are
+    compiled once; only the last list may be shorter. The leaves are sorted by size and
     are dealt out back and forth, so that all lists have about the same number of
     elements. Lists of equal leaves are traced once.
     """

@@ -49,7 +49,7 @@ _OF_BLOCKS = frozenset(
 
 
 def parts(leaves: Sequence[Leaf]) -> list[tuple[list[int], tuple[int, int]]]:
-    """Return each leaf alone. Equal kernels are compiled once."""
+    """Return a separate kernel for each leaf. Equal kernels are compiled once."""
     return [([index], (1, 1)) for index in range(len(leaves))]
 
 
