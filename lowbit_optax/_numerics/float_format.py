@@ -151,7 +151,7 @@ class FloatFormat:
         return has_all and self.subnormals and self.contains(FloatFormat.of(dtype))
 
     def contains(self, other: "FloatFormat") -> bool:
-        """Return whether a format with subnormals has all finite numbers of another."""
+        """Return whether the format has all finite numbers of another."""
         return (
             self.mantissa_bits >= other.mantissa_bits
             and self.smallest <= other.smallest

@@ -7,9 +7,8 @@ With B = 2^(k-1) - 1 and a step size delta per block,
 where SR is stochastic rounding. The field is the integer plus 2^(k-1). No number has
 field 0, which stores NaN. Non-finite weights become NaN, so that the loss reveals them.
 
-delta is rounded up to fewer significant bits
-(:attr:`QuantizedFields.significant_bits`), for two
-reasons:
+delta is rounded up to fewer significant bits (see
+:attr:`QuantizedFields.significant_bits`), for two reasons:
 
 - Every value ``c delta`` is exact in float32. Therefore, storing a value that was just
   read, with the same delta, does not change it on any backend.

@@ -30,7 +30,7 @@ def warning_of(plan: KernelPlan, reasons: Mapping[int, str]) -> str | None:
         leaf = step.leaves[number]
         moments = step.plan.quantized[leaf.name]
         is_packed = leaf.format is not None and bool(leaf.format.width)
-        is_in_few_bits = moments or is_packed or trees.is_quantized(leaf.param)
+        is_in_few_bits = bool(moments) or is_packed or trees.is_quantized(leaf.param)
         size = math.prod(leaf.param.shape)
         if is_in_few_bits and size >= _LARGE:
             sizes[number] = size

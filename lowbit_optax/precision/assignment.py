@@ -117,9 +117,9 @@ class Formats:
         for name in ("low", "high"):
             if getattr(self, f"{name}_backward") is None:
                 object.__setattr__(self, f"{name}_backward", getattr(self, name))
-        for name in ("low", "high", "low_backward", "high_backward"):
-            value = getattr(self, name)
-            check_type(f"Formats: {name}", value, FloatFormat, "a FloatFormat")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            check_type(f"Formats: {field.name}", value, FloatFormat, "a FloatFormat")
 
     def forward(self, is_low) -> FloatFormat:
         """Return the low or high format for forward tensors."""

@@ -20,8 +20,8 @@ from lowbit_optax.states.host_memory import with_memory_kind
 
 _Value = typing.TypeVar("_Value")
 
-_Overflow = typing.Literal["exact", "layer"]
-_StateMemory = typing.Literal["device", "pinned_host"]
+Overflow = typing.Literal["exact", "layer"]
+StateMemory = typing.Literal["device", "pinned_host"]
 
 
 def value_and_update(
@@ -30,8 +30,8 @@ def value_and_update(
     *,
     has_aux: bool = False,
     max_grad_norm: float | None = None,
-    overflow: str = "exact",
-    state_memory: str = "device",
+    overflow: Overflow = "exact",
+    state_memory: StateMemory = "device",
     grad_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable[
     typing.Concatenate[Params, OptState, ...],
@@ -156,8 +156,8 @@ def explain(
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
-    overflow: str = "exact",
-    state_memory: str = "device",
+    overflow: Overflow = "exact",
+    state_memory: StateMemory = "device",
     grad_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable:
     """Report when :func:`value_and_update` updates each parameter, without running it.
@@ -225,8 +225,8 @@ def _planned(loss_fn: Callable, tx, has_aux: bool, grad_dtype) -> Callable:
 
 
 def _check_options(overflow: str, state_memory: str, tx, max_grad_norm) -> None:
-    check_choice("release", "state_memory", state_memory, _StateMemory)
-    check_choice("release", "overflow", overflow, _Overflow)
+    check_choice("release", "state_memory", state_memory, StateMemory)
+    check_choice("release", "overflow", overflow, Overflow)
     if overflow == "exact":
         return
     if loss_scaled(tx) is None:

@@ -42,7 +42,7 @@ class Operands(typing.NamedTuple):
     token: typing.Any = ()
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ReleasedLoop:
     """A scan that updates each layer in its backward loop; see :func:`.scan`.
 
@@ -63,16 +63,15 @@ class ReleasedLoop:
     how: dict[str, typing.Any]
     stand_ins: Sequence[jax.ShapeDtypeStruct] = ()
 
-    def __post_init__(self):
-        self._read_back = _ReadBack()
-
     def __call__(self, operands: Operands) -> tuple:
         """Run the loop, and return ``(carry, ys, token)``."""
-        run = jax.custom_vjp(lambda *args: self._forward(*args)[0])
-        run.defvjp(self._forward, self._backward)
+        read_back = _ReadBack()
+        forward = functools.partial(self._forward, read_back)
+        run = jax.custom_vjp(lambda *args: forward(*args)[0])
+        run.defvjp(forward, functools.partial(self._backward, read_back))
         return run(*operands)
 
-    def _forward(self, *args):
+    def _forward(self, read_back: "_ReadBack", *args):
         """Return the results, and the arrays that the backward pass needs."""
         operands = Operands(*args)
         shared, layers = operands.shared, operands.layers
@@ -84,14 +83,14 @@ class ReleasedLoop:
             function = lambda *args: self.body(*args[:3], codes, *args[3:])
             out, pull = jax.vjp(function, shared, carry, [*layer, *zeros], x)
             known = jax.tree.leaves((shared, layer, codes, x))
-            return out[0], (out[1], self._read_back.save(pull, out, known))
+            return out[0], (out[1], read_back.save(pull, out, known))
 
         stacks = layers, codes, operands.xs
         carry, (ys, saved) = lax.scan(step, operands.init, stacks, **self.how)
         residuals = shared, layers, operands.state, operands.xs, saved
         return (carry, ys, operands.token), residuals
 
-    def _backward(self, residuals, cotangents):
+    def _backward(self, read_back: "_ReadBack", residuals, cotangents):
         """Return the operands' cotangents; for layers and state, the new values."""
         shared, layers, state, xs, saved = residuals
         stacks = layers, as_state(state)
@@ -103,8 +102,7 @@ class ReleasedLoop:
             early, saved, ct_y, x = inputs
             layer, codes = _layer_at(early, (stacks[0], stacks[1][0]), early)
             known = jax.tree.leaves((shared, layer, codes, x))
-            found = self._read_back.pull(saved, known, (ct_carry, ct_y))
-            found = _without_integers(found)
+            found = _without_integers(read_back.pull(saved, known, (ct_carry, ct_y)))
             (more, ct_carry, gradients, ct_x), later = tied((found, early))
             # Read the layer again after the gradients, so that they can use the memory
             # of the first copy. On a CPU, XLA drops barriers and would copy whole
@@ -127,7 +125,7 @@ class ReleasedLoop:
             (jnp.arange(count, dtype=jnp.int32), saved, ct_ys, xs),
             **self.how | {"reverse": not self.how["reverse"]},
         )
-        primals = shared, self._read_back.out[0], xs
+        primals = shared, read_back.out[0], xs
         ct_shared, ct_carry, ct_xs = _like(primals, (ct_shared, ct_carry, ct_xs))
         return ct_shared, ct_carry, layers, as_floats(new_state), ct_xs, token
 

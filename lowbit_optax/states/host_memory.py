@@ -1,8 +1,8 @@
 """Keep arrays of an optimizer's state in host memory.
 
 A step copies a part of them to the device, updates it and copies it back, and XLA does
-this asynchronously. :mod:`lowbit_optax.states.host_step` copies a few leaves at a time,
-and :mod:`lowbit_optax.release` copies layers of stacks.
+this asynchronously. :mod:`lowbit_optax.states.host_step` copies one group of leaves
+after another, and :mod:`lowbit_optax.release` copies layers of stacks.
 """
 
 from collections.abc import Collection, Sequence

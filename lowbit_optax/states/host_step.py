@@ -74,7 +74,7 @@ def step_by_group(step: Callable, params, state, grads) -> tuple:
     with context.changed(alone=True):
         closed, shapes = jax.make_jaxpr(step, return_shape=True)(*on_the_device)
     # Moments that optax creates in bfloat16 become float32 in a step with float32
-    # gradients. Then the state cannot be updated in place.
+    # gradients. Then the state cannot be updated in place, and is copied as a whole.
     dtypes = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]
     if closed.effects or dtypes(shapes) != dtypes((params, state)):
         return whole(*arguments)
@@ -123,7 +123,7 @@ def _by_group(
     before: dict[Node, jax.Array] = dict(zip(inputs, arguments, strict=True))
     pairs = zip(inputs, owners, strict=True)
     needs = {node: frozenset([owner]) for node, owner in pairs if owner is not None}
-    host = list(needs)
+    host = dict.fromkeys(needs)
     outputs = _Reader(platform, needs).read(closed, inputs)
     new_of = dict(zip(inputs, outputs, strict=False))
     known = {x: on_device(array) for x, array in before.items() if x not in host}
@@ -134,29 +134,32 @@ def _by_group(
     barrier = lax.optimization_barrier
     once = lax.platform_dependent(one, cpu=lambda x: x, default=barrier)
     groups = _groups(host, outputs, needs)
-    held = [on_device(before[x]) for x in host if needs[x] <= groups[0]]
+    on_chip = [on_device(before[x]) for x in host if needs[x] <= groups[0]]
     after: dict[Node, jax.Array] = {}
     for group, following in itertools.zip_longest(groups, groups[1:], fillvalue=_NONE):
-        changed = [x for x in new_of if needs.get(new_of[x], _NONE) & group]
+        of_group = [x for x in new_of if needs.get(new_of[x], _NONE) & group]
         state = [x for x in host if needs[x] <= group]
-        coming = [x for x in host if needs[x] <= following]
+        of_next = [x for x in host if needs[x] <= following]
 
-        def update(_, carry, changed=changed, state=state, coming=coming):
-            arrays, held, _ = carry
-            known_here = known | dict(zip(changed, arrays, strict=True))
-            known_here.update(zip(state, held, strict=True))
-            new = evaluate([new_of[x] for x in changed], known_here)
+        def update(_, carry, of_group=of_group, state=state, of_next=of_next):
+            arrays, on_chip, _ = carry
+            known_here = known | dict(zip(of_group, arrays, strict=True))
+            known_here.update(zip(state, on_chip, strict=True))
+            new = evaluate([new_of[x] for x in of_group], known_here)
             # The new state uses the memory of the old one, and is then copied.
-            known_here.update(zip(changed, new, strict=True))
-            held = [known_here[x] for x in state]
-            copies = [on_device(before[x]) for x in coming]
-            return list(map(placed_like, new, arrays)), held, copies
+            known_here.update(zip(of_group, new, strict=True))
+            on_chip = [known_here[x] for x in state]
+            copies = [on_device(before[x]) for x in of_next]
+            return list(map(placed_like, new, arrays)), on_chip, copies
 
-        arrays = [before[x] for x in changed]
-        room = [jnp.zeros_like(before[x]) for x in coming]
-        arrays, _, held = lax.fori_loop(0, once, update, (arrays, held, room))
-        after.update(zip(changed, arrays, strict=True))
-    for node in new_of.keys() - after.keys():
+        arrays = [before[x] for x in of_group]
+        # The copies for the next group overwrite these arrays.
+        buffers = [jnp.zeros_like(before[x]) for x in of_next]
+        carry = arrays, on_chip, buffers
+        arrays, _, on_chip = lax.fori_loop(0, once, update, carry)
+        after.update(zip(of_group, arrays, strict=True))
+    # The order must be the same in every process, so that all compile one program.
+    for node in [x for x in new_of if x not in after]:
         (value,) = evaluate([new_of[node]], known)
         after[node] = placed_like(value, before[node])
     return [after[node] for node in new_of]

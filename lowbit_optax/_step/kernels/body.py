@@ -164,7 +164,7 @@ class LeafBody:
         new = self._new(sorted(wanted), opened, scalars, multiply_add)
         random = RandomBits(scalars[0], scalars[1], index)
         if takes_error:
-            self._stored_weight(new, opened, random, multiply_add, ())
+            self._store_weight(new, opened, random, multiply_add, ())
         if self.from_stored is not None and 0 in wanted:
             self._encoded(new, opened, scalars, random, multiply_add, after)
         return [rows.blocks.magnitude_key(new[n]) for n, rows in scaled.items()]
@@ -191,7 +191,7 @@ class LeafBody:
         new = self._new(outputs, opened, scalars, multiply_add)
         random = RandomBits(scalars[0], scalars[1], index)
         store = functools.partial(
-            self._stored_weight, new, opened, random, multiply_add, after
+            self._store_weight, new, opened, random, multiply_add, after
         )
         # Another order may need more registers.
         first = store() if self.from_stored is None else None
@@ -270,7 +270,7 @@ class LeafBody:
         results = program.run(opened[2], scalars[KEYS:], multiply_add)
         return dict(zip(outputs, results, strict=True))
 
-    def _stored_weight(
+    def _store_weight(
         self, new: dict, opened, random, multiply_add, after
     ) -> tuple[jax.Array, typing.Any]:
         """Return the new parameter and residual; see :meth:`.WeightRows.stored`.
@@ -279,9 +279,9 @@ class LeafBody:
         ``new``.
         """
         param, residual, _ = opened
-        rate, growth, reach = self._of_feedback
         ahead = None
         if self.takes_error is not None:
+            rate, growth, reach = self._of_feedback
             ahead = ahead_of(new[self.takes_error], new[reach])
 
         def store(result, param, residual, random, prepared, ahead):

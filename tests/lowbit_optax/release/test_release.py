@@ -380,5 +380,10 @@ def test_each_of_many_quantised_stacks_keeps_its_codes():
         return jnp.mean(jax.lax.scan(body, x, params)[0] ** 2)
 
     step = release.value_and_update(loss_fn, LPMM["sgd"])
-    loss = jax.jit(lambda *arguments: step(*arguments)[0])(params, state, x)
-    np.testing.assert_allclose(loss, loss_fn(params, x), rtol=1e-5)
+    loss, new, _ = jax.jit(step)(params, state, x)
+    want, grads = lowbit_optax.lpmm.value_and_grad(loss_fn)(params, x)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    updated, _ = lowbit_optax.step(LPMM["sgd"], params, state, grads)
+    for pair in zip(new, updated, strict=True):
+        got, want = (lowbit_optax.lpmm.dequantize(w, jnp.float32) for w in pair)
+        np.testing.assert_allclose(got, want, atol=1e-6)

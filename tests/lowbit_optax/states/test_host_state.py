@@ -138,6 +138,21 @@ def copies(jaxpr, into_loops=True) -> int:
     return found
 
 
+def test_every_trace_gives_the_same_program():
+    # Processes that run one program together must compile the same one.
+    tx, params, grads = problem("adamw")
+    state, where = tx.init(params), lowbit_optax.host_shardings(tx, params)
+    on_host = jax.device_put(state[0].mu, where[0].mu)
+    state = state[0]._replace(mu=on_host), *state[1:]
+
+    def program() -> str:
+        # JAX caches the trace of a function, so each trace needs a new function.
+        step = jax.make_jaxpr(lambda *arguments: lowbit_optax.step(tx, *arguments))
+        return str(step(params, state, grads))
+
+    assert len({program() for _ in range(6)}) == 1
+
+
 def test_small_leaves_share_a_group(monkeypatch):
     tx, params, grads = problem("adamw")
     state = jax.device_put(tx.init(params), lowbit_optax.host_shardings(tx, params))
