@@ -8,7 +8,13 @@ import typing
 import jax
 
 from tools.hlo_arrays import Array, arrays
-from tools.hlo_nodes import Node, read_computations, read_entry, read_nodes
+from tools.hlo_nodes import (
+    Node,
+    entry_of,
+    read_computations,
+    read_entry,
+    read_nodes,
+)
 
 COLLECTIVES = (
     "all-gather",
@@ -200,7 +206,7 @@ def exchanged(compiled: jax.stages.Compiled) -> dict[str, int]:
             for called in node.named:
                 add(called, inner)
 
-    add(list(computations)[-1], 1)
+    add(entry_of(text(compiled)), 1)
     return found
 
 
@@ -213,8 +219,10 @@ def _iterations(loop: Node, computations: dict[str, list[Node]]) -> int:
     if written := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(written[1])
     (condition,) = re.findall(r"\bcondition=%([\w.\-]+)", loop.attributes)
-    (limit,) = (x for x in computations[condition] if x.op == "constant")
-    return int(limit.arguments)
+    limits = [x.arguments for x in computations[condition] if x.op == "constant"]
+    if len(limits) != 1:
+        raise ValueError(f"the number of iterations of {loop.name} is not constant")
+    return int(limits[0])
 
 
 def copies(compiled: jax.stages.Compiled) -> list[int]:

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-_HEAD = re.compile(r"(ENTRY )?%(\S+) \(.*\{$")
+_HEAD = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{$")
 _LINE = re.compile(r"\s*(ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?:, (.*)|$)")
 
 
@@ -55,7 +55,12 @@ def read_entry(text: str) -> list[Node]:
     ... }''')[2].operands
     ('y#1',)
     """
-    return list(read_computations(text).values())[-1]
+    return read_computations(text)[entry_of(text)]
+
+
+def entry_of(text: str) -> str:
+    """Return the name of the entry computation."""
+    return re.findall(r"^ENTRY %(\S+) ", text, re.MULTILINE)[0]
 
 
 def read_nodes(text: str) -> list[Node]:
@@ -68,7 +73,7 @@ def read_computations(text: str) -> dict[str, list[Node]]:
     found, nodes = {}, []
     for line in text.splitlines():
         if head := _HEAD.match(line):
-            nodes = found[head[2]] = []
+            nodes = found[head[1]] = []
         elif x := _LINE.match(line):
             nodes.append(Node(x[2], x[3], x[4], x[5], x[6] or "", bool(x[1])))
     return found

@@ -301,6 +301,6 @@ def _run(args, entries, env, root, found, start) -> int:
         print("stopped")
     print(page.section([record]))
     for line in page.inexact(entries):
-        print(line)
+        print(f"not exact: {line}")
     print(f"{record['elapsed_seconds']:.0f} s; the record is {path}")
     return int(not page.is_good(record))

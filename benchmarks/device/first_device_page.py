@@ -73,8 +73,7 @@ def section(group: list[dict]) -> str:
         parts = [_origin(group), *_tables(jobs)]
     parts += [_list("These trials failed", _errors(jobs))]
     if unfinished := [f"`{_name(job)}`" for job in jobs if _is_unfinished(job)]:
-        text = f"The time ran out before these jobs finished: {', '.join(unfinished)}."
-        parts.append(_filled(text))
+        parts.append(_filled(f"These jobs did not finish: {', '.join(unfinished)}."))
     return "\n\n".join(filter(None, parts))
 
 

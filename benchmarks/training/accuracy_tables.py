@@ -8,7 +8,7 @@ This command prints tables 1 to 3 of LPMM's paper at small scale: weights of 12,
 after N microbatches. The learning rate of SGD is proportional to N, as in the paper.
 All rows use the same seeds and batches. `--rows` selects rows; the rows with
 N = 16 are trained only if they are selected. The other options are those of
-`cifar_optimizers`.
+`cifar_optimizers` that no row sets.
 
 References:
   "Training Neural Networks with Low-Precision Model Memory", section 6.
@@ -25,6 +25,11 @@ NEEDS = ("flax", "matplotlib", "sklearn", "tqdm")
 SGD = "--batch-size 32 --learning-rate {rate} --weight-decay 5e-4"
 ADAMW = "--batch-size 128 --learning-rate 1e-3 --weight-decay 0.05"
 BITS = (12, 10, 8)
+OF_ROWS = (
+    *("optimizer", "compare", "dtype", "bits", "rounding", "loss_scale"),
+    *("batch_size", "microbatches", "learning_rate", "weight_decay"),
+)
+"""The options of `cifar_optimizers` that depend on the row."""
 
 
 def _sgd(flags: str, n: int = 1) -> str:
@@ -62,7 +67,7 @@ def measure(args) -> dict:
     def of(row: str, seed: int) -> dict:
         return cifar_optimizers.train(rows[row], dataset, rows[row].optimizer, seed)
 
-    return cifar_optimizers.figures(dataset, records.of_seeds(rows, args.seeds, of))
+    return cifar_data.record(dataset, records.of_seeds(rows, args.seeds, of))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -70,4 +75,7 @@ def main(argv: list[str] | None = None) -> None:
     default = [row for row in ROWS if not row.endswith("-n16")]
     options.add_argument("--rows", nargs="+", choices=ROWS, default=default)
     args = options.parse_args(argv)
-    records.run(__name__, args, measure, cifar_optimizers.text)
+    for name in OF_ROWS:
+        if getattr(args, name) != options.get_default(name):
+            options.error(f"--{name.replace('_', '-')} is an option of the rows")
+    records.run(__name__, args, measure, cifar_data.text)

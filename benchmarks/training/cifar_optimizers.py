@@ -64,8 +64,9 @@ def parse_args(
     parser = options(__doc__)
     args = parser.parse_args(argv, given)
     if not args.compare:
-        given_here = {x for x in optimizer_choice.OPTIONS if getattr(args, x)}
-        for option in given_here - optimizer_choice.options_of(args.optimizer):
+        of_all = optimizer_choice.OPTIONS
+        chosen = {x for x in of_all if getattr(args, x) is not None}
+        for option in chosen - optimizer_choice.options_of(args.optimizer):
             flag = "--" + option.replace("_", "-")
             parser.error(f"{args.optimizer} does not support {flag}")
     _fill_in(args)
@@ -131,19 +132,8 @@ def measure(args) -> dict:
     if args.compare:
         names = optimizer_choice.compared(args.optimizer)
     of = lambda name, seed: train(args, dataset, name, seed)
-    return figures(dataset, records.of_seeds(names, args.seeds, of))
-
-
-def figures(dataset: cifar_data.Dataset, found: dict[str, dict]) -> dict:
-    """Return the figures of a record, given the result of ``records.of_seeds``."""
-    spreads = {figure: records.spreads(runs) for figure, runs in found.items()}
-    return {"dataset": dataset.name, "figures": spreads}
-
-
-def text(record: dict) -> str:
-    found = record["figures"]
-    return f"{record['dataset']}\n{records.listing(found, *found.values(), digits=3)}"
+    return cifar_data.record(dataset, records.of_seeds(names, args.seeds, of))
 
 
 def main(argv: list[str] | None = None) -> None:
-    records.run(__name__, parse_args(argv), measure, text)
+    records.run(__name__, parse_args(argv), measure, cifar_data.text)

@@ -134,14 +134,7 @@ def measure(args) -> dict:
                 done[same, False] = figures
         return done[same, run.promotes]
 
-    found = records.of_seeds(runs, args.seeds, of)
-    spreads = {figure: records.spreads(each) for figure, each in found.items()}
-    return {"dataset": dataset.name, "figures": spreads}
-
-
-def text(record: dict) -> str:
-    found = record["figures"]
-    return f"{record['dataset']}\n{records.listing(found, *found.values(), digits=3)}"
+    return cifar_data.record(dataset, records.of_seeds(runs, args.seeds, of))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -154,4 +147,4 @@ def main(argv: list[str] | None = None) -> None:
     )
     text_of_ratios = "minimal low-precision ratios of the demoted assignments"
     add("--ratios", nargs="*", type=float, default=RATIOS, help=text_of_ratios)
-    records.run(__name__, options.parse_args(argv), measure, text)
+    records.run(__name__, options.parse_args(argv), measure, cifar_data.text)

@@ -17,7 +17,7 @@ prevent it, because XLA removes them before it schedules.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +181,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 def _groups(
-    host: Sequence[Node], outputs: Sequence[Node], needs: _Needs
+    host: Iterable[Node], outputs: Sequence[Node], needs: _Needs
 ) -> list[frozenset[str]]:
     """Return the groups of parameters, as sets of paths.
 

@@ -16,7 +16,7 @@ pytest.importorskip("libtpu", reason="needs the tpu-program extra")
 from tools.gpu_program.release_steps import matrices
 from tools.gpu_program.steps import bytes_of
 from tools.hlo import text
-from tools.hlo_nodes import read_computations
+from tools.hlo_nodes import entry_of, read_computations
 from tools.tpu_program.release_steps import HostStep, compile_step, is_stack, streamed
 from tools.tpu_program.targets import tpu_mesh
 
@@ -80,7 +80,7 @@ def test_without_release_the_device_holds_two_groups_of_the_state(leaves, monkey
 def copies_in_loops(step: HostStep) -> list[list[str]]:
     """The copies from and to the host in each loop that copies in both directions."""
     computations = read_computations(text(step.program))
-    entry = list(computations)[-1]
+    entry = entry_of(text(step.program))
     found = []
     for name, nodes in computations.items():
         copies = [x for x in nodes if x.op in ("copy-start", "copy-done")]

@@ -9,10 +9,9 @@ from tools.gpu_program.steps import bytes_of, leaf
 from tools.models.llama import rms_norm
 
 
-def unrolled_matrices(layers=12, width=2048, batch=256, remat=False) -> Model:
-    """Return layers ``tanh(h @ w)``. If ``remat``, backpropagation recomputes them."""
+def unrolled_matrices(layers=12, width=2048, batch=256) -> Model:
+    """Return layers ``tanh(h @ w)``."""
     layer = lambda h, w: jnp.tanh(h @ w)
-    layer = jax.checkpoint(layer) if remat else layer
 
     def loss_fn(params, h):
         for w in params["layers"]:

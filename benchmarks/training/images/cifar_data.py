@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks import records
 from examples.cifar_support import CACHE, load_images
 
 
@@ -44,14 +45,28 @@ def load(args: argparse.Namespace) -> Dataset:
       args: the options ``batch_size``, ``train_size`` and ``test_size``.
     """
     name, *both = load_images(CACHE, 32)
-    sizes = args.train_size, args.test_size
-    train, test = (
-        Split(images[:size], labels[:size].astype(np.int32))
-        for (images, labels), size in zip(both, sizes, strict=True)
-    )
-    if args.batch_size > len(train.labels):
-        sys.exit(
-            f"error: --batch-size must be at most {len(train.labels)}, the number of "
-            f"training images, got {args.batch_size}"
-        )
-    return Dataset(name, train, test)
+    splits = []
+    for option, (images, labels) in zip(("train_size", "test_size"), both, strict=True):
+        size = getattr(args, option) or len(labels)
+        _check(option, size, len(labels))
+        splits.append(Split(images[:size], labels[:size].astype(np.int32)))
+    _check("batch_size", args.batch_size, len(splits[0].labels))
+    return Dataset(name, *splits)
+
+
+def _check(option: str, size: int, images: int) -> None:
+    if not 0 < size <= images:
+        flag = "--" + option.replace("_", "-")
+        sys.exit(f"error: {flag} must be from 1 to {images} images, got {size}")
+
+
+def record(dataset: Dataset, found: dict[str, dict]) -> dict:
+    """Return the figures of a record, given the result of ``records.of_seeds``."""
+    spreads = {figure: records.spreads(runs) for figure, runs in found.items()}
+    return {"dataset": dataset.name, "figures": spreads}
+
+
+def text(record: dict) -> str:
+    """Return a Markdown table of the result of :func:`record`."""
+    found = record["figures"]
+    return f"{record['dataset']}\n{records.listing(found, *found.values(), digits=3)}"

@@ -281,7 +281,7 @@ class LeafBody:
         param, residual, _ = opened
         ahead = None
         if self.takes_error is not None:
-            rate, growth, reach = self._of_feedback
+            *_, reach = self._of_feedback
             ahead = ahead_of(new[self.takes_error], new[reach])
 
         def store(result, param, residual, random, prepared, ahead):
@@ -296,6 +296,7 @@ class LeafBody:
         store = self._rounding(self.weight, store, tangent)
         stored = store(new[0], param, residual, random, prepared, ahead)
         if self.takes_error is not None:
+            rate, growth, _ = self._of_feedback
             moment = new[self.takes_error]
             error = self._format.error(param, residual, new[0], *stored)
             feed = self._rounding(self.weight, fed)
