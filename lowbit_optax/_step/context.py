@@ -62,7 +62,11 @@ _CURRENT = contextvars.ContextVar("lowbit_optax_step", default=_NOTHING)
 
 
 def current() -> StepContext:
-    """Return the context of the current call."""
+    """Return the context of the step that is being traced.
+
+    The fields are those that enclosing :func:`changed` blocks have set, and the
+    defaults of :class:`StepContext` otherwise.
+    """
     return _CURRENT.get()
 
 

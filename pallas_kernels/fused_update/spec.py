@@ -319,7 +319,12 @@ class Launcher(typing.Protocol):
 
 
 def result_shapes(shard: Shard) -> list[tuple[int, ...]]:
-    """Return the shapes of a shard's results."""
+    """Return the shapes of a shard's results, in the order of ``leaf.results``.
+
+    A result that overwrites an operand has the shape of that operand, which may be a
+    stack. Other results have the shape of the shard, in words or blocks if they are
+    stored so.
+    """
     leaf = shard.leaf
     return [
         _share(leaf.stored_shape(r), shard)

@@ -161,7 +161,7 @@ def assembly(
 
 
 def element_type(dtype):
-    """Return the MLIR type for a NumPy dtype."""
+    """Return the MLIR type of one element, such as ``bf16`` for ``jnp.bfloat16``."""
     return mosaic.utils.dtype_to_ir_type(np.dtype(dtype))
 
 

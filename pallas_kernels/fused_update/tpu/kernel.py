@@ -54,7 +54,10 @@ def parts(leaves: Sequence[Leaf]) -> list[tuple[list[int], tuple[int, int]]]:
 
 
 def groups(shards: Sequence[Shard]) -> list[list[int]]:
-    """Return a separate group for each leaf."""
+    """Return a separate group for each leaf, as the indices ``[[0], [1], ...]``.
+
+    A TPU kernel updates one leaf, because its blocks have the layout of that leaf.
+    """
     return [[index] for index in range(len(shards))]
 
 
