@@ -3,7 +3,7 @@
 For XLA, the functions in this module are ordinary arithmetic. Each function is an entry
 of :data:`OPERATIONS`. As for a primitive, a kernel backend can define a rule for it
 that uses the backend's own instructions. The rule must return the same results bit for
-bit, except for the payloads of NaNs.
+bit, except for the payloads of NaNs and the rounding of :func:`multiply_add`.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,6 +67,16 @@ class Values:
     def of(self, atoms: Sequence) -> list:
         """Return the values of variables and literals."""
         return [x.val if isinstance(x, core.Literal) else self._known[x] for x in atoms]
+
+
+@operation
+def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+    """Return ``a * b + c`` of float32 arrays, rounded once or twice.
+
+    >>> multiply_add(jnp.float32(2), jnp.float32(3), jnp.float32(1))
+    Array(7., dtype=float32)
+    """
+    return a * b + c
 
 
 @operation

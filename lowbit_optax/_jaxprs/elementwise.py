@@ -35,7 +35,8 @@ from lowbit_optax._jaxprs.graph import (
     made_of,
     primitive_of,
 )
-from lowbit_optax._jaxprs.leaf_program import MULTIPLY_ADD, Operation, Program, Ref
+from lowbit_optax._jaxprs.leaf_program import Operation, Program, Ref
+from pallas_kernels.operations import multiply_add
 
 ELEMENTWISE = frozenset(
     {
@@ -198,7 +199,7 @@ class _ProgramBuilder:
                 factors = self._factors(node)
                 if factors is not None:
                     operands = *factors, self.ref(other)
-                    return self._append(MULTIPLY_ADD, {}, *operands)
+                    return self._append(multiply_add, {}, *operands)
         return None
 
     def _append(self, primitive, params: Mapping, *operands: Ref) -> Ref:

@@ -5,7 +5,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from lowbit_optax._jaxprs.graph import varying_alike
+from pallas_kernels.operations import multiply_add
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +37,12 @@ class Ref:
 class Operation:
     """One elementwise operation, whose result is a row.
 
-    ``primitive`` may be :data:`MULTIPLY_ADD`.
+    ``primitive`` may be :func:`pallas_kernels.operations.multiply_add`.
     """
 
     primitive: typing.Any
     params: tuple[tuple[str, typing.Any], ...]
     inputs: tuple[Ref, ...]
-
-
-MULTIPLY_ADD = "multiply_add"
-"""The operation ``a * b + c``, which is one instruction on a GPU and rounds once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +60,7 @@ class Program:
     outputs: tuple[Ref, ...]
 
     def run(
-        self,
-        rows: Sequence[jax.Array],
-        scalars: Sequence[jax.Array],
-        multiply_add: Callable,
+        self, rows: Sequence[jax.Array], scalars: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """Return the outputs for input rows, which all have the same shape.
 
@@ -86,7 +80,7 @@ class Program:
 
         for operation in self.operations:
             inputs = varying_alike([value(ref) for ref in operation.inputs])
-            if operation.primitive == MULTIPLY_ADD:
+            if operation.primitive is multiply_add:
                 rows.append(multiply_add(*inputs))
             else:
                 params = dict(operation.params)

@@ -37,7 +37,7 @@ becomes the smallest positive value.
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -52,12 +52,6 @@ _LARGEST_SCALED = 2.0**50  # in signed codes
 
 Scale = typing.Literal["bfloat16", "power_of_two"]
 Prepared = Sequence[jax.Array]
-MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-
-def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-    """Return ``a * b + c``. Kernels pass a version that is one instruction."""
-    return a * b + c
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +126,7 @@ class Code:
         raise NotImplementedError
 
     def encode_fields(
-        self,
-        x: jax.Array,
-        prepared: Prepared,
-        words: jax.Array | None,
-        multiply_add: MultiplyAdd = multiply_add,
+        self, x: jax.Array, prepared: Prepared, words: jax.Array | None
     ) -> jax.Array:
         """Round values, and return their fields.
 
@@ -146,19 +136,13 @@ class Code:
           words: uniformly random uint32 words with the shape of x. Nothing else may
             use their leading :data:`RANDOM_BITS` bits. If None, values are rounded to
             nearest.
-          multiply_add: computes ``a * b + c`` for three arrays.
 
         Returns:
           uint32 fields of ``bits`` bits, with the shape of x.
         """
         raise NotImplementedError
 
-    def decode_fields(
-        self,
-        fields: jax.Array,
-        prepared: Prepared,
-        multiply_add: MultiplyAdd = multiply_add,
-    ) -> jax.Array:
+    def decode_fields(self, fields: jax.Array, prepared: Prepared) -> jax.Array:
         """Return the float32 values of uint32 fields; inverts :meth:`encode_fields`."""
         raise NotImplementedError
 

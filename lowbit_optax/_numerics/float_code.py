@@ -14,7 +14,6 @@ from lowbit_optax._numerics.codes import (
     as_fields,
     bits_of,
     float_of,
-    multiply_add,
     pattern_of,
     rounding_offset,
 )
@@ -73,7 +72,7 @@ class Float(Code):
         base = bits_of(scale)
         return base, base + jnp.int32(self.infinity_field << self._dropped)
 
-    def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
+    def encode_fields(self, x, prepared, words):
         base, _ = prepared
         infinity = jnp.int32(self.infinity_field << self._dropped)
         above = operations.pattern_above(x, base, infinity)
@@ -82,7 +81,7 @@ class Float(Code):
         offset = lax.bitcast_convert_type(rounding_offset(free, words), jnp.uint32)
         return (above + offset) >> jnp.uint32(free)
 
-    def decode_fields(self, fields, prepared, multiply_add=multiply_add):
+    def decode_fields(self, fields, prepared):
         base, infinity = prepared
         above = fields << jnp.uint32(self._dropped)
         pattern = lax.bitcast_convert_type(above, jnp.int32) + base

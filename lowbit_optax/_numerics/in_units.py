@@ -22,11 +22,9 @@ from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics.codes import (
     RANDOM_BITS,
     Code,
-    MultiplyAdd,
     as_fields,
     bits_of,
     float_of,
-    multiply_add,
     number_of,
     one_unless_zero,
     pattern_of,
@@ -36,6 +34,7 @@ from lowbit_optax._numerics.codes import (
     with_sign_of_field,
 )
 from pallas_kernels import operations
+from pallas_kernels.operations import multiply_add
 
 # Because divisions round, a quotient that should be exactly a scale may be larger by
 # this tolerance. Without it, the quotient would be rounded up to the next scale, and
@@ -130,7 +129,7 @@ class Linear(InUnits):
     def _zero(self) -> int:
         return 2 ** (self.bits - 1) if self.signed else 0
 
-    def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
+    def encode_fields(self, x, prepared, words):
         _, inverse = prepared
         middle = 2.0 ** (23 - RANDOM_BITS) + self._zero
         fixed = bits_of(x * inverse + jnp.float32(middle))
@@ -141,7 +140,7 @@ class Linear(InUnits):
         fields = shift_and_round(fixed, first, RANDOM_BITS, words)
         return as_fields(fields) if self.signed else self._unsigned_fields(x, fields)
 
-    def decode_fields(self, fields, prepared, multiply_add=multiply_add):
+    def decode_fields(self, fields, prepared):
         unit, _ = prepared
         number = number_of(fields, self._zero)
         return (number if self.signed else self._infinite(fields, number)) * unit
@@ -198,7 +197,7 @@ class Segments(InUnits):
     def _dropped(self) -> int:
         return 23 - self._steps
 
-    def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
+    def encode_fields(self, x, prepared, words):
         _, inverse = prepared
         size = jnp.abs(x) if self.signed else x
         # Signed codes use 2 + 2 |x| / unit. From 2 on, the low bits of the exponent
@@ -217,7 +216,7 @@ class Segments(InUnits):
             return as_fields(jnp.maximum(fields, one_unless_zero(x)))
         return self._signed_fields(x, pattern, self._dropped, words)
 
-    def decode_fields(self, fields, prepared, multiply_add=multiply_add):
+    def decode_fields(self, fields, prepared):
         unit = jnp.broadcast_to(prepared[0], fields.shape)
         # Raise the exponents. In unsigned codes, the field of infinity then has the
         # exponent of float32's infinity; in signed codes, no carry is needed.
@@ -247,7 +246,7 @@ class Sqrt(InUnits):
     def largest_value(self):
         return float(self.largest_field) ** 2
 
-    def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
+    def encode_fields(self, x, prepared, words):
         _, inverse = prepared
         one = jnp.float32(1)
         finite = (x < jnp.float32(jnp.inf)) & (x > jnp.float32(0))
@@ -261,7 +260,7 @@ class Sqrt(InUnits):
         fields = jnp.minimum(fields, jnp.int32(self.largest_field))
         return self._unsigned_fields(x, fields)
 
-    def decode_fields(self, fields, prepared, multiply_add=multiply_add):
+    def decode_fields(self, fields, prepared):
         unit, _ = prepared
         number = self._infinite(fields, number_of(fields))
         return number * number * unit
@@ -308,7 +307,7 @@ class Dynamic(InUnits):
         """Magnitude of the smallest positive value."""
         return 2 - self.signed
 
-    def _values(self, fields: jax.Array, multiply_add: MultiplyAdd) -> jax.Array:
+    def _values(self, fields: jax.Array) -> jax.Array:
         """Return the values of unsigned fields times :attr:`_steps_of_one`."""
         # The number is a power of two times k + 1/2. The last bits of its exponent are
         # i, or i + 1 in unsigned codes, where k = 1 is zero.
@@ -331,7 +330,7 @@ class Dynamic(InUnits):
         scale = 2.0 ** (1 + self.signed)
         return 10.0 ** (self._decades + 1) * scale / (1 if self.signed else 5)
 
-    def _place(self, number: jax.Array, multiply_add: MultiplyAdd) -> jax.Array:
+    def _place(self, number: jax.Array) -> jax.Array:
         """Return 2^11 + k for the value of magnitude k, with interpolation.
 
         The interpolation is linear. Within a decade, it solves the formula of the class
@@ -363,7 +362,7 @@ class Dynamic(InUnits):
         )
         return jnp.where(number < smallest, from_zero, place)
 
-    def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
+    def encode_fields(self, x, prepared, words):
         _, inverse = prepared
         size = jnp.abs(x) if self.signed else x
         # As an integer, the bit pattern of NaN is larger than the pattern of infinity.
@@ -371,18 +370,18 @@ class Dynamic(InUnits):
         pattern = jnp.minimum(bits_of(size * inverse), largest)
         if not self.signed:
             pattern = jnp.maximum(pattern, jnp.int32(0))
-        fixed = bits_of(self._place(float_of(pattern), multiply_add))
+        fixed = bits_of(self._place(float_of(pattern)))
         if not self.signed:
             first = pattern_of(2.0 ** (23 - RANDOM_BITS))
             k = shift_and_round(fixed, first, RANDOM_BITS, words) - jnp.int32(1)
             return self._unsigned_fields(x, k)
         return self._signed_fields(x, fixed, RANDOM_BITS, words)
 
-    def decode_fields(self, fields, prepared, multiply_add=multiply_add):
+    def decode_fields(self, fields, prepared):
         unit = prepared[0] * jnp.float32(1 / self._steps_of_one)
         if not self.signed:
-            values = self._values(fields, multiply_add)
+            values = self._values(fields)
             return self._infinite(fields, values) * unit
         magnitude = fields & jnp.uint32(2 ** (self.bits - 1) - 1)
-        values = self._values(magnitude, multiply_add)
+        values = self._values(magnitude)
         return with_sign_of_field(values * unit, fields, self.bits)

@@ -31,17 +31,16 @@ from jax import lax
 
 from lowbit_optax._numerics.codes import (
     Code,
-    MultiplyAdd,
     Prepared,
     as_fields,
     bits_of,
     float_of,
-    multiply_add,
     number_of,
     pattern_of,
 )
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RandomBits
 from pallas_kernels.layout import Layout, repeat_blocks
+from pallas_kernels.operations import multiply_add
 
 RANDOM_BITS = 23
 """Number of leading bits of a random word that rounding reads."""
@@ -146,11 +145,7 @@ class QuantizedFields:
         return [repeat_blocks(x, layout, self.block_size) for x in prepared]
 
     def encode(
-        self,
-        x: jax.Array,
-        prepared: Prepared,
-        random: RandomBits | None,
-        multiply_add: MultiplyAdd = multiply_add,
+        self, x: jax.Array, prepared: Prepared, random: RandomBits | None
     ) -> jax.Array:
         """Round float32 values to uint32 fields.
 

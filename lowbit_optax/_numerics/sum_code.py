@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from lowbit_optax._numerics.codes import Code, multiply_add
+from lowbit_optax._numerics.codes import Code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Sum(Code):
     def prepare(self, scale):
         return self.code.prepare(scale)
 
-    def encode_fields(self, x, prepared, words, multiply_add=multiply_add):
+    def encode_fields(self, x, prepared, words):
         finite = jnp.isfinite(x)
         nan = jnp.uint32(self.code.spare_field)
         x = jnp.where(finite, x, jnp.float32(0))
-        fields = self.code.encode_fields(x, prepared, words, multiply_add)
+        fields = self.code.encode_fields(x, prepared, words)
         # Only negative zero can be encoded as this field.
         fields = jnp.where(fields == nan, jnp.uint32(0), fields)
         return jnp.where(finite, fields, nan)
 
-    def decode_fields(self, fields, prepared, multiply_add=multiply_add):
-        value = self.code.decode_fields(fields, prepared, multiply_add)
+    def decode_fields(self, fields, prepared):
+        value = self.code.decode_fields(fields, prepared)
         nan = fields == jnp.uint32(self.code.spare_field)
         # A NaN constant would become an array that JAX moves out of a scan over layers.
         return jnp.where(nan, value * jnp.float32(jnp.nan), value)

@@ -13,7 +13,7 @@ import jax
 
 from lowbit_optax._arguments import check_static_int
 from lowbit_optax._numerics.code_kinds import UNSIGNED, code_of
-from lowbit_optax._numerics.codes import Code, MultiplyAdd, Prepared, multiply_add
+from lowbit_optax._numerics.codes import Code, Prepared
 from lowbit_optax._numerics.random_bits import Draws
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._numerics.sum_code import Sum
@@ -136,12 +136,7 @@ class BlockQuantized(MomentFormat):
         return self.codec.prepare(to_float32(scale))
 
     def encode_fields(
-        self,
-        moment: jax.Array,
-        prepared: Prepared,
-        draws: Draws,
-        number: int,
-        multiply_add: MultiplyAdd = multiply_add,
+        self, moment: jax.Array, prepared: Prepared, draws: Draws, number: int
     ) -> jax.Array:
         """Return the uint32 fields of moments whose blocks have known scales.
 
@@ -149,12 +144,11 @@ class BlockQuantized(MomentFormat):
           moment: float32 array.
           prepared: the scales of its blocks, from :meth:`prepare`.
           draws, number: see :meth:`encode`.
-          multiply_add: a function for ``a * b + c``; a kernel passes its own version.
         """
         words = None
         if self.rounding != "nearest":
             words = draws.twelve(moment.shape, number)
-        return self.codec.encode_fields(moment, prepared, words, multiply_add)
+        return self.codec.encode_fields(moment, prepared, words)
 
     def decode(self, stored, shape):
         fields = unpack(stored.codes, self.bits, layout_of(shape))

@@ -116,7 +116,7 @@ def format_named(name: str, param, residual) -> WeightFormat:
 class _Join:
     format: WeightFormat
 
-    def __call__(self, values, scalars, index, multiply_add):
+    def __call__(self, values, scalars, index):
         return [self.format.join(*values)]
 
 
@@ -125,7 +125,7 @@ class _Split:
     format: WeightFormat
     dtype: jnp.dtype
 
-    def __call__(self, values, scalars, index, multiply_add):
+    def __call__(self, values, scalars, index):
         (master,) = values
         random = RandomBits(scalars[0], scalars[1], index=index)
         return list(self.format.split(master, self.dtype, random))

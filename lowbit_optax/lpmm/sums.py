@@ -81,10 +81,10 @@ class SumBody:
         """Return the stored scales, prepared for decoding."""
         return tuple(map(self.rows.blocks.prepare, block_values))
 
-    def statistics(self, values, scalars, index, multiply_add, before):
+    def statistics(self, values, scalars, index, before):
         """Return the arrays whose maxima per block determine the new scales."""
         del index
-        total = self._sum(values, scalars, multiply_add, before)
+        total = self._sum(values, scalars, before)
         return [self.rows.blocks.magnitude_key(total)]
 
     def after(self, maxima, block_values):
@@ -92,18 +92,18 @@ class SumBody:
         scales = [self.rows.blocks.scale_of(maxima[0], block_values[0])]
         return scales, self.before(scales)
 
-    def __call__(self, values, scalars, index, multiply_add, before=(), after=()):
+    def __call__(self, values, scalars, index, before=(), after=()):
         """Return the new accumulator."""
-        total = self._sum(values, scalars, multiply_add, before)
+        total = self._sum(values, scalars, before)
         draws = accumulator_draws(RandomBits(scalars[0], scalars[1], index))
         prepared = after[0] if after else None
-        return [self.rows.encoded(total, prepared, draws, multiply_add)]
+        return [self.rows.encoded(total, prepared, draws)]
 
-    def _sum(self, values, scalars, multiply_add, before) -> jax.Array:
+    def _sum(self, values, scalars, before) -> jax.Array:
         grad, stored = values
         factor = decode_scalar(scalars[_FACTOR], np.dtype(np.float32))
         prepared = before[0] if before else None
-        total = self.rows.decoded(stored, prepared, multiply_add)
+        total = self.rows.decoded(stored, prepared)
         return grad.astype(jnp.float32) * factor + total
 
 

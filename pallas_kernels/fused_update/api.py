@@ -84,9 +84,9 @@ def fused_update(
         ``implementation`` is unknown, or if it needs a kernel that does not exist.
 
     >>> import jax.numpy as jnp
-    >>> def sgd(values, scalars, index, multiply_add):
+    >>> def sgd(values, scalars, index):
     ...     param, grad = values
-    ...     return [multiply_add(jnp.full_like(grad, -0.5), grad, param)]
+    ...     return [param - 0.5 * grad]
     >>> param, grad = jnp.ones((64, 8)), jnp.ones((64, 8))
     >>> (new,) = fused_update(
     ...     sgd, [Operand(param), Operand(grad)], [Result("float32", overwrites=0)]

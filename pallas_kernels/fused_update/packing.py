@@ -90,6 +90,6 @@ def _converted(
     return new
 
 
-def _same(values, scalars, index, multiply_add):
-    del scalars, index, multiply_add
+def _same(values, scalars, index):
+    del scalars, index
     return values

@@ -19,21 +19,18 @@ from pallas_kernels.layout import TILE_ROWS, Layout, block_shape, layout_of, per
 MAX_ELEMENTS_OF_SMALL_LEAF = 4 * 4096
 """Largest size of a leaf without words and blocks that counts as small."""
 
-MultiplyAdd = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
 Body = Callable[
-    [Sequence[jax.Array], Sequence[jax.Array], jax.Array | None, MultiplyAdd],
+    [Sequence[jax.Array], Sequence[jax.Array], jax.Array | None],
     Sequence[jax.Array],
 ]
-"""Elementwise function ``body(values, scalars, index, multiply_add) -> results``.
+"""Elementwise function ``body(values, scalars, index) -> results``.
 
 ``values`` has one array per operand. A plain operand's array contains elements in the
 dtype of the operand, and a packed operand's array contains fields in uint32. All arrays
 have the same shape, which the implementation chooses. ``scalars`` are uint32 scalars.
 ``index`` contains the row-major indices of the elements in the leaf as uint32, or is
-None if the values are the whole leaf. ``multiply_add(a, b, c)`` returns ``a * b + c``,
-rounded once or twice. Bodies use it because Triton does not fuse a product and a sum
-automatically.
+None if the values are the whole leaf. Bodies may use the functions in
+:mod:`pallas_kernels.operations`, which kernels compute with fewer instructions.
 
 A body may have an attribute ``differentiable``, an equivalent body with derivative
 rules (``jax.custom_jvp``). XLA runs the equivalent body instead, and JAX differentiates
@@ -73,9 +70,7 @@ class BlockBody(typing.Protocol):
         """Return a tuple of values for decoding, computed from per-block operands."""
         ...
 
-    def statistics(
-        self, values, scalars, index, multiply_add, before, /
-    ) -> Sequence[jax.Array]:
+    def statistics(self, values, scalars, index, before, /) -> Sequence[jax.Array]:
         """Return an int32 array for each maximum; negative values count as 0."""
         ...
 
@@ -87,9 +82,7 @@ class BlockBody(typing.Protocol):
         """Return the per-block results, and a tuple of values for encoding."""
         ...
 
-    def __call__(
-        self, values, scalars, index, multiply_add, before, after, /
-    ) -> Sequence[jax.Array]:
+    def __call__(self, values, scalars, index, before, after, /) -> Sequence[jax.Array]:
         """Return the results for each element, like a :data:`Body`."""
         ...
 

@@ -17,7 +17,6 @@ from pallas_kernels.fused_update.spec import (
     BlockBody,
     Body,
     Leaf,
-    MultiplyAdd,
     Result,
     Scalars,
 )
@@ -66,7 +65,7 @@ def update(
         (values if is_plain else block_values).append(array)
     if layer is not None and index is None:
         index = index_of(leaf.shape, leaf.shape, None, layer)
-    arguments = values, scalars, index, multiply_add
+    arguments = values, scalars, index
     if leaf.block_sizes:
         blocks = typing.cast(BlockBody, body)
         new = _with_blocks(blocks, leaf, arguments, block_values, barrier)
@@ -82,7 +81,7 @@ def update(
 def _with_blocks(
     body: BlockBody,
     leaf: Leaf,
-    arguments: tuple[list, list, jax.Array | None, MultiplyAdd],
+    arguments: tuple[list, list, jax.Array | None],
     block_values: list[jax.Array],
     barrier: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
 ) -> list[jax.Array]:
@@ -136,11 +135,6 @@ def _stored(
     if layer is not None:
         value = lax.dynamic_update_index_in_dim(stack, value, layer[0], 0)
     return value
-
-
-def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-    """Return ``a * b + c``; XLA chooses whether to round once or twice."""
-    return a * b + c
 
 
 def larger_before(number: int, end: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:

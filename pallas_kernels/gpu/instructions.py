@@ -37,6 +37,7 @@ class Instructions:
     def __init__(self, assembler: Callable, rules: Rules | None = None):
         self._assembler = assembler
         self.rules: Rules = {
+            operations.multiply_add: self.multiply_add,
             operations.round_to_bfloat16: self.round_to_bfloat16,
             operations.unless_rounded: self.unless_rounded,
             operations.keep_nan: self.keep_nan,
@@ -71,7 +72,7 @@ class Instructions:
         return result
 
     def multiply_add(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-        """Return ``a * b + c``, rounded once, with one instruction."""
+        """See :func:`.operations.multiply_add`. Rounds once."""
         return self.assemble("fma.rn.f32 $0, $1, $2, $3;", [a, b, c], jnp.float32)
 
     def high_product(self, x: jax.Array, y: jax.Array) -> jax.Array:

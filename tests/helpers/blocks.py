@@ -61,14 +61,14 @@ class Maxima:
     def before(self, block_values):
         return tuple(block_values)
 
-    def statistics(self, values, scalars, index, multiply_add, before):
+    def statistics(self, values, scalars, index, before):
         return [values[0] + old for old in before]
 
     def after(self, maxima, block_values):
         new = [old + x for old, x in zip(block_values, maxima, strict=True)]
         return new, tuple(new)
 
-    def __call__(self, values, scalars, index, multiply_add, before, after):
+    def __call__(self, values, scalars, index, before, after):
         total = values[0]
         for number, (old, new) in enumerate(zip(before, after, strict=True)):
             total = total + (new - old) * jnp.int32(10**number)
@@ -135,8 +135,7 @@ class BlockMixture(Mixture):
         (old,) = block_values
         return (old * jnp.uint32(5),)
 
-    def statistics(self, values, scalars, index, multiply_add, before):
-        del multiply_add
+    def statistics(self, values, scalars, index, before):
         field, plain = values
         mixed = (field ^ plain ^ before[0] ^ scalars[0]) & jnp.uint32(0xFFFF)
         # The second statistic is negative in half of the smallest blocks, and counts as
@@ -148,8 +147,7 @@ class BlockMixture(Mixture):
         first, second = (x.astype(jnp.uint32) for x in maxima)
         return [first * jnp.uint32(3) + second], (first, second)
 
-    def __call__(self, values, scalars, index, multiply_add, before, after):
-        del multiply_add
+    def __call__(self, values, scalars, index, before, after):
         field, plain = values
         first, second = after
         index = row_major(index, plain)

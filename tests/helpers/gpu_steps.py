@@ -5,6 +5,7 @@ import optax
 
 import lowbit_optax
 from pallas_kernels import Operand, Result, fused_update, platforms
+from pallas_kernels.operations import multiply_add
 
 LAUNCHERS = ["triton", "mosaic"] if platforms.has_mosaic() else ["triton"]
 """The GPU launchers that the installed JAX supports."""
@@ -46,7 +47,7 @@ STEPS = {
 def update_layer(stacks, grad, layer, scalars, implementation=None):
     """Momentum for a layer of stacks of weights, momenta and words of 8-bit fields."""
 
-    def body(values, scalars, index, multiply_add):
+    def body(values, scalars, index):
         grad, weight, trace, low = values
         half = jnp.full_like(trace, 0.5)
         trace = multiply_add(half, trace, grad.astype(jnp.float32))

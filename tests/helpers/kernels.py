@@ -68,8 +68,7 @@ class Mixture:
 
     widths: tuple[int, ...]
 
-    def __call__(self, values, scalars, index, multiply_add):
-        del multiply_add
+    def __call__(self, values, scalars, index):
         *fields, plain = values
         index = row_major(index, plain)
         new = [

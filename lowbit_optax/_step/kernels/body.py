@@ -144,7 +144,7 @@ class LeafBody:
         pairs = zip(self._scaled.values(), block_values, strict=False)
         return tuple(rows.blocks.prepare(scale) for rows, scale in pairs)
 
-    def statistics(self, values, scalars, index, multiply_add, before, after=None):
+    def statistics(self, values, scalars, index, before, after=None):
         """Return the arrays whose maxima per block determine the new scales.
 
         With ``from_stored``, the maxima of the weight depend on the scales of the
@@ -160,13 +160,13 @@ class LeafBody:
             wanted |= {0, *self._of_feedback}
         if self.from_stored is not None and 0 in wanted:
             wanted |= set(range(len(self._rows)))
-        opened = self._opened(values, scalars, multiply_add, before)
-        new = self._new(sorted(wanted), opened, scalars, multiply_add)
+        opened = self._opened(values, scalars, before)
+        new = self._new(sorted(wanted), opened, scalars)
         random = RandomBits(scalars[0], scalars[1], index)
         if takes_error:
-            self._store_weight(new, opened, random, multiply_add, ())
+            self._store_weight(new, opened, random, ())
         if self.from_stored is not None and 0 in wanted:
-            self._encoded(new, opened, scalars, random, multiply_add, after)
+            self._encoded(new, opened, scalars, random, after)
         return [rows.blocks.magnitude_key(new[n]) for n, rows in scaled.items()]
 
     def after(self, maxima, block_values):
@@ -184,23 +184,21 @@ class LeafBody:
         )
         return [scales[n] for n in olds if n in scales], prepared
 
-    def __call__(self, values, scalars, index, multiply_add, before=(), after=()):
+    def __call__(self, values, scalars, index, before=(), after=()):
         """Return the new parameter, residual and moments."""
-        opened = self._opened(values, scalars, multiply_add, before)
+        opened = self._opened(values, scalars, before)
         outputs = range(len(self.program.outputs))
-        new = self._new(outputs, opened, scalars, multiply_add)
+        new = self._new(outputs, opened, scalars)
         random = RandomBits(scalars[0], scalars[1], index)
-        store = functools.partial(
-            self._store_weight, new, opened, random, multiply_add, after
-        )
+        store = functools.partial(self._store_weight, new, opened, random, after)
         # Another order may need more registers.
         first = store() if self.from_stored is None else None
-        moments = self._encoded(new, opened, scalars, random, multiply_add, after)
+        moments = self._encoded(new, opened, scalars, random, after)
         result, new_residual = first or store()
         residuals = [new_residual] if self.weight.has_residual else []
         return [result, *residuals, *moments]
 
-    def _encoded(self, new: dict, opened, scalars, random, multiply_add, after) -> list:
+    def _encoded(self, new: dict, opened, scalars, random, after) -> list:
         """Return the new moments in their stored form.
 
         With ``from_stored``, this also adds the result to ``new``, as output 0.
@@ -209,12 +207,12 @@ class LeafBody:
         draws = moment_draws(random, self.weight.spare_stream)
         stored = []
         for n, rows in enumerate(self.moments, 1):
-            encode = functools.partial(rows.encoded, multiply_add=multiply_add)
-            stored.append(self._rounding(rows, encode)(new[n], prepared.get(n), draws))
+            encode = self._rounding(rows, rows.encoded)
+            stored.append(encode(new[n], prepared.get(n), draws))
         if self.from_stored is not None:
-            decoded = self._decoded(stored, prepared, multiply_add)
+            decoded = self._decoded(stored, prepared)
             rows = [*decoded, *opened[2]]
-            new[0] = self.from_stored.run(rows, scalars[KEYS:], multiply_add)[0]
+            new[0] = self.from_stored.run(rows, scalars[KEYS:])[0]
         return stored
 
     @property
@@ -247,14 +245,14 @@ class LeafBody:
         """Return a dict from output index to per-block values, if they are known."""
         return dict(zip(self._scaled, per_scale, strict=False))
 
-    def _opened(self, values, scalars, multiply_add, before) -> tuple:
+    def _opened(self, values, scalars, before) -> tuple:
         """Return ``(param, residual, inputs of the program)``."""
         grad, param, *rest = values
         residual = rest.pop(0) if self.weight.has_residual else None
         prepared = self._by_number(before)
         rest, outside = rest[: len(self.moments)], rest[len(self.moments) :]
         # Decode the moments first, because another order needs more registers for LPMM.
-        moments = self._decoded(rest, prepared, multiply_add)
+        moments = self._decoded(rest, prepared)
         is_wide = not (is_narrow(grad.dtype) or is_narrow(param.dtype))
         if self.weight.has_scales or not is_wide:
             grad = grad.astype(jnp.float32)
@@ -264,14 +262,14 @@ class LeafBody:
         master = join(param, residual, prepared.get(0))
         return param, residual, [grad, master, *moments, *outside]
 
-    def _new(self, outputs: Iterable[int], opened, scalars, multiply_add) -> dict:
+    def _new(self, outputs: Iterable[int], opened, scalars) -> dict:
         """Return a dict from output index to result, for the given outputs."""
         program = self.program.only(outputs)
-        results = program.run(opened[2], scalars[KEYS:], multiply_add)
+        results = program.run(opened[2], scalars[KEYS:])
         return dict(zip(outputs, results, strict=True))
 
     def _store_weight(
-        self, new: dict, opened, random, multiply_add, after
+        self, new: dict, opened, random, after
     ) -> tuple[jax.Array, typing.Any]:
         """Return the new parameter and residual; see :meth:`.WeightRows.stored`.
 
@@ -285,7 +283,7 @@ class LeafBody:
             ahead = ahead_of(new[self.takes_error], new[reach])
 
         def store(result, param, residual, random, prepared, ahead):
-            how = prepared, random, self.landing, multiply_add, ahead
+            how = prepared, random, self.landing, ahead
             return self.weight.stored(param, residual, result, *how)
 
         def tangent(result, param, *_):
@@ -313,12 +311,12 @@ class LeafBody:
         has_rule = self.is_differentiable and rows.format and not rows.has_scales
         return straight_through(function, *tangent) if has_rule else function
 
-    def _decoded(self, stored: Sequence, prepared: dict, multiply_add) -> list:
+    def _decoded(self, stored: Sequence, prepared: dict) -> list:
         """Decode all moments from their stored form to float32."""
         decoded = []
         for n, (moment, x) in enumerate(zip(self.moments, stored, strict=True), 1):
-            decode = functools.partial(moment.decoded, multiply_add=multiply_add)
-            decoded.append(self._rounding(moment, decode)(x, prepared.get(n)))
+            decode = self._rounding(moment, moment.decoded)
+            decoded.append(decode(x, prepared.get(n)))
         return decoded
 
 

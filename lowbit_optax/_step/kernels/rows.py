@@ -8,7 +8,6 @@ import typing
 
 import jax
 
-from lowbit_optax._numerics.codes import MultiplyAdd
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.linear_code import QuantizedFields
 from lowbit_optax._numerics.random_bits import Draws, RandomBits
@@ -77,7 +76,6 @@ class WeightRows:
         prepared,
         random: RandomBits,
         landing: Landing,
-        multiply_add: MultiplyAdd,
         ahead: jax.Array | None = None,
     ) -> tuple[jax.Array, typing.Any]:
         """Return the new parameter and residual, from the result of the program.
@@ -86,7 +84,7 @@ class WeightRows:
         :meth:`WeightFormat.advance`.
         """
         if self.quantized is not None:
-            fields = self.quantized.encode(result, prepared, random, multiply_add)
+            fields = self.quantized.encode(result, prepared, random)
             return fields, None
         if self.format is None:
             return result, residual
@@ -117,9 +115,7 @@ class MomentRows:
         """The format of a moment with scales."""
         return typing.cast(BlockQuantized, self.format)
 
-    def decoded(
-        self, stored: jax.Array, prepared, multiply_add: MultiplyAdd
-    ) -> jax.Array:
+    def decoded(self, stored: jax.Array, prepared) -> jax.Array:
         """Return the float32 value of a moment.
 
         ``prepared`` contains its scales, from ``blocks.prepare``; None without scales.
@@ -127,17 +123,13 @@ class MomentRows:
         if self.format is None:
             return stored
         if self.has_scales:
-            return self.blocks.codec.decode_fields(stored, prepared, multiply_add)
+            return self.blocks.codec.decode_fields(stored, prepared)
         return self.format.decode(stored, stored.shape)
 
-    def encoded(
-        self, moment: jax.Array, prepared, draws: Draws, multiply_add: MultiplyAdd
-    ) -> jax.Array:
+    def encoded(self, moment: jax.Array, prepared, draws: Draws) -> jax.Array:
         """Return the stored form of a moment."""
         if self.format is None:
             return moment
         if self.has_scales:
-            return self.blocks.encode_fields(
-                moment, prepared, draws, self.number, multiply_add
-            )
+            return self.blocks.encode_fields(moment, prepared, draws, self.number)
         return self.format.encode(moment, draws, self.number)

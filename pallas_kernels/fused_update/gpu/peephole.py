@@ -26,7 +26,6 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives as p
 
-from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.spec import BlockBody, Body
 from pallas_kernels.gpu.instructions import Instructions
 from pallas_kernels.operations import ClosedJaxpr, Values, operation_of
@@ -72,13 +71,9 @@ def with_instructions(
     The result is jitted, so JAX traces it once for all rows, and for all kernels with
     equal bodies.
     """
-    function = getattr(body, method)
-    multiply_add = (instructions or xla).multiply_add
-
-    def run(values, scalars, index, *of_blocks):
-        return function(values, scalars, index, multiply_add, *of_blocks)
-
-    return jax.jit(with_peephole_rules(run, instructions))
+    # The ``__call__`` of a plain function cannot be jitted, but the function can.
+    function = body if method == "__call__" else getattr(body, method)
+    return jax.jit(with_peephole_rules(function, instructions))
 
 
 class _Evaluation:

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives as p
 
-from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.spec import BlockBody, Body
 from pallas_kernels.fused_update.tpu.rules import RULES, by_itself, unsupported
 from pallas_kernels.fused_update.tpu.tiling import REGISTER
@@ -168,25 +167,19 @@ def _traced(body, kinds: Sequence, scalars: int, integers: np.dtype) -> Function
     def registers(dtypes):
         return [jax.ShapeDtypeStruct(REGISTER, dtype) for dtype in dtypes]
 
-    def run(values, scalars, index, *of_blocks):
-        return body(values, scalars, index, xla.multiply_add, *of_blocks)
-
-    def statistics(values, scalars, index, *of_blocks):
-        return body.statistics(values, scalars, index, xla.multiply_add, *of_blocks)
-
     values = registers(dtype for dtype, size in kinds if size is None)
     block_values = registers(dtype for dtype, size in kinds if size is not None)
     words = [jax.ShapeDtypeStruct((), jnp.uint32)] * scalars
     arguments = values, words, *registers([jnp.uint32])
     if not block_values:
-        return Functions(Function(run, *arguments))
+        return Functions(Function(body, *arguments))
     before = Function(body.before, block_values)
     given, rounds, maxima = [before.shapes], [], []
     while len(maxima) < len(body.block_sizes):
-        keys = Function(statistics, *arguments, *given)
+        keys = Function(body.statistics, *arguments, *given)
         maxima += registers([jnp.int32] * len(keys.shapes))
         after = Function(body.after, maxima, block_values)
         given[1:] = [after.shapes[1]]
         rounds.append((keys, after))
-    run_with_blocks = Function(run, *arguments, *given)
+    run_with_blocks = Function(body, *arguments, *given)
     return Functions(run_with_blocks, before, rounds, body.block_sizes)

@@ -23,17 +23,13 @@ def program_from(function, *arrays):
     return elementwise.program_of(graph.outputs, inputs, scalars), scalars, graph
 
 
-def multiply_add(a, b, c):
-    return a * b + c
-
-
 def run(function, *arrays):
     """Returns the results of a function's program, with scalars from the table."""
     program, scalars, graph = program_from(function, *arrays)
     known = dict(zip(graph.inputs, arrays, strict=True))
     table = leaf_program.encode_scalars(evaluate(scalars.nodes, known) or [0])
     rows = [x for x in arrays if jnp.ndim(x)]
-    return jax.jit(lambda *x: program.run(*x, multiply_add))(rows, table)
+    return jax.jit(program.run)(rows, table)
 
 
 # Transformations of optax.

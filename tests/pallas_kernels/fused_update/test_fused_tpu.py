@@ -300,7 +300,7 @@ def test_several_equal_leaves_have_their_own_random_bits(only_kernels):
 
 
 def test_a_body_with_other_operations_is_left_to_the_reference():
-    def body(values, scalars, index, multiply_add):
+    def body(values, scalars, index):
         return [jnp.sin(values[0])]
 
     def refusal(body, dtype):

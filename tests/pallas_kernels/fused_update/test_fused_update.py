@@ -32,6 +32,7 @@ from pallas_kernels import (
     packed_shape,
     unpack,
 )
+from pallas_kernels.operations import multiply_add
 
 U32 = jnp.uint32
 LAST = [int(x) for x in TABLE[2]]
@@ -90,7 +91,7 @@ def test_a_layer_of_a_stack_is_updated_in_its_place(stack, widths, implementatio
 
 @EACH
 def test_operands_that_stay_have_one_layer_where_others_are_stacks(implementation):
-    def add(values, scalars, index, multiply_add):
+    def add(values, scalars, index):
         return [values[0] + values[1]]
 
     stack, grad = jnp.zeros((3, 5, 7)), jnp.ones((5, 7))
@@ -111,7 +112,7 @@ DTYPES = [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float16, jnp.bfloat16, jnp.flo
 @EACH
 @pytest.mark.parametrize("shape", [(70, 33), (33,)])
 def test_arrays_have_any_dtypes_together(shape, implementation):
-    def double(values, scalars, index, multiply_add):
+    def double(values, scalars, index):
         *floats, words = values
         doubled = [(x.astype(jnp.float32) * 2).astype(x.dtype) for x in floats]
         return [*doubled, words + jnp.uint32(1)]
@@ -133,7 +134,7 @@ def test_arrays_have_any_dtypes_together(shape, implementation):
 
 @EACH
 def test_a_sum_of_a_product_is_as_given(implementation):
-    def lerp(values, scalars, index, multiply_add):
+    def lerp(values, scalars, index):
         return [multiply_add(jnp.full_like(values[0], 0.25), *values)]
 
     a, b = jnp.arange(33.0), 7 - jnp.arange(33.0)
@@ -241,7 +242,7 @@ def test_packing_refuses_the_same_under_each_implementation(implementation):
 # Transformations.
 
 
-def smooth(values, scalars, index, multiply_add):
+def smooth(values, scalars, index):
     a, b = values
     return [jnp.sin(a) * b, multiply_add(a, b, a)]
 
