@@ -16,7 +16,7 @@ from benchmarks.training.large_model.plan import Job, Task
 if __name__ == "__main__":
     TASK = Task.loads(sys.argv[1])
     # Compilation takes most of the time. The last flag wins, and the other flags stay.
-    flags = f"--xla_backend_optimization_level=1 {os.environ.get('XLA_FLAGS', '')}"
+    flags = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
     devices = f"--xla_force_host_platform_device_count={TASK.devices}"
     os.environ["XLA_FLAGS"] = f"{flags} {devices}"
 
