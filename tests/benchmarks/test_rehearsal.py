@@ -28,6 +28,9 @@ def test_a_run_that_is_killed_and_resumed_loses_nothing(tmp_path):
     phases = rehearsal.measure(tmp_path, steps=4, sizes={})
     print(rehearsal.table(phases))
     assert rehearsal.is_faithful(phases)
+    change = {x.job.name: x.state_change for x in phases if x.job.source}
+    assert 0 < change["resumed"] < 2**-8, "moments are rounded to bfloat16"
+    assert change["float16"] == 0, "moments are decoded to float32"
     assert phases[0].losses[16] < phases[0].losses[1] - 1, "it should learn"
     compared = {x.job.name: x for x in phases if x.bits is not None}
     # The last checkpoint of the killed run is incomplete.
@@ -38,6 +41,14 @@ def test_a_run_that_is_killed_and_resumed_loses_nothing(tmp_path):
         "released": (9, 12),
         "float16": (13, 16),
     }
+
+
+def test_a_lost_moment_or_count_is_a_change():
+    state = {"count": np.int32(7), "mu": np.float32([1, -1]), "nu": np.float32([2, 2])}
+    assert same_bits.largest_change(state, state) == 0
+    for name, old in state.items():
+        lost = {**state, name: 0 * old}
+        assert same_bits.largest_change(state, lost) == 1
 
 
 def test_one_differing_bit_is_counted(tmp_path):

@@ -50,6 +50,16 @@ def bits(left, right) -> int:
     return int(np.bitwise_count(np.bitwise_xor(*pair)).sum())
 
 
+def largest_change(before, after) -> float:
+    """Return the largest change of an array, relative to its root mean square."""
+
+    def size(x) -> float:
+        return float(np.sqrt(np.mean(np.square(np.asarray(x, np.float64)))))
+
+    change = lambda old, new: size(np.asarray(new) - np.asarray(old)) / size(old)
+    return max(jax.tree.leaves(jax.tree.map(change, before, after)))
+
+
 def _own_shards(tree) -> dict:
     """Return the shards of this process by name and place, each of them once."""
     return {

@@ -81,12 +81,16 @@ class Worker:
             step, run = checkpoints.restore(manager, source)
         kept = sorted((self.folder / "kept" / name).glob(f"{step}-*"))
         lost = same_bits.differing(run, kept)
-        before = jax.jit(functools.partial(train.masters, source))(run)
+        float32 = self.training("float32")
+        before = train.convert(run, source, float32)
         run = train.convert(run, source, training)
-        after = jax.jit(functools.partial(train.masters, training))(run)
-        pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+        after = train.convert(run, training, float32)
+        pairs = zip(*map(jax.tree.leaves, (before.params, after.params)), strict=True)
         changed = sum(same_bits.bits(*pair) for pair in pairs)
-        self._write(job, restored_bits=lost, converted_bits=changed)
+        state_change = same_bits.largest_change(before.state, after.state)
+        self._write(
+            job, restored_bits=lost, converted_bits=changed, state_change=state_change
+        )
         return step, run
 
     def _keep(self, job: Job, step: int, run: train.Run) -> None:
