@@ -9,6 +9,7 @@ the parameters. Every step is jitted and donates parameters and state.
 """
 
 import argparse
+import functools
 import math
 import platform
 import statistics
@@ -22,7 +23,7 @@ import optax
 import lowbit_optax
 from benchmarks import records
 from benchmarks.leaf_sets import LeafSet, resnet18, small_leaves
-from tools.gpu_program.steps import fast, replaced, with_master
+from tools.gpu_program.steps import applied, fast, replaced, with_master
 
 MINUTES = 2
 
@@ -42,16 +43,6 @@ class Variant(typing.NamedTuple):
     step: typing.Callable
 
 
-def applied(tx):
-    """Return a step with optax's own ``apply_updates``."""
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
 def low_bit(implementation: str | None) -> dict[str, optax.GradientTransformation]:
     """Return the optimizers of this package, by name."""
     options = {"weight_decay": DECAY, "implementation": implementation}
@@ -69,17 +60,18 @@ def low_bit(implementation: str | None) -> dict[str, optax.GradientTransformatio
 def variants(implementation: str | None = None) -> dict[str, Variant]:
     """Return the variants by name; the first one is the baseline."""
     adamw = optax.adamw(RATE, weight_decay=DECAY)
+    by_optax = functools.partial(applied, apply=optax.apply_updates)
     master = with_master(adamw)
     found = {
-        "optax adamw float32": Variant(jnp.float32, adamw, applied(adamw)),
+        "optax adamw float32": Variant(jnp.float32, adamw, by_optax(adamw)),
         "optax adamw float32 master": Variant(jnp.bfloat16, master, replaced(master)),
-        "optax adamw bfloat16": Variant(jnp.bfloat16, adamw, applied(adamw)),
+        "optax adamw bfloat16": Variant(jnp.bfloat16, adamw, by_optax(adamw)),
     }
     optimizers = low_bit(implementation)
     for name, tx in optimizers.items():
         found[f"{name}, step"] = Variant(jnp.bfloat16, tx, fast(tx))
     kahan = optimizers["kahan_adamw"]
-    found["kahan_adamw, update"] = Variant(jnp.bfloat16, kahan, applied(kahan))
+    found["kahan_adamw, update"] = Variant(jnp.bfloat16, kahan, by_optax(kahan))
     return found
 
 

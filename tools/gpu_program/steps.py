@@ -24,12 +24,12 @@ def fast(tx):
     return lambda params, state, grads: lowbit_optax.step(tx, params, state, grads)
 
 
-def applied(tx):
-    """Return a step that calls ``update`` and ``apply_updates``, as with optax."""
+def applied(tx, apply=lowbit_optax.apply_updates):
+    """Return a step that calls ``update`` and then ``apply``, as with optax."""
 
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
-        return lowbit_optax.apply_updates(params, updates), state
+        return apply(params, updates), state
 
     return step
 
