@@ -247,8 +247,7 @@ def _base(name: str) -> str:
 
 def table(runs: dict) -> str:
     """Return a Markdown table of held-out losses, next to the losses in float32."""
-    heads = {"held_out": ("held-out loss", "loss minus float32's")}
-    return format_rows.table(runs, _base, heads)
+    return format_rows.table(runs, _base, {"held_out": "held-out loss"})
 
 
 @pictures.panels(5)

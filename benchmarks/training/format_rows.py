@@ -198,15 +198,13 @@ def compared(own: dict[int, dict[str, float]], base: dict[int, dict]) -> dict:
     }
 
 
-def table(
-    runs: dict, base_of: Callable[[str], str], heads: dict[str, tuple[str, str]]
-) -> str:
+def table(runs: dict, base_of: Callable[[str], str], heads: dict[str, str]) -> str:
     """Return a Markdown table of losses, next to the losses in float32.
 
     Args:
       runs: the figures of each row, including the figures of :func:`compared`.
       base_of: a function that returns the base of a row.
-      heads: for each figure to show, its head and the head of the differences.
+      heads: the head of each figure to show. The next column has the differences.
     """
     lines = []
     for name, each in runs.items():
@@ -217,5 +215,7 @@ def table(
             line.append(records.shown(each[end], 4) if end in each else "")
             line.append("" if is_base else records.shown(each["gaps"][end], 4))
         lines.append(line)
-    pairs = [head for pair in heads.values() for head in pair]
-    return records.table(["format", "seeds", "bytes per parameter", *pairs], lines)
+    columns = ["format", "seeds", "bytes per parameter"]
+    for head in heads.values():
+        columns += [head, "loss minus float32's"]
+    return records.table(columns, lines)

@@ -98,7 +98,6 @@ def measure(args) -> dict:
 
 def text(record: dict) -> str:
     heads = {"held-out loss": "held-out loss", "of the average": "averaged weights"}
-    heads = {end: (head, "loss minus float32's") for end, head in heads.items()}
     return format_rows.table(record["runs"], lambda name: ROWS[name].base, heads)
 
 

@@ -66,7 +66,6 @@ def measure(args) -> dict:
 
 def text(record: dict) -> str:
     heads = {"held-out loss": "held-out loss", "training": "training loss"}
-    heads = {end: (head, "loss minus float32's") for end, head in heads.items()}
     return format_rows.table(record["runs"], lambda name: BASE, heads)
 
 

@@ -44,9 +44,9 @@ SOURCE = (
     "input.txt"
 )
 HEADS = {
-    "validation": ("validation loss at the end", "validation minus float32's"),
-    "best": ("best validation loss", "best minus float32's"),
-    "training": ("training loss", "training minus float32's"),
+    "validation": "validation loss at the end",
+    "best": "best validation loss",
+    "training": "training loss",
 }
 """The figures of a run, and their heads in the table. CPU runs have no best loss."""
 
