@@ -28,6 +28,26 @@ COMPILED = "compiled for an H200; not run"
 START = time.perf_counter()
 _NOT_OPTIONS = ("draw", "full", "is_apart")
 _OF_THE_SAME_RECORD = ("draw", "torch")
+_MEANINGS = {
+    "batch_size": "examples per step",
+    "context": "bytes that the model reads to predict the next one",
+    "epochs": "passes over the images to train on",
+    "last": "learning rate at the end, divided by that at the start",
+    "layers": "layers of the model",
+    "learning_rate": "highest learning rate",
+    "microbatches": "steps per update, which uses the mean of their gradients",
+    "pixels": "height and width of an image, in pixels",
+    "rate": "factor that multiplies all learning rates of the benchmark",
+    "rows": "rows of the array",
+    "seeds": "runs that differ only in their random numbers",
+    "settled": "first steps, whose overflows are counted separately",
+    "size": "elements of the array",
+    "steps": "steps of a run",
+    "test_size": "images to test on, or None for all",
+    "train_size": "images to train on, or None for all",
+    "weight_decay": "factor of the weights that is added to the gradients",
+    "width": "features of a layer, or channels of a ResNet's first stage",
+}
 
 
 def command() -> str:
@@ -41,9 +61,10 @@ class Options(argparse.ArgumentParser):
     Args:
       doc: a module's docstring; its first line is the description.
       seeds: the default number of seeds, if the benchmark has seeds.
-      **numbers: options by name: the default, or a pair of the default and the value
-        for ``--full``. The option ``--full`` exists if any option has a pair. An option
-        is a float if its default is one, and an integer otherwise.
+      **numbers: options by name, which ``_MEANINGS`` explains: the default, or a pair
+        of the default and the value for ``--full``. The option ``--full`` exists if any
+        option has a pair. An option is a float if its default is one, and an integer
+        otherwise.
     """
 
     def __init__(self, doc: str | None, seeds: int | None = None, **numbers):
@@ -58,8 +79,8 @@ class Options(argparse.ArgumentParser):
         for name, number in numbers.items():
             default = number[0] if isinstance(number, tuple) else number
             kind = float if isinstance(default, float) else int
-            flag = "--" + name.replace("_", "-")
-            add(flag, type=kind, default=default, help="%(default)s by default")
+            text = f"{_MEANINGS[name]} (%(default)s by default)"
+            add("--" + name.replace("_", "-"), type=kind, default=default, help=text)
 
     def parse_args(self, *args, **options):
         """Parse, and add ``is_apart``: whether an option differs from its default."""

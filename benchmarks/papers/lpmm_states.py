@@ -111,6 +111,5 @@ def draw(record: dict, losses, sizes) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    # The rate multiplies ``RATES``.
     args = noisy_digits.options(__doc__, 6000, rate=1.0).parse_args(argv)
     records.run(__name__, args, measure, text, draw)

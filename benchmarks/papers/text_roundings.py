@@ -86,6 +86,5 @@ def draw(record: dict, *both) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    # The rate multiplies all learning rates.
     args = models.options(__doc__, rate=1.0).parse_args(argv)
     records.run(__name__, args, measure, text, draw)
