@@ -26,7 +26,7 @@ from benchmarks import ROOT, pictures
 
 COMPILED = "compiled for an H200; not run"
 START = time.perf_counter()
-_NOT_OPTIONS = ("draw", "full", "is_apart")
+_NOT_OPTIONS = ("draw", "full", "is_apart", "changed")
 _OF_THE_SAME_RECORD = ("draw", "torch")
 _MEANINGS = {
     "batch_size": "examples per step",
@@ -83,11 +83,19 @@ class Options(argparse.ArgumentParser):
             add("--" + name.replace("_", "-"), type=kind, default=default, help=text)
 
     def parse_args(self, *args, **options):
-        """Parse, and add ``is_apart``: whether an option differs from its default."""
+        """Parse, and add ``changed`` and ``is_apart``.
+
+        ``changed`` has the options that differ from their defaults, and ``is_apart`` is
+        whether there are any.
+        """
         found = super().parse_args(*args, **options)
         is_default = lambda name: getattr(found, name) == self.get_default(name)
-        numbers = [name for name in vars(found) if name not in _OF_THE_SAME_RECORD]
-        found.is_apart = not all(map(is_default, numbers))
+        found.changed = {
+            name: value
+            for name, value in vars(found).items()
+            if name not in _OF_THE_SAME_RECORD and not is_default(name)
+        }
+        found.is_apart = bool(found.changed)
         if self.full and found.full:
             for name in filter(is_default, self.full):
                 setattr(found, name, self.full[name])
@@ -101,6 +109,7 @@ def run(
     text: Callable[[dict], str],
     draw: Callable[[dict, pathlib.Path], None] | None = None,
     ran: str | None = None,
+    by_options: bool = False,
 ) -> None:
     """Measure and save a benchmark's record unless ``--draw`` is set, then show it.
 
@@ -111,8 +120,12 @@ def run(
       text: returns a text that shows a record.
       draw: draws a record to a path.
       ran: description of where the runs ran; :func:`ran_here` by default.
+      by_options: whether ``runs`` has a folder with a file for each choice of options.
     """
     path = path_of(module, args.is_apart)
+    if by_options and args.is_apart:
+        changed = (f"{name}={value}" for name, value in args.changed.items())
+        path = path.with_suffix("") / f"{','.join(changed)}.json"
     if not args.draw:
         save(path, args, ran or ran_here(), **measure(args))
     record = load(path)
@@ -159,7 +172,7 @@ def save(
         "options": {k: v for k, v in vars(args).items() if k not in _NOT_OPTIONS},
         **figures,
     }
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write(path, record)
     return load(path)
 

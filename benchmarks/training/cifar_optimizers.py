@@ -10,7 +10,8 @@
 `--compare` trains several formats: weights in float32, rounded to nearest, rounded
 stochastically, with Kahan summation and with extra bits, and 8-bit moments. All of them
 start from the same weights and use the same batches. `accuracy_tables` compares formats
-of LPMM, whose weights are codes of 4 to 16 bits.
+of LPMM, whose weights are codes of 4 to 16 bits. Each choice of options has its own
+record in `runs/cifar_optimizers`.
 """
 
 import argparse
@@ -136,4 +137,5 @@ def measure(args) -> dict:
 
 
 def main(argv: list[str] | None = None) -> None:
-    records.run(__name__, parse_args(argv), measure, cifar_data.text)
+    args = parse_args(argv)
+    records.run(__name__, args, measure, cifar_data.text, by_options=True)
