@@ -32,12 +32,47 @@ def test_extra_bits_are_stored_by_the_rounding_that_is_asked_for():
     assert " toward_zero_8_bits_" in storage_formats(tx, params)["params"]
 
 
-def test_every_row_of_the_tables_is_a_command_line():
-    for row, argv in accuracy_tables.ROWS.items():
-        args = cifar_optimizers.parse_args(argv.split())
-        assert row.startswith(args.optimizer)
-        if args.optimizer.endswith("sgd"):
+def _flags(row):
+    """The names and the texts of the options of a row."""
+    words = accuracy_tables.ROWS[row].split()
+    names = [flag.removeprefix("--").replace("-", "_") for flag in words[::2]]
+    return dict(zip(names, words[1::2], strict=True))
+
+
+def test_the_options_of_the_rows_and_of_the_command_reach_the_runs(
+    tmp_path, monkeypatch
+):
+    runs = []
+    train = lambda args, dataset, *run: runs.append((args, *run)) or {"figure": 0.0}
+    empty = cifar_data.Dataset("digits", *[cifar_data.Split([], [])] * 2)
+    monkeypatch.setattr(cifar_optimizers, "train", train)
+    monkeypatch.setattr(cifar_data, "load", lambda args: empty)
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    every = ["--rows", *accuracy_tables.ROWS]
+    accuracy_tables.main([*every, "--width", "8", "--compute-dtype", "bfloat16"])
+    for row, (args, optimizer, seed) in zip(accuracy_tables.ROWS, runs, strict=True):
+        flags = _flags(row)
+        for name, text in flags.items():
+            value = getattr(args, name)
+            assert value == type(value)(text), (row, name)
+        assert (optimizer, seed) == (flags["optimizer"], 0)
+        assert (args.width, args.compute_dtype) == (8, "bfloat16")
+        assert row.startswith(optimizer)
+        if optimizer.endswith("sgd"):
             assert args.learning_rate == pytest.approx(0.025 * args.microbatches)
+    args, *_ = runs[list(accuracy_tables.ROWS).index("lpmm_sgd-10-n4")]
+    found = args.bits, args.rounding, args.microbatches, args.batch_size
+    assert found == (10, "stochastic", 4, 32)
+
+
+def test_the_tables_refuse_the_options_of_their_rows(monkeypatch, capsys):
+    monkeypatch.setattr(records, "run", lambda *_: None)
+    of_rows = set().union(*map(_flags, accuracy_tables.ROWS))
+    assert of_rows <= set(accuracy_tables.OF_ROWS)
+    for flags in (["--batch-size", "16"], ["--compare"], ["--loss-scale", "backoff"]):
+        with pytest.raises(SystemExit):
+            accuracy_tables.main(flags)
+        assert f"{flags[0]} is an option of the rows" in capsys.readouterr().err
 
 
 def _options(**others):
