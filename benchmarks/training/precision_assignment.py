@@ -10,6 +10,10 @@ is the paper's HFP8 pair of 8-bit formats, and high precision is fp(6, 9); both 
 emulated. Test accuracy is measured with the float32 master weights, so it includes
 losses in training but not in low-precision inference.
 
+A seed has diverged if its training loss in the last epoch is NaN or infinite. The
+column "diverged" is the share of these seeds. All means include them, so the mean loss
+is then not finite either.
+
 Equal assignments are trained only once. Demotion changes whole groups of tensors, so
 neighbouring ratios may give the same assignment. Runs with and without promotion are
 also equal if nothing overflows.
@@ -110,6 +114,7 @@ def train(run: Run, dataset: cifar_data.Dataset, args, seed: int) -> tuple[dict,
         "low-precision ratio": float(state.ratio_sum / state.step),
         "accuracy, %": 100 * accuracy,
         "training loss": loss,
+        "diverged": float(not np.isfinite(loss)),
     }
     return figures, contents(state.assignment) != contents(assignment)
 

@@ -56,6 +56,7 @@ def test_equal_runs_of_a_model_train_once_with_two_compilations(
     monkeypatch.setattr(mixed_training, "crop_and_flip", counted)
     monkeypatch.setattr(precision_assignment, "train", recorded)
     few = ["--batch-size", "16", "--epochs", "1"]
+    few += ["--train-size", "48", "--test-size", "48"]
     precision_assignment.main(["--models", "resnet", "--ratios", "0", "1", *few])
 
     record = json.loads((tmp_path / "runs" / "precision_assignment.json").read_text())
@@ -68,6 +69,7 @@ def test_equal_runs_of_a_model_train_once_with_two_compilations(
     for name in ("r = 0, promotion", "r = 0", "float32"):
         assert ratios[f"resnet, {name}"] == 0
     assert ratios["resnet, r = 1"] > 0.9
+    assert not any(x["mean"] for x in found["diverged"].values())
     assert len(traced) == 2, "one step in float32, one for all assignments"
     assert len(trained) < len(names), "r = 0 twice is one run"
     assert "| resnet, r = 1, promotion |" in capsys.readouterr().out
@@ -98,6 +100,38 @@ def test_a_run_with_promotion_stands_for_one_without_if_nothing_was_promoted(
     precision_assignment.measure(args)
     both = [(True, 0), (False, 0), (True, 1), (False, 1)]
     assert trained == (both if is_promoted else both[::2])
+
+
+def test_seeds_whose_loss_is_nan_have_diverged_and_are_in_all_means(monkeypatch):
+    state = argparse.Namespace(ratio_sum=1.0, step=2, assignment=np.zeros(3))
+    trainer = precision_assignment.Trainer("a model", None, *[None] * 3)
+    run = precision_assignment.Run(trainer, state.assignment, False)
+    dataset = cifar_data.Dataset("digits", *[cifar_data.Split([], [])] * 2)
+    ends = {0: 0.5, 1: np.nan, 2: 0.25, 3: 0.25}
+    fit = lambda step, state, dataset, args, seed: (state, ends[seed])
+    accuracies = iter((0.9, 0.1, 0.9, 0.9))
+    for module, name, found in (
+        (precision_assignment, "runs_of", lambda *_: {"run": run}),
+        (precision_assignment, "make_trainer", lambda *_: trainer),
+        (cifar_data, "load", lambda args: dataset),
+        (mixed_training, "init_state", lambda *_: state),
+        (mixed_training, "start", lambda *_: state),
+        (training_loop, "fit", fit),
+        (training_loop, "evaluate", lambda *_: next(accuracies)),
+    ):
+        monkeypatch.setattr(module, name, found)
+    args = argparse.Namespace(models=["resnet"], ratios=[], seeds=4, batch_size=1)
+    record = precision_assignment.measure(args)
+    found = {x: each["resnet, run"] for x, each in record["figures"].items()}
+    assert found["diverged"]["values"].tolist() == [0, 1, 0, 0]
+    assert found["diverged"]["mean"] == 0.25
+    assert found["accuracy, %"]["mean"] == pytest.approx(70)
+    assert found["low-precision ratio"]["mean"] == 0.5
+    assert np.isnan(found["training loss"]["mean"])
+    row = (
+        "| resnet, run | 0.500 ± 0.000 | 70.000 ± 40.000 | nan ± nan | 0.250 ± 0.500 |"
+    )
+    assert row in cifar_data.text(record)
 
 
 def test_all_high_precision_trains_like_float32_nearly():
