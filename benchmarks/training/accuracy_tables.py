@@ -59,10 +59,11 @@ for _bits in BITS:
 
 
 def measure(args) -> dict:
-    dataset = cifar_data.load(args)
     rows = {}
     for row in args.rows:
         rows[row] = cifar_optimizers.parse_args(ROWS[row].split(), copy.copy(args))
+    # There must be enough images for every row.
+    dataset = cifar_data.load(max(rows.values(), key=lambda row: row.batch_size))
 
     def of(row: str, seed: int) -> dict:
         return cifar_optimizers.train(rows[row], dataset, rows[row].optimizer, seed)
