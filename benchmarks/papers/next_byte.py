@@ -26,9 +26,9 @@ def text() -> stdlib_text.Text:
 def batches(seed: int, steps: int) -> jax.Array:
     """Return windows of text, int32 [steps, BATCH, CONTEXT + 1]."""
     windows = stdlib_text.random_windows(
-        text().train, (seed,), steps * BATCH, CONTEXT + 1
+        text().train, (seed,), (steps, BATCH), CONTEXT + 1
     )
-    return jnp.asarray(windows).reshape(steps, BATCH, -1)
+    return jnp.asarray(windows)
 
 
 def held_out() -> jax.Array:

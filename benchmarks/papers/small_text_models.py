@@ -163,9 +163,8 @@ def _next_bytes(windows) -> Rows:
 
 def _gru_rows(seed: int, steps: int) -> Rows:
     text = next_byte.text().train
-    count = steps * BATCH
-    windows = stdlib_text.random_windows(text, (seed,), count, LENGTH + 1)
-    return _in_steps(_next_bytes(windows), steps)
+    shape = steps, BATCH
+    return _next_bytes(stdlib_text.random_windows(text, (seed,), shape, LENGTH + 1))
 
 
 def _gru_held_out() -> Rows:

@@ -87,11 +87,10 @@ def end(mode: str, seed: int, steps: int) -> dict[str, float]:
     """Return the mean loss of the last tenth of the steps."""
     length = SMALL.length
     windows = stdlib_text.random_windows(
-        next_byte.text().train, (seed,), steps * BATCH, 2 * length + 1
+        next_byte.text().train, (seed,), (steps, BATCH), 2 * length + 1
     )
     # The target begins with the last byte of the source.
-    pairs = jnp.stack([windows[:, : length + 1], windows[:, length:]], 1)
-    batches = jnp.asarray(pairs).reshape(steps, BATCH, 2, length + 1)
+    batches = jnp.stack([windows[..., : length + 1], windows[..., length:]], 2)
     losses = train(mode, SMALL.init(jax.random.key(seed)), batches)
     return {"loss": losses[-steps // 10 :].mean()}
 

@@ -137,11 +137,10 @@ def schedule(peak: float, steps: int) -> optax.Schedule:
 
 def part(text, seed: int, point: int, model: GPT, settings: dict) -> np.ndarray:
     """Return the batches of a part: int32 [steps, batch, context + 1]."""
-    steps, batch = settings["steps"] // POINTS, settings["batch_size"]
-    windows = stdlib_text.random_windows(
-        text.train, (seed, point), steps * batch, model.context + 1
+    shape = settings["steps"] // POINTS, settings["batch_size"]
+    return stdlib_text.random_windows(
+        text.train, (seed, point), shape, model.context + 1
     )
-    return windows.reshape(steps, batch, -1)
 
 
 def held_out_windows(model: GPT, text) -> np.ndarray:

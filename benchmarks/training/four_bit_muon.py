@@ -212,12 +212,11 @@ def train(row: Row, args) -> dict[str, np.ndarray]:
     tx = optax.chain(momentum(row), format_rows.muon(rate, beta=0.0))
     text = stdlib_text.load()
     windows = stdlib_text.even_windows(text.held_out, 1024, args.context + 1)
-    count = args.steps * args.batch_size
+    shape = args.steps, args.batch_size
     batches = [
-        stdlib_text.random_windows(text.train, (seed,), count, args.context + 1)
+        stdlib_text.random_windows(text.train, (seed,), shape, args.context + 1)
         for seed in seeds
     ]
-    batches = np.reshape(batches, (args.seeds, args.steps, args.batch_size, -1))
 
     def step(carry, inputs):
         (params, state), (number, tokens) = carry, inputs
@@ -233,7 +232,9 @@ def train(row: Row, args) -> dict[str, np.ndarray]:
         return losses[args.steps // 2 :].mean(), model.loss(params, windows)
 
     keys = jnp.stack([jax.random.key(seed) for seed in seeds])
-    training, held_out = jax.device_get(run(jax.vmap(model.init)(keys), batches))
+    training, held_out = jax.device_get(
+        run(jax.vmap(model.init)(keys), np.stack(batches))
+    )
     return {"training": training, "held-out loss": held_out}
 
 

@@ -79,9 +79,8 @@ def train(name: str, args, rows: dict[str, Row]) -> list[Run]:
     runs = []
     for seed in range(args.seeds):
         batches = stdlib_text.random_windows(
-            text.train, (seed,), args.steps * args.batch_size, args.context + 1
+            text.train, (seed,), (args.steps, args.batch_size), args.context + 1
         )
-        batches = batches.reshape(args.steps, args.batch_size, -1)
         begun = row.start(tx, model.init(jax.random.key(seed)))
         done = _run(model, tx, name in AVERAGED, *begun, batches, windows)
         losses, ends = jax.device_get(done)

@@ -56,8 +56,8 @@ def pretrained():
 
         return lax.scan(step, (params, state), batches)[0]
 
-    windows = stdlib_text.random_windows(text, (0,), 1500 * 32, MODEL.context + 1)
-    return train(params, tx.init(params), windows.reshape(1500, 32, -1))[0]
+    batches = stdlib_text.random_windows(text, (0,), (1500, 32), MODEL.context + 1)
+    return train(params, tx.init(params), batches)[0]
 
 
 def sample(params, prompts: jax.Array, key: jax.Array) -> jax.Array:
@@ -119,10 +119,9 @@ def train(name: str, rate: float, args) -> dict:
     rewards, shares = [], []
     for seed in range(args.seeds):
         prompts = stdlib_text.random_windows(
-            text, (seed,), args.steps * PROMPTS, PROMPT
+            text, (seed,), (args.steps, PROMPTS), PROMPT
         )
         keys = jax.random.split(jax.random.key(seed), args.steps)
-        prompts = prompts.reshape(args.steps, PROMPTS, PROMPT)
         found = jax.device_get(_run(tx, *begun, prompts, keys))
         rewards.append(np.reshape(found[0], (20, -1)).mean(1))
         shares.append(float(np.mean(found[1])))

@@ -22,6 +22,8 @@ def test_batches_depend_on_seed_and_step_alone():
     assert np.array_equal(draw(0, 1), draw(0, 1))
     assert not np.array_equal(draw(0, 1), draw(0, 2))
     assert not np.array_equal(draw(0, 1), draw(1, 1))
+    batches = stdlib_text.random_windows(text, (0, 1), (2, 2), 9)
+    assert np.array_equal(batches.reshape(4, 9), draw(0, 1))
 
 
 def test_windows_for_evaluation_reach_both_ends():

@@ -154,10 +154,10 @@ def train(
     losses, validation = [], []
     carry = ROWS[name].start(tx, model.init(jax.random.key(seed)))
     for part in parts:
-        windows = stdlib_text.random_windows(
-            text.train, (seed, part), protocol.part * protocol.batch, model.context + 1
+        shape = protocol.part, protocol.batch
+        batches = stdlib_text.random_windows(
+            text.train, (seed, part), shape, model.context + 1
         )
-        batches = windows.reshape(protocol.part, protocol.batch, -1)
         keys = _keys(protocol, seed, part)
         carry, loss = train_part(tx, model, carry, batches, keys)
         losses.append(float(loss))

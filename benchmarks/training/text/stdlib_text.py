@@ -43,9 +43,11 @@ def load_whole() -> Text:
     return Text(np.concatenate(train), np.concatenate(parts[::20]))
 
 
-def random_windows(text: np.ndarray, seed: tuple, count: int, length: int):
-    """Return random windows of the text, int32 [count, length], for this seed."""
-    starts = np.random.default_rng(seed).integers(len(text) - length, size=count)
+def random_windows(
+    text: np.ndarray, seed: tuple, shape: int | tuple[int, ...], length: int
+) -> np.ndarray:
+    """Return random windows of the text, int32 [*shape, length], for this seed."""
+    starts = np.random.default_rng(seed).integers(len(text) - length, size=shape)
     return _windows(text, starts, length)
 
 
@@ -56,4 +58,4 @@ def even_windows(text: np.ndarray, count: int, length: int) -> np.ndarray:
 
 
 def _windows(text: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    return text[starts[:, None] + np.arange(length)].astype(np.int32)
+    return text[starts[..., None] + np.arange(length)].astype(np.int32)

@@ -83,9 +83,9 @@ def train(name: str, job, settings: dict) -> dict:
         windows = stdlib_text.random_windows(
             job["train"],
             (settings["seed"], point),
-            many * settings["batch_size"],
+            (many, settings["batch_size"]),
             job["held_out"].shape[-1],
-        ).reshape(many, settings["batch_size"], -1)
+        )
         losses = []
         for i, tokens in enumerate(windows):
             set_rate(optimizer, float(job["rates"][point * many + i]))
