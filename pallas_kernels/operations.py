@@ -19,15 +19,13 @@ from jax.extend.core import primitives as p
 ClosedJaxpr = core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 """The type of a jaxpr with its constants, in every version of JAX."""
 
-PREFIX = "pallas_kernels_"
-"""Prefix of the names of these operations in jaxprs."""
-
 NAN = 0x7FC0
 """The bit pattern of the bfloat16 to which every NaN is rounded."""
 
 LAST_NAN = 0x7FFF7FFF
 """The largest float32 bit pattern that is still a NaN after rounding to bfloat16."""
 
+_PREFIX = "pallas_kernels_"  # of the names of operations in jaxprs
 _FIRST_NAN = 0x7F808000
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
@@ -39,7 +37,7 @@ OPERATIONS: dict[str, Callable] = {}
 
 def operation(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Jit an elementwise function, for which kernel backends may define rules."""
-    name = PREFIX + function.__name__
+    name = _PREFIX + function.__name__
     function.__name__ = function.__qualname__ = name
     OPERATIONS[name] = jax.jit(function)
     return OPERATIONS[name]
@@ -52,21 +50,23 @@ def operation_of(eqn) -> Callable | core.Primitive:
     return eqn.primitive
 
 
-class Values:
-    """The values of a jaxpr's variables while its equations are evaluated."""
+def evaluate(closed: ClosedJaxpr, args: Sequence, results: Callable) -> list:
+    """Return the outputs of a jaxpr whose equations a kernel backend evaluates.
 
-    def __init__(self, closed: ClosedJaxpr, args: Sequence):
-        jaxpr = closed.jaxpr
-        self._known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        self.set(jaxpr.invars, args)
-
-    def set(self, variables: Sequence, values: Sequence) -> None:
-        """Set the values of variables, such as the results of an equation."""
-        self._known |= zip(variables, values, strict=True)
-
-    def of(self, atoms: Sequence) -> list:
-        """Return the values of variables and literals."""
-        return [x.val if isinstance(x, core.Literal) else self._known[x] for x in atoms]
+    Args:
+      closed: the jaxpr.
+      args: its arguments, which need not be arrays.
+      results: a function from an equation and the list of its inputs to the list of its
+        results.
+    """
+    jaxpr = closed.jaxpr
+    known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    known |= zip(jaxpr.invars, args, strict=True)
+    of = lambda atom: atom.val if isinstance(atom, core.Literal) else known[atom]
+    for eqn in jaxpr.eqns:
+        found = results(eqn, list(map(of, eqn.invars)))
+        known |= zip(eqn.outvars, found, strict=True)
+    return list(map(of, jaxpr.outvars))
 
 
 @operation

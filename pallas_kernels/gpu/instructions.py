@@ -16,10 +16,10 @@ from jax.extend import core
 
 from pallas_kernels import operations
 
-Rules = Mapping[Callable | core.Primitive, Callable | None]
+Rules = Mapping[Callable | core.Primitive, Callable]
 """Functions that replace operations or primitives.
 
-A primitive's rule also receives its parameters. An operation whose rule is None runs as
+A primitive's rule also receives its parameters. An operation without a rule runs as
 defined in :mod:`.operations`.
 """
 
@@ -43,7 +43,6 @@ class Instructions:
             operations.keep_nan: self.keep_nan,
             operations.pattern_with_one_nan: self.pattern_with_one_nan,
             operations.ordered_pattern: self.ordered_pattern,
-            operations.pattern_above: None,
             operations.smaller: self.smaller,
             operations.power_of_five: self.power_of_five,
             **(rules or {}),

