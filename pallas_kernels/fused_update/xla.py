@@ -64,7 +64,7 @@ def update(
         is_plain = operand.block_size is None
         (values if is_plain else block_values).append(array)
     if layer is not None and index is None:
-        index = index_of(leaf.shape, leaf.shape, None, layer)
+        index = index_of(leaf.shape, leaf.shape, layer=layer)
     arguments = values, scalars, index
     if leaf.block_sizes:
         blocks = typing.cast(BlockBody, body)
@@ -152,7 +152,7 @@ def lowest_bits(count: jax.Array) -> jax.Array:
 def index_of(
     shape: tuple[int, ...],
     whole: tuple[int, ...],
-    first: jax.Array | None,
+    first: jax.Array | None = None,
     layer: jax.Array | None = None,
 ) -> jax.Array:
     """Return the row-major indices of the elements of a part, modulo 2^32.

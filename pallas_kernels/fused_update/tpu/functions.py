@@ -55,30 +55,35 @@ class Function:
         left = list(scalars)
         avals: list[typing.Any] = [x.aval for x in self._closed.jaxpr.invars]
         args = [None if aval.shape else left.pop(0) for aval in avals]
-        _Evaluation(known, RULES, of_scalars=True).run(self._closed, args)
+        Evaluation(known, RULES, of_scalars=True).run(self._closed, args)
 
-    def __call__(self, *args, known: Known, rules: Mapping = RULES):
+    def __call__(self, evaluation: "Evaluation", *args):
         """Return the results: arrays, :class:`.Narrow` or :data:`.Lazy` values.
 
         Args:
+          evaluation: evaluates all functions of the same values.
           *args: arguments of the function.
-          known: results of other calls with the same values. New results are added.
-          rules: see :data:`.rules.RULES`.
         """
-        flat = jax.tree.leaves(args)
-        results = _Evaluation(known, rules).run(self._closed, flat)
+        results = evaluation.run(self._closed, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(self.shapes), results)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Evaluation:
-    """Evaluates a jaxpr. If ``of_scalars``, values other than scalars are None."""
+class Evaluation:
+    """Evaluates jaxprs.
+
+    Args:
+      known: results of earlier equations. New results are added.
+      rules: see :data:`.rules.RULES`.
+      of_scalars: whether to compute only scalars. All other values are then None.
+    """
 
     known: Known
     rules: Mapping
     of_scalars: bool = False
 
     def run(self, closed: ClosedJaxpr, args: Sequence) -> list:
+        """Return the outputs of a jaxpr."""
         return evaluate(closed, args, self._results)
 
     def _results(self, eqn, inputs: list) -> list:

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.fused_update.tpu.blocks import Block
-from pallas_kernels.fused_update.tpu.functions import Functions, Known
+from pallas_kernels.fused_update.tpu.functions import Evaluation, Functions, Known
 from pallas_kernels.fused_update.tpu.registers import in_steps
 from pallas_kernels.fused_update.tpu.repeated_blocks import ScaleBlock
 from pallas_kernels.fused_update.tpu.tiling import LANES, REGISTER, SUBLANES, Tiling
@@ -56,7 +56,7 @@ class BlockProgram:
 
         def units(first: jax.Array) -> None:
             for offset in range(unroll):
-                self._unit(first, offset, dict(known))
+                self._unit(first, offset, Evaluation(dict(known), self.rules))
 
         in_steps(self.tiling.units, unroll, units)
         for block in (*_plain(self.results), *_scales(self.results)):
@@ -68,7 +68,7 @@ class BlockProgram:
             if block.array.overwrites is not None:
                 block.ref[...] = self.operands[block.array.overwrites].ref[...]
 
-    def _unit(self, first: jax.Array, offset: int, known: Known) -> None:
+    def _unit(self, first: jax.Array, offset: int, evaluation: Evaluation) -> None:
         """Updates the unit ``first + offset`` of the block."""
         group, unit = range(self.tiling.group), first + jnp.int32(offset)
         columns = [block.load(unit) for block in _plain(self.operands)]
@@ -77,7 +77,6 @@ class BlockProgram:
         index = [self._index(self.first, first, offset, row) for row in group]
         arguments = [(rows[row], self.scalars, index[row]) for row in group]
         run, new = self.functions.run, []
-        options = {"known": known, "rules": self.rules}
         count = self.tiling.stacked_blocks
         height = self.tiling.group // count
         for block in range(count):
@@ -85,9 +84,9 @@ class BlockProgram:
             of_blocks = []
             if self.functions.before is not None:
                 of_blocks = self._update_scales(
-                    (unit, block), arguments[rows], exist[rows], **options
+                    evaluation, (unit, block), arguments[rows], exist[rows]
                 )
-            new += [run(*x, *of_blocks, **options) for x in arguments[rows]]
+            new += [run(evaluation, *x, *of_blocks) for x in arguments[rows]]
         for block, values in zip(
             _plain(self.results), zip(*new, strict=True), strict=True
         ):
@@ -144,31 +143,31 @@ class BlockProgram:
 
     def _update_scales(
         self,
+        evaluation: Evaluation,
         place: tuple[jax.Array, int],
         arguments: Sequence[tuple],
         exist: Sequence,
-        **options,
     ) -> list:
         """Writes the per-block results and returns the body's ``before`` and ``after``.
 
         Args:
+          evaluation: evaluates the functions of the unit's values.
           place: index of the unit, and index of the block in its groups.
           arguments: values, scalars and indices of each row of the block.
           exist: for each row, a mask of the elements inside the array, or None for all.
-          **options: see :meth:`.functions.Function.__call__`.
         """
         functions = self.functions
         assert functions.before is not None
         values = [block.load_elements(*place) for block in _scales(self.operands)]
-        given, maxima, stored = [functions.before(values, **options)], [], []
+        given, maxima, stored = [functions.before(evaluation, values)], [], []
         for statistics, of_maxima in functions.rounds:
-            rows = [statistics(*x, *given, **options) for x in arguments]
+            rows = [statistics(evaluation, *x, *given) for x in arguments]
             sizes = functions.block_sizes[len(maxima) :]
             maxima += [
                 self._maximum(list(map(whole, values)), exist, size)
                 for size, values in zip(sizes, zip(*rows, strict=True), strict=False)
             ]
-            stored, after = of_maxima(maxima, values, **options)
+            stored, after = of_maxima(evaluation, maxima, values)
             given[1:] = [after]
         for block, value in zip(_scales(self.results), stored, strict=True):
             block.store_elements(*place, value)

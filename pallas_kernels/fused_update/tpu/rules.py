@@ -306,9 +306,9 @@ RULES: Mapping = {
     p.stop_gradient_p: lambda eqn, x: x,
     operations.pattern_above: _pattern_above,
 }
-"""Rules for primitives and for :data:`.operations.OPERATIONS`. A rule for a primitive is
-a function of an equation and its inputs, which may return NotImplemented. A rule for an
-operation is a function of the inputs."""
+"""Rules for primitives and for :data:`.operations.OPERATIONS`. A rule for a primitive
+is a function of an equation and its inputs, and may return NotImplemented. A rule for
+an operation is a function of the inputs."""
 
 
 def by_itself(eqn, *inputs) -> jax.Array:

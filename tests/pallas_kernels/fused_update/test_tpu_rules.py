@@ -9,7 +9,7 @@ from jax.extend.core import primitives
 
 from pallas_kernels import operations
 from pallas_kernels.fused_update.tpu.division import quotient, root
-from pallas_kernels.fused_update.tpu.functions import Function
+from pallas_kernels.fused_update.tpu.functions import Evaluation, Function
 from pallas_kernels.fused_update.tpu.rules import RULES, rules_for
 from pallas_kernels.fused_update.tpu.values import Narrow, Sum, whole
 
@@ -23,7 +23,7 @@ WORDS = np.random.default_rng(0).integers(0, 2**32, (8, 128), np.uint32)
 def evaluated(function, *args):
     """The result of a function with the rules; values of 8 and 16 bits are words."""
     like = [jax.typeof(x) for x in args]
-    result = Function(function, *like)(*map(as_word, args), known={})
+    result = Function(function, *like)(Evaluation({}, RULES), *map(as_word, args))
     if not isinstance(result, Narrow):
         return whole(result)
     bits = np.asarray(result.word) >> (32 - result.width)
@@ -129,7 +129,7 @@ def test_a_selection_has_the_numbers_of_both_cases():
 def test_scalars_are_added_to_a_sum_before_the_array():
     words, scalar = jnp.asarray(WORDS), U32(2**31)
     add = Function(lambda x, y: x + y, words, scalar)
-    total = add(Sum(words, U32(5), 7), scalar, known={})
+    total = add(Evaluation({}, RULES), Sum(words, U32(5), 7), scalar)
     assert isinstance(total, Sum)
     np.testing.assert_array_equal(whole(total), words + U32(12 + 2**31))
 
