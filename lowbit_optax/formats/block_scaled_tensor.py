@@ -26,7 +26,7 @@ from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.float_layouts import BIAS, INFINITY, MANTISSA, magnitude_of
 from lowbit_optax._numerics.rounding import narrow_or_cast, round_nearest, to_float32
-from lowbit_optax.formats.quantized_leaf import QuantizedWeight, register_with_flax
+from lowbit_optax.formats.quantized_leaf import QuantizedWeight
 from pallas_kernels.layout import merge_axes, split_axis, with_length
 
 BLOCK = 32
@@ -69,9 +69,6 @@ class BlockScaledTensor(QuantizedWeight):
     codes_e4m3: jax.Array
     scales_e8m0: jax.Array
     axis: int = dataclasses.field(metadata={"static": True})
-
-    def __post_init__(self):
-        register_with_flax(BlockScaledTensor)
 
     @property
     def codes(self) -> jax.Array:

@@ -21,6 +21,9 @@ class QuantizedWeight:
     dequantise. Methods of arrays, such as ``astype``, raise an AttributeError.
     """
 
+    def __post_init__(self):
+        _register_with_flax(type(self))
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the dequantised array."""
@@ -86,7 +89,7 @@ class QuantizedWeight:
 
 
 @functools.cache
-def register_with_flax(kind: type) -> None:
+def _register_with_flax(kind: type) -> None:
     """Register a class of weights with ``flax.serialization`` if flax is installed.
 
     flax treats unknown pytree nodes as leaves, and looks up classes when it serializes.

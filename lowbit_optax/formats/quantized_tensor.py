@@ -14,7 +14,7 @@ from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.linear_code import QuantizedFields
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.rounding import narrow_or_cast
-from lowbit_optax.formats.quantized_leaf import QuantizedWeight, register_with_flax
+from lowbit_optax.formats.quantized_leaf import QuantizedWeight
 from pallas_kernels.bitfields import pack, unpack_with
 from pallas_kernels.layout import Layout, block_maxima, with_length
 
@@ -61,9 +61,6 @@ class QuantizedTensor(QuantizedWeight):
     block_size: int = dataclasses.field(metadata={"static": True})
     axis: int = dataclasses.field(metadata={"static": True})
     length: int = dataclasses.field(metadata={"static": True})
-
-    def __post_init__(self):
-        register_with_flax(QuantizedTensor)
 
     @property
     def codes(self) -> jax.Array:
