@@ -5,7 +5,7 @@
 receives the whole node, so the node can define the result with ``__radd__``.
 """
 
-import typing
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ from lowbit_optax._numerics.float_layouts import is_narrow, to_bits
 from lowbit_optax._numerics.landing import ADD, apply_leaf
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(eq=False)
 class DirectUpdate:
     """The update of one array; added to the old array, it returns the new array.
 
@@ -31,19 +32,10 @@ class DirectUpdate:
       old: the array that was updated.
     """
 
+    new: jax.Array
+    old: jax.Array
+
     __array_ufunc__ = None  # numpy's arrays leave the sum to __radd__
-
-    def __init__(self, new, old):
-        self.new = new
-        self.old = old
-
-    def tree_flatten_with_keys(self):
-        key = jax.tree_util.GetAttrKey
-        return ((key("new"), self.new), (key("old"), self.old)), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children) -> typing.Self:
-        return cls(*children)
 
     def __radd__(self, param):
         if param is self.old:
@@ -70,6 +62,3 @@ class DirectUpdate:
         if is_narrow(self.new.dtype):
             return ADD.result(self.old, self.new)
         return self.new - self.old
-
-    def __repr__(self) -> str:
-        return f"DirectUpdate(new={self.new!r}, old={self.old!r})"

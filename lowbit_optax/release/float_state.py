@@ -1,7 +1,6 @@
 """Store optimizer state as floats, which JAX can return as cotangents."""
 
 import dataclasses
-import functools
 import typing
 
 import jax
@@ -15,9 +14,7 @@ _FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.float16, 4: jnp.float32, 8: jnp.float64}
 XLA may copy bfloat16 and float8_e5m2 as wider floats on a CPU, which changes NaNs."""
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["floats"], meta_fields=["dtypes"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FloatState:
     """A state whose integers are stored as floats with the same bits.
@@ -28,7 +25,7 @@ class FloatState:
     """
 
     floats: typing.Any
-    dtypes: tuple
+    dtypes: tuple = dataclasses.field(metadata={"static": True})
 
 
 def as_floats(state) -> FloatState:
