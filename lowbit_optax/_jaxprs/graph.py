@@ -54,18 +54,26 @@ class Call:
 
     Args:
       primitive, params: as in the equation of a jaxpr.
-      inputs, outputs: operands and results.
+      inputs: the operands.
       number: index of the call in a valid order of all calls.
+      avals: shapes and dtypes of the results.
       context: the equation's context, if it has one, such as the active mesh, which
         ``jax.sharding.auto_axes`` can change within a program.
+
+    Attributes:
+      outputs: the results.
     """
 
     primitive: core.Primitive
     params: dict[str, typing.Any]
     inputs: tuple["Node", ...]
     number: int
-    outputs: tuple["Node", ...] = ()
+    avals: dataclasses.InitVar[Iterable]
     context: typing.Any = None
+    outputs: tuple["Node", ...] = dataclasses.field(init=False)
+
+    def __post_init__(self, avals: Iterable):
+        self.outputs = tuple(Node(aval, self) for aval in avals)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -91,12 +99,6 @@ class Node:
 def constant(value) -> Node:
     """Return the node of a constant, which is a number or an array."""
     return Node(jax.typeof(value), constant=value)
-
-
-def with_outputs(call: Call, avals: Iterable) -> list[Node]:
-    """Create and return the outputs of a call, given their shapes and dtypes."""
-    call.outputs = tuple(Node(aval, call) for aval in avals)
-    return list(call.outputs)
 
 
 def inline(
@@ -167,7 +169,7 @@ def value_of(node: Node, known: Mapping[Node, typing.Any]):
 def run(
     calls: Iterable[Call],
     known: dict[Node, typing.Any],
-    instead: Mapping[Call, Callable[[list], Sequence]] | None = None,
+    instead: Mapping[Call, Callable[[list], Sequence]] = {},
     changed: Callable[[Node, typing.Any], typing.Any] = lambda _, value: value,
 ) -> None:
     """Run calls in order, and add their outputs to the known values.
@@ -179,7 +181,6 @@ def run(
         operands, and returns the outputs.
       changed: maps a node and its value to the value that later calls read.
     """
-    instead = instead or {}
     for call in calls:
         operands = [value_of(node, known) for node in call.inputs]
         apply = instead.get(call)
@@ -303,7 +304,7 @@ class Graph:
         self._opaque = opaque
         self._selects = selects
         self._count = 0
-        self._scalars: dict[typing.Any, list[Node]] = {}
+        self._scalars: dict[typing.Any, Sequence[Node]] = {}
         self.inputs = [Node(v.aval) for v in closed.jaxpr.invars]
         self.outputs = self._inlined(closed, self.inputs)
 
@@ -324,7 +325,7 @@ class Graph:
 
     def call(
         self, primitive, params, inputs: Sequence[Node], avals, context=None
-    ) -> list[Node]:
+    ) -> Sequence[Node]:
         """Add a call of a primitive to the graph, and return its results.
 
         optax computes the learning rate separately for each leaf. Therefore, scalars
@@ -338,17 +339,16 @@ class Graph:
         key = _computation_key(primitive, params, inputs) if is_scalar else None
         if key in self._scalars:
             return self._scalars[key]
-        call = Call(primitive, params, tuple(inputs), self._count, context=context)
+        call = Call(primitive, params, tuple(inputs), self._count, avals, context)
         self._count += 1
-        results = with_outputs(call, avals)
         if key is not None:
-            self._scalars[key] = results
-        return results
+            self._scalars[key] = call.outputs
+        return call.outputs
 
     def _inlined(self, closed: ClosedJaxpr, operands: Sequence[Node]) -> list[Node]:
         return inline(closed, operands, self._read_equation)
 
-    def _read_equation(self, eqn, operands: list[Node]) -> list[Node]:
+    def _read_equation(self, eqn, operands: list[Node]) -> Sequence[Node]:
         primitive, params = eqn.primitive, eqn.params
         if primitive in CALLS and params.get("name") not in self._opaque:
             return self._inlined(called_jaxpr(params), operands)

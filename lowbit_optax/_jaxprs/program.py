@@ -22,7 +22,6 @@ from lowbit_optax._jaxprs.graph import (
     inline,
     run,
     value_of,
-    with_outputs,
 )
 from pallas_kernels.operations import ClosedJaxpr
 
@@ -124,7 +123,7 @@ class LossProgram:
     def evaluate(
         self,
         arguments: Sequence,
-        instead: Mapping[Call, Callable[[list], Sequence]] | None = None,
+        instead: Mapping[Call, Callable[[list], Sequence]] = {},
     ) -> list:
         """Return the outputs of the function for the given arguments.
 
@@ -170,7 +169,7 @@ class LossProgram:
                 groups[-1].append(call)
         return groups
 
-    def _read_equation(self, eqn, operands: list[Node]) -> list[Node]:
+    def _read_equation(self, eqn, operands: list[Node]) -> Sequence[Node]:
         read = [node for node in operands if node.constant is None]
         derived = [node for node in read if node in self.of_parameters]
         if eqn.primitive is primitives.jit_p and (
@@ -179,12 +178,11 @@ class LossProgram:
             return inline(called_jaxpr(eqn.params), operands, self._read_equation)
         kind = ScanCall if _is_scan(eqn) else Call
         made = eqn.primitive, eqn.params, tuple(operands), len(self.calls)
-        call = kind(*made, context=eqn.ctx)
+        call = kind(*made, [var.aval for var in eqn.outvars], eqn.ctx)
         self.calls.append(call)
-        outputs = with_outputs(call, [var.aval for var in eqn.outvars])
         if read and len(derived) == len(read):
-            self.of_parameters.update(outputs)
-        return outputs
+            self.of_parameters.update(call.outputs)
+        return call.outputs
 
 
 def without_barriers_on(closed: ClosedJaxpr, inputs: Collection[int]) -> ClosedJaxpr:

@@ -35,7 +35,6 @@ from lowbit_optax._jaxprs.graph import (
     inline,
     is_by_platform,
     made_of,
-    with_outputs,
 )
 from lowbit_optax._step import context
 from lowbit_optax.states.host_memory import is_on_host, on_device, placed_like
@@ -240,9 +239,9 @@ class _Reader:
             return self.read(called_jaxpr(params), operands)
         if len(needs) > 1 and primitive.name == "optimization_barrier":
             return operands
-        call = Call(primitive, params, tuple(operands), self.count, context=eqn.ctx)
+        avals = [var.aval for var in eqn.outvars]
+        call = Call(primitive, params, tuple(operands), self.count, avals, eqn.ctx)
         self.count += 1
-        results = with_outputs(call, (var.aval for var in eqn.outvars))
         if needs:
-            self.needs.update(dict.fromkeys(results, needs))
-        return results
+            self.needs.update(dict.fromkeys(call.outputs, needs))
+        return call.outputs
