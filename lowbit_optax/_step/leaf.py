@@ -1,8 +1,8 @@
 """``StoredLeaf``: one parameter in its stored form, with its residual and gradient.
 
-:meth:`.engine.Lowbit.open` creates a stored leaf for each parameter, after the
-functions here have checked that dtype, gradient and residual match. A backend calls
-``master`` and ``wide_grad`` for the inner update, and ``landed`` to store the result.
+:meth:`.engine.Lowbit.open` creates a stored leaf for each parameter, and checks that
+dtype, gradient and residual match. A backend calls ``master`` and ``wide_grad`` for the
+inner update, and ``landed`` to store the result.
 """
 
 import dataclasses
@@ -69,17 +69,69 @@ class StoredLeaf:
     sharding: NamedSharding | None = None
 
     def with_residual(self, residual) -> "StoredLeaf":
-        """Check a residual, and return the leaf with it."""
-        kept = check_residual(self.name, self.param, self.format, residual)
-        return dataclasses.replace(self, residual=kept)
+        """Check a residual from a state, and return the leaf with it.
+
+        The leaf contains None instead of a blank.
+        """
+        name, dtype = f"params{self.name}", self.param.dtype
+        if self.format is None:
+            if is_blank(residual, NOT_HELD):
+                return self
+            raise ValueError(
+                f"lowbit: {name} must have the narrower dtype that tx.init received, "
+                f"got {dtype}; the state contains the residual "
+                f"{trees.describe(residual)}. The parameter may have been cast by "
+                "equinox.apply_updates, which adds float32 updates. Use "
+                "lowbit_optax.apply_updates, optax.apply_updates or lowbit_optax.step "
+                "instead"
+            )
+        want = _residual_like(self.format, trees.abstract(self.param))
+        if want is None and is_blank(residual, NO_RESIDUAL):
+            return self
+        if is_blank(residual, NOT_HELD):
+            raise ValueError(
+                f"lowbit: {name} must be float32 like the parameters in tx.init, got "
+                f"{dtype}; the state has no residual for it. To start from float32 "
+                "parameters, call lowbit_optax.from_master(tx, params, "
+                f"{dtype.name!r}), which casts them and stores their low bits in the "
+                "state"
+            )
+        if trees.describe(residual) != trees.describe(want):
+            raise ValueError(
+                f"lowbit: residual of {name} must be {trees.describe(want)} for "
+                f"{self.format}, got {trees.describe(residual)}. Use the "
+                "transformation that made this state"
+            )
+        return dataclasses.replace(self, residual=residual)
 
     def blank(self):
         """Return the array that replaces a missing residual in the state."""
         return blank(self.param, NOT_HELD if self.format is None else NO_RESIDUAL)
 
     def with_grad(self, grad) -> "StoredLeaf":
-        """Check a gradient, and return the leaf with it."""
-        check_grad(self.name, grad, self.param)
+        """Check a gradient, and return the leaf with it.
+
+        The gradient of a float parameter must be a float array of the same shape.
+        """
+        what = f"lowbit: gradient of params{self.name}"
+        if trees.is_quantized(grad):
+            raise TypeError(
+                f"{what} must be an array of shape {self.param.shape}, got a "
+                f"{type(grad).__name__}. lowbit_optax.lpmm.value_and_grad returns such "
+                "arrays"
+            )
+        if not hasattr(grad, "dtype"):
+            raise TypeError(f"{what} must be an array, got {grad!r}")
+        if trees.is_float(self.param):
+            if not trees.is_float(grad):
+                raise TypeError(
+                    f"{what} must have a real floating-point dtype, got {grad.dtype}"
+                )
+            if grad.shape != self.param.shape:
+                raise ValueError(
+                    f"{what} must have the parameter's shape {self.param.shape}, got "
+                    f"{grad.shape}"
+                )
         return dataclasses.replace(self, grad=self.moved_like_param(grad))
 
     def moved_like_param(self, x):
@@ -193,65 +245,6 @@ def format_of(
         raise ValueError(f"lowbit: params{name}: {why_not}")
     with trees.naming(name):
         return weights.for_leaf(leaf.shape, leaf.dtype, min_size)
-
-
-def check_grad(name: str, grad, param) -> None:
-    """Raise an error unless a gradient is a float array of its parameter's shape."""
-    if trees.is_quantized(grad):
-        raise TypeError(
-            f"lowbit: gradient of params{name} must be an array of shape "
-            f"{param.shape}, got a {type(grad).__name__}. "
-            "lowbit_optax.lpmm.value_and_grad returns such arrays"
-        )
-    if not hasattr(grad, "dtype"):
-        raise TypeError(
-            f"lowbit: gradient of params{name} must be an array, got {grad!r}"
-        )
-    if not trees.is_float(param):
-        return
-    if not trees.is_float(grad):
-        raise TypeError(
-            f"lowbit: gradient of params{name} must have a real floating-point dtype, "
-            f"got {grad.dtype}"
-        )
-    if grad.shape != param.shape:
-        raise ValueError(
-            f"lowbit: gradient of params{name} must have the parameter's shape "
-            f"{param.shape}, got {grad.shape}"
-        )
-
-
-def check_residual(name: str, param, format_: WeightFormat | None, part):
-    """Check the residual of a leaf. Return the residual, or None for a blank."""
-    if format_ is None:
-        if is_blank(part, NOT_HELD):
-            return None
-        raise ValueError(
-            f"lowbit: params{name} must have the narrower dtype that tx.init received, "
-            f"got {param.dtype}; the state contains the residual "
-            f"{trees.describe(part)}. The parameter may have been cast by "
-            "equinox.apply_updates, which adds float32 updates. Use "
-            "lowbit_optax.apply_updates, optax.apply_updates or lowbit_optax.step "
-            "instead"
-        )
-    want = _residual_like(format_, trees.abstract(param))
-    if want is None and is_blank(part, NO_RESIDUAL):
-        return None
-    if is_blank(part, NOT_HELD):
-        raise ValueError(
-            f"lowbit: params{name} must be float32 like the parameters in tx.init, got "
-            f"{param.dtype}; the state has no residual for it. To start from float32 "
-            "parameters, call lowbit_optax.from_master(tx, params, "
-            f"{param.dtype.name!r}), which casts them and stores their low bits in the "
-            "state"
-        )
-    if trees.describe(part) != trees.describe(want):
-        raise ValueError(
-            f"lowbit: residual of params{name} must be {trees.describe(want)} for "
-            f"{format_}, got {trees.describe(part)}. Use the "
-            "transformation that made this state"
-        )
-    return part
 
 
 @functools.lru_cache(maxsize=4096)
