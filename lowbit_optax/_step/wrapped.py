@@ -134,13 +134,19 @@ class _Run:
 
     def _in_kernels(self, lowbit: Lowbit, inner: InnerStep) -> Stepper:
         """Return a transformation whose kernels also compute its gradients."""
+        within = optax.with_extra_args_support(lowbit.inner)
+
+        def update(updates, state, params=None, **extra_args):
+            updates = self._changed(inner, updates)
+            return within.update(updates, state, params, **extra_args)
+
         if not self.traced.gets_gradients(inner):
-            before = functools.partial(self._before, inner)
-            lowbit = dataclasses.replace(lowbit, inner=_preceded(before, lowbit.inner))
+            changed = optax.GradientTransformationExtraArgs(within.init, update)
+            lowbit = dataclasses.replace(lowbit, inner=changed)
         summed = self.summed
         return lowbit if summed is None else summed.among(lowbit, inner.leaves)
 
-    def _before(self, inner: InnerStep, grads):
+    def _changed(self, inner: InnerStep, grads):
         """Compute an update's gradients from the float32 gradients of its leaves."""
         nodes = [self.traced.grads[i] for i in inner.leaves]
         # Other known values were computed from gradients outside of this trace.
@@ -186,8 +192,9 @@ def step_wrapped(
         return None
     names, _, treedef = trees.named_leaves(params)
     leaves = trees.parts_of(names, treedef, grads, "grads")
-    arguments = params, state, leaves, apply_update, guard, summed
-    return _Run(*found, *arguments).result()
+    traced, seen = found
+    run = _Run(traced, seen, params, state, leaves, apply_update, guard, summed)
+    return run.result()
 
 
 def _chosen_trace(
@@ -253,16 +260,6 @@ def is_direct(tx, params, state, extra_args: dict) -> bool | None:
     with context.changed(is_analysed=True), contextlib.suppress(TypeError):
         jax.eval_shape(step, params, state, value | extra_args)
     return any(found) or stepper is not None
-
-
-def _preceded(before: Callable, inner: optax.GradientTransformation):
-    """Return a transformation that applies a function to the gradients first."""
-    wide = optax.with_extra_args_support(inner)
-
-    def update(updates, state, params=None, **extra_args):
-        return wide.update(before(updates), state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def _wide(grad):
