@@ -17,7 +17,7 @@ sum in one operation, which rounds once.
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -77,11 +77,16 @@ class NotElementwise(Exception):
 
 
 class Scalars:
-    """Table of the scalars that programs read, in the order of their first use."""
+    """Table of the scalars that programs read, in the order of their first use.
 
-    def __init__(self, graph: Graph):
+    Args:
+      graph: the graph of the programs.
+      first: scalars at the start of the table, such as the scalars of a guard.
+    """
+
+    def __init__(self, graph: Graph, first: Iterable[Node] = ()):
         self.graph = graph
-        self._numbers: dict[Node, int] = {}
+        self._numbers = {node: number for number, node in enumerate(first)}
 
     @property
     def nodes(self) -> list[Node]:

@@ -19,7 +19,7 @@ import numpy as np
 from lowbit_optax._jaxprs.leaf_program import Program, decode_scalar
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
-from lowbit_optax._numerics.random_bits import RandomBits, moment_draws
+from lowbit_optax._numerics.random_bits import Draws, RandomBits
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step.error_feedback import ahead_of, fed
 from lowbit_optax._step.kernels.rows import MomentRows, WeightRows
@@ -204,7 +204,7 @@ class LeafBody:
         With ``from_stored``, this also adds the result to ``new``, as output 0.
         """
         prepared = self._by_number(after or ())
-        draws = moment_draws(random, self.weight.spare_stream)
+        draws = Draws(random, spare=self.weight.spare_stream)
         stored = []
         for n, rows in enumerate(self.moments, 1):
             encode = self._rounding(rows, rows.encoded)
@@ -282,15 +282,12 @@ class LeafBody:
             *_, reach = self._of_feedback
             ahead = ahead_of(new[self.takes_error], new[reach])
 
-        def store(result, param, residual, random, prepared, ahead):
-            how = prepared, random, self.landing, ahead
-            return self.weight.stored(param, residual, result, *how)
-
         def tangent(result, param, *_):
             is_sum = self._format.stores_sum
             return result if is_sum else result + param.astype(result.dtype)
 
         prepared = self._by_number(after).get(0)
+        store = functools.partial(self.weight.stored, self.landing)
         store = self._rounding(self.weight, store, tangent)
         stored = store(new[0], param, residual, random, prepared, ahead)
         if self.takes_error is not None:

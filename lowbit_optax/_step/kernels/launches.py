@@ -83,7 +83,7 @@ class Launches:
         for i, leaf in leaves.items():
             body, dtypes = self.bodies[i], tuple(x.dtype for x in leaf.arrays)
             if joined.accepts(leaf):
-                group = body, dtypes, i if self._is_alone else None
+                group = body, dtypes, i if context.current().alone else None
                 groups.setdefault(group, []).append(i)
             else:
                 written[i] = _blocked(body, leaf, keys, np.uint32(i), scalars)
@@ -101,7 +101,7 @@ class Launches:
         """Return a key that is equal for leaves that share a kernel."""
         size = math.prod(leaf.shape)
         is_large = size >= MIN_ELEMENTS_ALONE
-        if is_large or self._is_alone or self._is_layer(number):
+        if is_large or context.current().alone or self._is_layer(number):
             return number
         dtypes = tuple(x.dtype for x in leaf.arrays)
         implementation = typing.cast(Implementation, self.implementation)
@@ -131,10 +131,6 @@ class Launches:
         body = self.bodies[numbers[0]]
         scalars = Scalars(table, rows, self._plain_scalars, body.when)
         return _fused(body, self.implementation, leaves, scalars, layer, first)
-
-    @property
-    def _is_alone(self) -> bool:
-        return context.current().alone
 
     def _is_layer(self, number: int) -> bool:
         layer = self.step.layer

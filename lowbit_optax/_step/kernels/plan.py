@@ -133,9 +133,7 @@ def plan_kernels(
       for_tpus: if True, only TPU kernels will run, which support all combinations of
         fields and blocks.
     """
-    scalars = Scalars(traced.graph)
-    for scalar in traced.step.guard.scalars:
-        scalars.ref(constant(scalar))
+    scalars = Scalars(traced.graph, map(constant, traced.step.guard.scalars))
     planner = _Planner(traced, scalars, is_exact, for_tpus)
     kernels: dict[int, LeafKernel] = {}
     reasons: dict[int, str] = {}

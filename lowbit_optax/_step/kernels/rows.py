@@ -70,13 +70,13 @@ class WeightRows:
 
     def stored(
         self,
-        param,
-        residual,
-        result,
-        prepared,
-        random: RandomBits,
         landing: Landing,
-        ahead: jax.Array | None = None,
+        result: jax.Array,
+        param: jax.Array,
+        residual,
+        random: RandomBits,
+        prepared,
+        ahead: jax.Array | None,
     ) -> tuple[jax.Array, typing.Any]:
         """Return the new parameter and residual, from the result of the program.
 

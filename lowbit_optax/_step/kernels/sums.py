@@ -44,14 +44,13 @@ class LeafSums(typing.NamedTuple):
     Args:
       leaf: index of the leaf.
       function: elementwise function of the gradient.
-      over_last, over_rows: the nodes with the sums over the last axis, and over the
-        axis before it.
+      nodes: the nodes with the sums over the last axis, and the nodes with the sums
+        over the axis before it.
     """
 
     leaf: int
     function: Callable
-    over_last: list[Node]
-    over_rows: list[Node]
+    nodes: tuple[list[Node], list[Node]]
 
 
 class Sums(typing.NamedTuple):
@@ -73,12 +72,10 @@ class Sums(typing.NamedTuple):
         """Compute the sums, and return a dict keyed by node."""
         if not self.leaves:
             return {}
-        nodes = self.scalars.nodes
-        scalars = self.traced.values(step, nodes)
-        words = [scalars[x] for x in nodes]
-        table = encode_scalars(words) if words else jnp.zeros(1, jnp.uint32)
+        scalars = list(self.traced.values(step, self.scalars.nodes).values())
+        table = encode_scalars(scalars) if scalars else jnp.zeros(1, jnp.uint32)
         values = {}
-        for leaf, function, *nodes in self.leaves:
+        for leaf, function, nodes in self.leaves:
             found = _sums(function, implementation, step.leaves[leaf].grad, table)
             for same, x in zip(nodes, found, strict=True):
                 values |= {node: x.reshape(node.aval.shape) for node in same}
@@ -92,11 +89,10 @@ def plan_sums(traced: InnerUpdate, outside: Mapping[int, Sequence[Node]]) -> Sum
       traced: the inner update.
       outside: the nodes that the kernel of each leaf needs, by index of the leaf.
     """
-    scalars, guard = Scalars(traced.graph), traced.step.guard.scalars
-    for scalar in map(constant, guard):
-        scalars.ref(scalar)
+    guard = traced.step.guard.scalars
+    scalars = Scalars(traced.graph, map(constant, guard))
     leaves = [
-        LeafSums(i, _Summed(program, bool(guard)), *nodes)
+        LeafSums(i, _Summed(program, bool(guard)), nodes)
         for i, needed in outside.items()
         for program, nodes in _summed(traced.nodes.grads[i], needed, scalars).items()
         if all(nodes)
