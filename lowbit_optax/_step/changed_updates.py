@@ -171,10 +171,10 @@ def _is_one(node: Node) -> bool:
 
 def _is_nothing(node: Node) -> bool:
     """Return whether a node is 0 or a product with 0, as for a weight decay of 0."""
-    primitives = p.convert_element_type_p, p.mul_p
-    is_made = node.call is not None and node.call.primitive in primitives
-    inputs = node.call.inputs if node.call is not None and is_made else ()
-    return is_zero(node) or any(map(_is_nothing, inputs))
+    call = node.call
+    if call is not None and call.primitive in (p.convert_element_type_p, p.mul_p):
+        return any(map(_is_nothing, call.inputs))
+    return is_zero(node)
 
 
 def _is_truth_value(node: Node) -> bool:

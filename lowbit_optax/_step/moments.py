@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax._numerics.random_bits import Draws, RandomBits, moment_draws
+from lowbit_optax._numerics.random_bits import Draws, RandomBits
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import trees
 from lowbit_optax._step.context import layerwise
@@ -55,11 +55,6 @@ class MomentStorage:
     slot: Slot
     format: MomentFormat | None
     number: int = 0
-
-    @property
-    def field(self) -> str:
-        """The field of the inner state that contains the moment."""
-        return self.slot.field
 
     def in_the_state(self):
         """Return the shapes and dtypes of its arrays in the state."""
@@ -128,12 +123,13 @@ class MomentPlan:
             return [None] * len(fields)
         found: dict[tuple[str | None, str], int] = {}
         for i, moment in self._moments.items():
-            place = moment.field, moment.leaf
-            if moment.field in fields and place in found:
+            field = moment.slot.field
+            place = field, moment.leaf
+            if field in fields and place in found:
                 raise ValueError(
                     "lowbit: error_feedback must name one moment of each parameter, "
-                    f"got {moment.field!r}, but params{moment.leaf} has several "
-                    "moments of this name"
+                    f"got {field!r}, but params{moment.leaf} has several moments of "
+                    "this name"
                 )
             found[place] = i
         existing = {field for field, _ in found}
@@ -231,8 +227,8 @@ class MomentPlan:
             want = trees.describe(moment.in_the_state())
             if trees.describe(parts[i]) != want:
                 raise ValueError(
-                    f"lowbit: moment {moment.field!r} of params{moment.leaf} must be "
-                    f"{want} for {moment.format or 'no format'}, got "
+                    f"lowbit: moment {moment.slot.field!r} of params{moment.leaf} must "
+                    f"be {want} for {moment.format or 'no format'}, got "
                     f"{trees.describe(parts[i])}. Use the transformation that made "
                     "this state"
                 )
@@ -345,15 +341,13 @@ def _encode(format_: MomentFormat, number: int, draws: Draws, moment):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _decode(format_: MomentFormat, shape: tuple[int, ...], stored):
     decode = lambda stored: format_.decode(stored, shape)
-    if not format_.has_scales:
-        decode = straight_through(decode)
-    return decode(stored)
+    return straight_through(decode)(stored)
 
 
 @functools.lru_cache(maxsize=4096)
 def _encoded_shape(format_: MomentFormat, shape: tuple[int, ...]):
     def encode(moment, seed):
-        return format_.encode(moment, moment_draws(RandomBits(seed, seed)), 0)
+        return format_.encode(moment, Draws(RandomBits(seed, seed)), 0)
 
     scalar = jax.ShapeDtypeStruct((), jnp.uint32)
     return jax.eval_shape(encode, jax.ShapeDtypeStruct(shape, jnp.float32), scalar)
