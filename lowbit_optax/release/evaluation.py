@@ -25,7 +25,7 @@ from lowbit_optax._jaxprs.program import ScanCall, Segment, without_barriers_on
 from lowbit_optax.release.float_state import FloatState
 from lowbit_optax.release.loop import Operands, ReleasedLoop
 from lowbit_optax.release.parts import Part
-from lowbit_optax.release.plan import ReleasePlan, Stretch
+from lowbit_optax.release.plan import ReleasePlan, Stretch, is_opaque
 from lowbit_optax.release.traced_loss import TracedLoss
 from lowbit_optax.release.wrappers import released
 
@@ -78,7 +78,7 @@ def evaluate(
             live = [x for x in known if x in plan.active and x in needed]
             live = [x for x in live if x not in program.of_parameters]
             token = _release(stretch.part, rule, known, next(remaining), token, live)
-        if stretch.is_opaque or loss.has_effects:
+        if loss.has_effects or any(map(is_opaque, stretch.calls)):
             run(stretch.calls, known)
         else:
             _run_again(segment, known)

@@ -62,11 +62,6 @@ class Stretch:
     calls: Sequence[Call]
     part: Part | None
 
-    @property
-    def is_opaque(self) -> bool:
-        """Whether any call contains operations that are not analysed."""
-        return any(map(_is_opaque, self.calls))
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReleasePlan:
@@ -256,7 +251,7 @@ def _divided(
         ends = calls and (call in loops or calls[-1] in loops)
         if ends or (is_full and call.primitive.name in _PRODUCTS | _OPAQUE):
             found.append(([], []))
-        elif calls and _is_opaque(call) != _is_opaque(calls[-1]):
+        elif calls and is_opaque(call) != is_opaque(calls[-1]):
             found[-1] = calls, []
             found.append(([], waiting))
         found[-1][0].append(call)
@@ -264,7 +259,8 @@ def _divided(
     return [(calls[::-1], waiting) for calls, waiting in reversed(found) if calls]
 
 
-def _is_opaque(call: Call) -> bool:
+def is_opaque(call: Call) -> bool:
+    """Return whether a call contains operations that are not analysed."""
     return call.primitive.name in _OPAQUE
 
 
