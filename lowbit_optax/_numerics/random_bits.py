@@ -89,7 +89,7 @@ RESIDUAL_STREAM = 1
 FORWARD_STREAM, BACKWARD_STREAM = 0, 1
 _MOMENT_STREAM = 2
 _FIRST_WHOLE_WORD = 64  # relative to the first stream of the moments
-_ACCUMULATOR_STREAM = 1 << 16
+ACCUMULATOR_STREAM = 1 << 16
 _OF_MOMENTS = 0xF1357AEB, 0xA0761D65
 
 _START = 0x243F6A88, 0x85A308D3
@@ -181,7 +181,7 @@ class Draws:
 
     Args:
       random: the leaf's random bits.
-      first: first stream of the moments or accumulators.
+      first: first stream of the moments, or :data:`ACCUMULATOR_STREAM`.
       spare: stream of the leaf's weight, if the weight reads at most 24 bits of its
         words; otherwise None.
     """
@@ -231,16 +231,6 @@ class DrawsToNearest(Draws):
 
     def twelve(self, shape, number):
         return self.words(shape, number)
-
-
-def moment_draws(random: RandomBits, spare: int | None = None) -> Draws:
-    """Return the random numbers for the moments of a leaf; see :class:`Draws`."""
-    return Draws(random, spare=spare)
-
-
-def accumulator_draws(random: RandomBits) -> Draws:
-    """Return the random numbers for the gradient accumulator of a leaf."""
-    return Draws(random, _ACCUMULATOR_STREAM)
 
 
 def random_bits(

@@ -17,7 +17,6 @@ from lowbit_optax._numerics.random_bits import (
     Draws,
     RandomBits,
     leaf_number,
-    moment_draws,
     random_bits,
     random_keys,
 )
@@ -76,7 +75,7 @@ class LeafStep:
     def draws(self) -> dict[str, Draws]:
         """The random numbers for moments, keyed by the path of the leaf."""
         return {
-            leaf.name: moment_draws(bits, leaf.spare_stream)
+            leaf.name: Draws(bits, spare=leaf.spare_stream)
             for leaf, bits in zip(self.leaves, self.random, strict=True)
         }
 

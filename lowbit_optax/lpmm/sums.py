@@ -16,9 +16,10 @@ import numpy as np
 from lowbit_optax._jaxprs.leaf_program import decode_scalar
 from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._numerics.random_bits import (
+    ACCUMULATOR_STREAM,
+    Draws,
     DrawsToNearest,
     RandomBits,
-    accumulator_draws,
 )
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.guard import Guard, Unguarded
@@ -95,7 +96,8 @@ class SumBody:
     def __call__(self, values, scalars, index, before=(), after=()):
         """Return the new accumulator."""
         total = self._sum(values, scalars, before)
-        draws = accumulator_draws(RandomBits(scalars[0], scalars[1], index))
+        random = RandomBits(scalars[0], scalars[1], index)
+        draws = Draws(random, ACCUMULATOR_STREAM)
         prepared = after[0] if after else None
         return [self.rows.encoded(total, prepared, draws)]
 
@@ -153,7 +155,7 @@ class Sums(LeafStep):
         if part is None:
             return None
         grad = context.layerwise(self.guard.unscaled)(self.leaves[number].wide_grad())
-        draws = accumulator_draws(self.random[number])
+        draws = Draws(self.random[number], ACCUMULATOR_STREAM)
         new = encoded(grad + self._decoded(number), format_, draws)
         return self.guard.chosen(new, part)
 

@@ -12,7 +12,7 @@ from lowbit_optax._numerics import code_kinds
 from lowbit_optax._numerics.code_kinds import Segments
 from lowbit_optax._numerics.codes import RANDOM_BITS
 from lowbit_optax._numerics.float_code import Float
-from lowbit_optax._numerics.random_bits import moment_draws, random_bits
+from lowbit_optax._numerics.random_bits import Draws, random_bits
 from pallas_kernels import layout_of, packed_shape
 
 pytestmark = pytest.mark.standard_promotion
@@ -321,7 +321,7 @@ def encode(format_, x, *, number=0, step=0):
     @jax.jit
     def run(x, step):
         (random,) = random_bits(jnp.uint32(0), step, [0])
-        return format_.encode(x, moment_draws(random), number)
+        return format_.encode(x, Draws(random), number)
 
     return run(jnp.asarray(x), jnp.uint32(step))
 

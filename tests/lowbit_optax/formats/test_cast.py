@@ -13,7 +13,7 @@ from jax import lax
 
 import lowbit_optax
 from lowbit_optax import cast
-from lowbit_optax._numerics.random_bits import moment_draws, random_bits
+from lowbit_optax._numerics.random_bits import Draws, random_bits
 
 SIZE = 4096
 
@@ -68,7 +68,7 @@ def encode(format_, x, *, number=0, seed=0, step=0):
     @jax.jit
     def run(x, seed, step):
         (random,) = random_bits(seed, step, [0])
-        return format_.encode(x, moment_draws(random), number)
+        return format_.encode(x, Draws(random), number)
 
     return run(jnp.asarray(x), jnp.uint32(seed), jnp.uint32(step))
 

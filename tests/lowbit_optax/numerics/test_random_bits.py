@@ -17,11 +17,11 @@ from given_words import random_of
 from jax import lax
 
 from lowbit_optax._numerics.random_bits import (
+    ACCUMULATOR_STREAM,
     PARAM_STREAM,
     RESIDUAL_STREAM,
-    accumulator_draws,
+    Draws,
     leaf_number,
-    moment_draws,
     random_bits,
 )
 
@@ -106,7 +106,7 @@ def test_two_moments_are_even_whatever_the_weight_reads_of_its_words(read):
     count = min(free // step + 1, 2**16)
     for fixed in drawn & np.uint32(read):
         given = jnp.asarray(fixed | np.arange(count, dtype=np.uint32) * np.uint32(step))
-        draws = moment_draws(random_of(given), 0)
+        draws = Draws(random_of(given), spare=0)
         first, second = (np.asarray(draws.twelve(given.shape, n)) for n in (0, 1))
         for words in (first, second):
             assert np.ptp(np.bincount(words >> 24, minlength=256)) <= count / 64 + 2
@@ -116,7 +116,7 @@ def test_two_moments_are_even_whatever_the_weight_reads_of_its_words(read):
 
 def test_other_moments_have_words_of_their_own():
     (random,) = random_bits(jnp.uint32(5), jnp.uint32(6), [7])
-    draws = moment_draws(random)
+    draws = Draws(random)
     for number in (0, 1, 2):
         half = np.asarray(draws.halves((100,), number))
         leading = np.asarray(draws.twelve((100,), number)) >> 20
@@ -126,7 +126,7 @@ def test_other_moments_have_words_of_their_own():
 def test_no_two_uses_of_a_leaf_have_a_stream_in_common():
     (random,) = random_bits(jnp.uint32(5), jnp.uint32(6), [7])
     words = [random.words((64,), s) for s in (PARAM_STREAM, RESIDUAL_STREAM)]
-    for draws in (moment_draws(random), accumulator_draws(random)):
+    for draws in (Draws(random), Draws(random, ACCUMULATOR_STREAM)):
         for number in range(4):
             words.append(draws.words((64,), number))
             words.append(draws.halves((64,), number))
@@ -152,10 +152,8 @@ def test_an_explicit_row_major_index_gives_the_default_words(shape):
     for stream in (0, 64):
         given = indexed(index).words(shape, stream)
         np.testing.assert_array_equal(given, own.words(shape, stream))
-        given = moment_draws(indexed(index)).halves(shape, stream + 1)
-        np.testing.assert_array_equal(
-            given, moment_draws(own).halves(shape, stream + 1)
-        )
+        given = Draws(indexed(index)).halves(shape, stream + 1)
+        np.testing.assert_array_equal(given, Draws(own).halves(shape, stream + 1))
 
 
 # Arrays with more elements than a 32-bit index can count. XLA computes only the
