@@ -43,13 +43,10 @@ class Float(Code):
     """
 
     @property
-    def _mantissa(self) -> int:
-        """The number m in the docstring of the class."""
-        return {8: 3, 4: 1}[self.bits]
-
-    @property
     def _dropped(self) -> int:
-        return 23 - self._mantissa
+        """The number 23 - m, with m as in the docstring of the class."""
+        mantissa = {8: 3, 4: 1}[self.bits]
+        return 23 - mantissa
 
     def scale_of_key(self, key):
         pattern = bits_of(self.magnitude_of(key))

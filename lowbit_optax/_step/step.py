@@ -60,8 +60,7 @@ class LeafStep:
         numbers = list(map(leaf_number, self.names))
         if context.current().is_analysed:
             # In an analysed step, random bits must not depend on the other leaves.
-            each = [random_bits(self.seed, self.count, [x]) for x in numbers]
-            bits = [x for (x,) in each]
+            bits = [random_bits(self.seed, self.count, [x])[0] for x in numbers]
         else:
             bits = random_bits(self.seed, self.count, numbers)
         if self.layer is not None:
