@@ -88,10 +88,10 @@ def check_state(state, params) -> None:
 
 def _raise_for(params, is_changed: Iterable[bool]) -> None:
     """Raise an error if the update of a narrow or quantised parameter is changed."""
-    names, leaves, _ = trees.named_leaves(params)
+    leaves = trees.by_path(params).items()
     changed = {
         name: leaf
-        for name, leaf, changes in zip(names, leaves, is_changed, strict=False)
+        for (name, leaf), changes in zip(leaves, is_changed, strict=False)
         if changes and (trees.is_quantized(leaf) or is_narrow(jnp.asarray(leaf).dtype))
     }
     if changed:

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 import jax
 import optax
 
-from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
 from lowbit_optax.formats.base import MomentFormat
 from lowbit_optax.formats.block_quantized import block_quantized
@@ -167,7 +166,7 @@ def _leaves(node, owner: Slot) -> Iterator:
 
 def _check_wide(slot: Slot, format_: MomentFormat) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(slot.tree)[0]:
-        if hasattr(leaf, "dtype") and is_narrow(leaf.dtype):
+        if trees.is_narrow_array(leaf):
             name = jax.tree_util.keystr(path)
             raise ValueError(
                 f"lowbit: moment {slot.field!r} of params{name} must be float32 in the "

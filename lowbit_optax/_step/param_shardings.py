@@ -76,10 +76,9 @@ def named_shardings(
       allows_none: if True, the result contains None for None and for a sharding on
         one device.
     """
-    names, leaves, _ = trees.named_leaves(params)
     found: list[NamedSharding | None] = []
     each = trees.leaves_of_prefix(what, shardings, params)
-    for path, leaf, sharding in zip(names, leaves, each, strict=True):
+    for (path, leaf), sharding in zip(trees.by_path(params).items(), each, strict=True):
         name, rank = f"params{path}", len(leaf.shape)
         if trees.is_quantized(sharding):
             # jax.tree.map over a quantised weight returns one sharding per array.

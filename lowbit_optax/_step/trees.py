@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax.formats.quantized_tensor import is_quantized
 
 PyTree = typing.Any
@@ -24,6 +25,12 @@ def named_leaves(tree: PyTree) -> tuple[list[str], list, PyTreeDef]:
     with_path, treedef = jax.tree_util.tree_flatten_with_path(tree, is_quantized)
     names = [jax.tree_util.keystr(path) for path, _ in with_path]
     return names, [leaf for _, leaf in with_path], treedef
+
+
+def by_path(tree: PyTree) -> dict[str, typing.Any]:
+    """Return the leaves of a tree, keyed by path; see :func:`named_leaves`."""
+    names, leaves, _ = named_leaves(tree)
+    return dict(zip(names, leaves, strict=True))
 
 
 def parts_of(names: Sequence[str], treedef: PyTreeDef, tree: PyTree, what: str) -> list:
@@ -105,6 +112,11 @@ def abstract(tree: PyTree) -> PyTree:
 def is_float(leaf) -> bool:
     """Return whether a leaf is a real floating-point array or a quantised weight."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def is_narrow_array(leaf) -> bool:
+    """Return whether a leaf has a narrow float dtype, such as bfloat16."""
+    return hasattr(leaf, "dtype") and is_narrow(leaf.dtype)
 
 
 def describe(x) -> str:

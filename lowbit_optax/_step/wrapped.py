@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax._jaxprs.graph import Call, Node, evaluate
-from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.engine import Lowbit
@@ -263,5 +262,4 @@ def is_direct(tx, params, state, extra_args: dict) -> bool | None:
 
 
 def _wide(grad):
-    is_few_bits = trees.is_float(grad) and is_narrow(grad.dtype)
-    return grad.astype(jnp.float32) if is_few_bits else grad
+    return grad.astype(jnp.float32) if trees.is_narrow_array(grad) else grad

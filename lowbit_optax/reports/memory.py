@@ -254,10 +254,9 @@ def memory_report(
     grad_dtype = float_dtype("memory_report: grad_dtype", grad_dtype)
     if dtype is not None:
         params = narrowed_shapes("memory_report: dtype", params, dtype, keep_float32)
-    names, leaves, _ = trees.named_leaves(params)
-    by_name = dict(zip(names, leaves, strict=True))
+    by_name = trees.by_path(params)
     state = jax.eval_shape(tx.init, params)
-    owned: dict[str, list[StateLeaf]] = {name: [] for name in names}
+    owned: dict[str, list[StateLeaf]] = {name: [] for name in by_name}
     loose = 0
     for part in state_leaves(params, state):
         owner = part.owner
@@ -293,9 +292,8 @@ def gradient_bytes(
     params: PyTree, dtype: np.dtype, stacked: Callable[[str], bool] | None
 ) -> list[tuple[int, int]]:
     """Return the bytes of each leaf's gradient, without release and with release."""
-    names, leaves, _ = trees.named_leaves(params)
     sizes = []
-    for name, leaf in zip(names, leaves, strict=True):
+    for name, leaf in trees.by_path(params).items():
         whole = _nbytes(leaf) if trees.is_float(leaf) else 0
         if trees.is_quantized(leaf):
             whole = 2 * leaf.size * dtype.itemsize  # with the dequantised copy

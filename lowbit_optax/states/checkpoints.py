@@ -41,13 +41,12 @@ def storage_formats(tx: Transformation, params: PyTree) -> dict[str, str]:
     >>> found["state.inner_state[0].trace['w']"]
     "float32[64, 64] in 8-bit signed 'companded' codes, blocks of 32, bfloat16 scales"
     """
-    names, leaves, _ = trees.named_leaves(params)
+    by_name = trees.by_path(params)
     found = {"layout": str(VERSION)}
-    for name, leaf in zip(names, leaves, strict=True):
+    for name, leaf in by_name.items():
         found[f"params{name}"] = trees.describe(leaf)
         if trees.is_quantized(leaf):
             found[f"params{name}"] += f" in {leaf.stored_as}"
-    by_name = dict(zip(names, leaves, strict=True))
     for path, node in recorded_nodes(tx, params)[0]:
         where = f"state{jax.tree_util.keystr(path)}"
         if isinstance(node, Recorded):

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.engine import Lowbit
@@ -169,14 +168,12 @@ class DecodedRun:
             return join_leaf(leaf.format, param, leaf.residual)
         if trees.is_quantized(param):
             return param.dequantize()
-        is_few_bits = trees.is_float(param) and is_narrow(param.dtype)
-        return to_float32(param) if is_few_bits else param
+        return to_float32(param) if trees.is_narrow_array(param) else param
 
 
 def decoded_run(tx: Transformation, params, state) -> DecodedRun:
     """Decode the parameters and state of any transformation. Errors name the leaf."""
-    names, given, _ = trees.named_leaves(params)
-    by_name = dict(zip(names, given, strict=True))
+    by_name = trees.by_path(params)
     nodes, treedef = recorded_nodes(tx, params)
     try:
         stored = treedef.flatten_up_to(jax.tree.map(on_device, state))

@@ -58,8 +58,7 @@ def host_shardings(
     >>> state.residual.tree["w"].sharding.memory_kind, state.count.sharding.memory_kind
     ('pinned_host', 'device')
     """
-    names, leaves, _ = trees.named_leaves(params)
-    shapes = {name: tuple(x.shape) for name, x in zip(names, leaves, strict=True)}
+    shapes = {name: tuple(x.shape) for name, x in trees.by_path(params).items()}
     state = jax.eval_shape(tx.init, trees.abstract(params))
     devices = _devices(params)
     is_sharded = shardings is not None or mesh is not None or len(devices) > 1

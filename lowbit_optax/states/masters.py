@@ -67,7 +67,7 @@ def master_weights(params: Params, state: OptState) -> Params:
         elif trees.is_quantized(leaf):
             with trees.naming(name):
                 leaf = leaf.dequantize()
-        elif is_narrow(getattr(leaf, "dtype", np.dtype(bool))):
+        elif trees.is_narrow_array(leaf):
             leaf = traced_once(widened)(leaf)
         masters.append(leaf)
     return treedef.unflatten(masters)
@@ -278,8 +278,7 @@ def _residuals(
     check_one_state_each(named, "pass the state of the optimizer alone")
     found = {}
     for _, own in kept:
-        names, residuals, _ = trees.named_leaves(own.tree)
-        for name, residual in zip(names, residuals, strict=True):
+        for name, residual in trees.by_path(own.tree).items():
             if is_blank(residual, NOT_HELD) or is_blank(residual, NO_RESIDUAL):
                 continue
             if name not in params:
@@ -289,9 +288,8 @@ def _residuals(
                     "tx.init, or nnx.state(model, nnx.Param) for an nnx model"
                 )
             param = params[name]
-            is_held = isinstance(param, BlockScaledTensor) or is_narrow(
-                getattr(param, "dtype", np.dtype(bool))
-            )
+            is_block_scaled = isinstance(param, BlockScaledTensor)
+            is_held = is_block_scaled or trees.is_narrow_array(param)
             format_ = format_named(own.name, param, residual) if is_held else None
             want = format_ and jax.eval_shape(format_.init, trees.abstract(param))
             if format_ is None or trees.describe(residual) != trees.describe(want):

@@ -199,10 +199,9 @@ def _moved(sharding: NamedSharding, shapes: Sequence[tuple[int, ...]]) -> NamedS
 
 def _by_parameter(params, shardings, mesh, advice: Callable[..., str]):
     """Return a dict from each parameter's path to its shape and NamedSharding."""
-    names, leaves, _ = trees.named_leaves(params)
     each = named_shardings("state_shardings", shardings, params, mesh)
     placed = {}
-    for path, leaf, sharding in zip(names, leaves, each, strict=True):
+    for (path, leaf), sharding in zip(trees.by_path(params).items(), each, strict=True):
         name, shape = f"params{path}", tuple(leaf.shape)
         assert sharding is not None, "each is known"
         for axis, shards in uneven_axes(shape, sharding).items():
