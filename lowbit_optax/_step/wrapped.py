@@ -31,7 +31,7 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.state import holds_lowbit
-from lowbit_optax._step.stepper import Stepper, stepper_of
+from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax._step.wrapper_trace import InnerStep, WrapperTrace, trace_wrapper
 
 
@@ -43,8 +43,8 @@ class Summed(typing.Protocol):
         """The tree of sums in float32."""
         ...
 
-    def among(self, lowbit: Lowbit, leaves: Sequence[int]) -> Stepper:
-        """Return a transformation that updates the given leaves with their sums."""
+    def run(self, lowbit: Lowbit, leaves: Sequence[int], params, state, *args) -> tuple:
+        """Run a step that updates the given leaves with their sums."""
         ...
 
 
@@ -110,14 +110,14 @@ class _Run:
         stepper = inner.call.params["with_held"](values(inner.held))
         for node in inner.conditions:
             guard = guard.within(one, self._value(node))
-        is_lowbit = isinstance(stepper, Lowbit)
+        run, is_lowbit = stepper.run, isinstance(stepper, Lowbit)
         # If a wrapper may skip the step, its kernels cannot reset the accumulators.
         takes_sums = is_lowbit and not inner.conditions
         if self.traced.is_elementwise(inner) and (takes_sums or self.summed is None):
             structure = jax.tree.structure(inner.grads)
             grads = structure.unflatten(self.grads[i] for i in inner.leaves)
             if is_lowbit:
-                stepper = self._in_kernels(stepper, inner)
+                run = self._in_kernels(stepper, inner)
         else:
             grads = values(inner.grads)
             guard = Guard(one, guard.scalars[1]) if guard.scalars else guard
@@ -126,13 +126,11 @@ class _Run:
         )
         extra_args = extra_args | inner.call.params["functions"]
         with context.changed(of_wrappers=tuple(self._known.values())):
-            new, new_state = stepper.run(
-                params, state, grads, REPLACE, extra_args, guard
-            )
+            new, new_state = run(params, state, grads, REPLACE, extra_args, guard)
         return [*trees.named_leaves(new)[1], *jax.tree.leaves(new_state)]
 
-    def _in_kernels(self, lowbit: Lowbit, inner: InnerStep) -> Stepper:
-        """Return a transformation whose kernels also compute its gradients."""
+    def _in_kernels(self, lowbit: Lowbit, inner: InnerStep) -> Callable:
+        """Return a step of ``lowbit`` whose kernels also compute its gradients."""
         within = optax.with_extra_args_support(lowbit.inner)
 
         def update(updates, state, params=None, **extra_args):
@@ -142,8 +140,9 @@ class _Run:
         if not self.traced.gets_gradients(inner):
             changed = optax.GradientTransformationExtraArgs(within.init, update)
             lowbit = dataclasses.replace(lowbit, inner=changed)
-        summed = self.summed
-        return lowbit if summed is None else summed.among(lowbit, inner.leaves)
+        if self.summed is None:
+            return lowbit.run
+        return functools.partial(self.summed.run, lowbit, inner.leaves)
 
     def _changed(self, inner: InnerStep, grads):
         """Compute an update's gradients from the float32 gradients of its leaves."""

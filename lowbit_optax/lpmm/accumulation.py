@@ -234,8 +234,10 @@ class _Call:
                 return None
             result, inner_state = found
         else:
-            result, inner_state = summed.among(lowbit, range(len(parts))).run(
-                self.params, state, self.grads, self.landing, self.extra_args, updates
+            arguments = self.grads, self.landing, self.extra_args, updates
+            leaves = range(len(parts))
+            result, inner_state = summed.run(
+                lowbit, leaves, self.params, state, *arguments
             )
         return result, self._in_containers(summed.emptied()), inner_state
 

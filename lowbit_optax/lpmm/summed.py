@@ -16,9 +16,7 @@ import optax
 from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._step import trees
 from lowbit_optax._step.engine import Lowbit
-from lowbit_optax._step.guard import UNGUARDED
 from lowbit_optax._step.state import LowbitState
-from lowbit_optax._step.stepper import Stepper
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.formats.moment_fields import register_moments
 from lowbit_optax.lpmm.sums import Sums, zeros
@@ -64,6 +62,7 @@ class Summed:
       format: the format of the accumulators.
       sums: the accumulators, with the guard of the update.
       treedef: the structure of the parameters.
+      new: the accumulators after the update, by index of the leaf.
     """
 
     format: Accumulators
@@ -76,9 +75,24 @@ class Summed:
         """The float32 sums, as a tree with the structure of the parameters."""
         return self.treedef.unflatten(self.sums.decoded())
 
-    def among(self, lowbit: Lowbit, leaves: Sequence[int]) -> "_WithSums":
-        """Return a transformation that updates some leaves with their sums."""
-        return _WithSums(lowbit, self, leaves)
+    def run(self, lowbit: Lowbit, leaves: Sequence[int], params, state, *args) -> tuple:
+        """Run a step of ``lowbit`` with sums instead of gradients.
+
+        Args:
+          lowbit: the transformation that updates with the sums.
+          leaves: indices of the leaves that it updates. The step adds their new
+            accumulators to ``new``.
+          params, state, *args: the arguments of :meth:`.Stepper.run`.
+        """
+        treedef = trees.named_leaves(params)[2]
+        if isinstance(state, LowbitState):  # otherwise, the step raises an error
+            accumulators = treedef.unflatten(self.sums.parts[i] for i in leaves)
+            inner_state = SummedState(state.inner_state, accumulators)
+            state = state._replace(inner_state=inner_state)
+        result, new = _with_sums(self.format, lowbit).run(params, state, *args)
+        found = treedef.flatten_up_to(new.inner_state.accumulators)
+        self.new.update(zip(leaves, found, strict=True))
+        return result, new._replace(inner_state=new.inner_state.inner_state)
 
     def emptied(self) -> list:
         """Return all accumulators after the update."""
@@ -86,40 +100,6 @@ class Summed:
         each = enumerate(zip(sums.empty(), sums.parts, strict=True))
         choose = sums.guard.chosen
         return [self.new[i] if i in self.new else choose(*pair) for i, pair in each]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _WithSums(Stepper):
-    """A transformation that reads sums instead of gradients.
-
-    Args:
-      lowbit: the transformation that updates with the sums.
-      summed: all sums. A step stores the new accumulators in ``summed.new``.
-      leaves: indices of the leaves that are updated.
-    """
-
-    lowbit: Lowbit
-    summed: Summed
-    leaves: Sequence[int]
-
-    def init(self, params):
-        """Return the initial state of the transformation."""
-        return self.lowbit.init(params)
-
-    def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
-        """Run a step with sums instead of gradients; see :meth:`.Stepper.run`."""
-        treedef = trees.named_leaves(params)[2]
-        parts = [self.summed.sums.parts[i] for i in self.leaves]
-        format_ = self.summed.format
-        if isinstance(state, LowbitState):  # otherwise, the step raises an error
-            accumulators = treedef.unflatten(parts)
-            inner_state = SummedState(state.inner_state, accumulators)
-            state = state._replace(inner_state=inner_state)
-        with_sums = _with_sums(format_, self.lowbit)
-        result, new = with_sums.run(params, state, grads, landing, extra_args, guard)
-        found = treedef.flatten_up_to(new.inner_state.accumulators)
-        self.summed.new.update(zip(self.leaves, found, strict=True))
-        return result, new._replace(inner_state=new.inner_state.inner_state)
 
 
 def _with_sums(format_: Accumulators, lowbit: Lowbit) -> Lowbit:
