@@ -50,23 +50,21 @@ def operation_of(eqn) -> Callable | core.Primitive:
     return eqn.primitive
 
 
-def evaluate(closed: ClosedJaxpr, args: Sequence, results: Callable) -> list:
-    """Return the outputs of a jaxpr whose equations a kernel backend evaluates.
+class Values:
+    """The values of a jaxpr's variables while its equations are evaluated."""
 
-    Args:
-      closed: the jaxpr.
-      args: its arguments, which need not be arrays.
-      results: a function from an equation and the list of its inputs to the list of its
-        results.
-    """
-    jaxpr = closed.jaxpr
-    known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    known |= zip(jaxpr.invars, args, strict=True)
-    of = lambda atom: atom.val if isinstance(atom, core.Literal) else known[atom]
-    for eqn in jaxpr.eqns:
-        found = results(eqn, list(map(of, eqn.invars)))
-        known |= zip(eqn.outvars, found, strict=True)
-    return list(map(of, jaxpr.outvars))
+    def __init__(self, closed: ClosedJaxpr, args: Sequence):
+        jaxpr = closed.jaxpr
+        self._known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        self.set(jaxpr.invars, args)
+
+    def set(self, variables: Sequence, values: Sequence) -> None:
+        """Set the values of variables, such as the results of an equation."""
+        self._known |= zip(variables, values, strict=True)
+
+    def of(self, atoms: Sequence) -> list:
+        """Return the values of variables and literals."""
+        return [x.val if isinstance(x, core.Literal) else self._known[x] for x in atoms]
 
 
 @operation

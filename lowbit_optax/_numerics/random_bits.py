@@ -79,7 +79,6 @@ from jax import lax
 from jax.core import Tracer
 
 from lowbit_optax._jaxprs.traced_once import traced_once
-from pallas_kernels.fused_update.xla import index_of
 
 COUNTERS = 2**32
 """Largest number of elements that can have different counters."""
@@ -341,7 +340,11 @@ def take_in(
 
 def row_major(shape: tuple[int, ...]) -> jax.Array:
     """Return the row-major index of every element, modulo 2^32."""
-    return index_of(shape, shape)
+    index = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        stride = jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
+        index = index + lax.broadcasted_iota(jnp.uint32, shape, axis) * stride
+    return index
 
 
 def _place_on_first_axes(shape: tuple[int, ...]) -> jax.Array | None:

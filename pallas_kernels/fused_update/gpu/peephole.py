@@ -28,7 +28,7 @@ from jax.extend.core import primitives as p
 
 from pallas_kernels.fused_update.spec import BlockBody, Body
 from pallas_kernels.gpu.instructions import Instructions
-from pallas_kernels.operations import ClosedJaxpr, evaluate, operation_of
+from pallas_kernels.operations import ClosedJaxpr, Values, operation_of
 
 _SMALLEST = 2.0**-126  # float32's smallest normal number
 
@@ -85,7 +85,10 @@ class _Evaluation:
         self._equations, self._divisors = {}, {}
 
     def run(self, closed: ClosedJaxpr, args: Sequence) -> list:
-        return evaluate(closed, args, self._results)
+        values = Values(closed, args)
+        for eqn in closed.jaxpr.eqns:
+            values.set(eqn.outvars, self._results(eqn, values.of(eqn.invars)))
+        return values.of(closed.jaxpr.outvars)
 
     def _results(self, eqn, inputs: list) -> list:
         self._equations |= dict.fromkeys(eqn.outvars, eqn)

@@ -20,7 +20,7 @@ from pallas_kernels.fused_update.spec import BlockBody, Body
 from pallas_kernels.fused_update.tpu.rules import RULES, by_itself, unsupported
 from pallas_kernels.fused_update.tpu.tiling import REGISTER
 from pallas_kernels.fused_update.tpu.values import Lazy, Narrow
-from pallas_kernels.operations import ClosedJaxpr, evaluate, operation_of
+from pallas_kernels.operations import ClosedJaxpr, Values, operation_of
 
 Known = dict
 """Results of equations, keyed by primitive, parameters and inputs."""
@@ -84,7 +84,10 @@ class Evaluation:
 
     def run(self, closed: ClosedJaxpr, args: Sequence) -> list:
         """Return the outputs of a jaxpr."""
-        return evaluate(closed, args, self._results)
+        values = Values(closed, args)
+        for eqn in closed.jaxpr.eqns:
+            values.set(eqn.outvars, self._results(eqn, values.of(eqn.invars)))
+        return values.of(closed.jaxpr.outvars)
 
     def _results(self, eqn, inputs: list) -> list:
         if eqn.primitive is p.jit_p:
