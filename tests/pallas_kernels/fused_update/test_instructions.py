@@ -58,7 +58,13 @@ def look_up(a, b, c, table):
     return result
 
 
+def multiply_add(a, b, c):
+    """fma.rn.f32, exact here if the float64 sum is."""
+    return (np.float64(a) * np.float64(b) + np.float64(c)).astype(np.float32)
+
+
 MEANINGS = {
+    "fma.rn.f32": multiply_add,
     "cvt.rn.bf16x2.f32": convert_pair,
     "prmt.b32": permute,
     "lop3.b32": look_up,
@@ -134,6 +140,15 @@ def test_a_master_stays_only_if_it_rounds_to_the_parameter():
             np.testing.assert_array_equal(got[~nan], wanted[~nan])
         kept += np.count_nonzero(want == x)
     assert len(x) < kept < 3 * len(x)
+
+
+def test_a_product_and_a_sum_are_one_instruction_which_rounds_once():
+    rule = with_peephole_rules(operations.multiply_add)
+    asm = assembly(rule, np.float32, np.float32, np.float32)
+    a, b, c = np.float32([[1 + 2**-12, 3], [1 + 2**-12, 5], [-1 - 2**-11, 7]])
+    (got,) = execute(asm, a, b, c)
+    np.testing.assert_array_equal(got, np.float32([2**-24, 22]))
+    assert (a * b + c)[0] == 0, "rounding twice"
 
 
 def test_powers_of_five_come_from_tables():
