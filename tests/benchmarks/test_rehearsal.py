@@ -49,6 +49,8 @@ def test_a_lost_moment_or_count_is_a_change():
     for name, old in state.items():
         lost = {**state, name: 0 * old}
         assert same_bits.largest_change(state, lost) == 1
+        broken = {**state, name: np.nan * old}
+        assert not same_bits.largest_change(state, broken) <= rehearsal.MOST_CHANGE
 
 
 def test_one_differing_bit_is_counted(tmp_path):

@@ -57,7 +57,8 @@ def largest_change(before, after) -> float:
         return float(np.sqrt(np.mean(np.square(np.asarray(x, np.float64)))))
 
     change = lambda old, new: size(np.asarray(new) - np.asarray(old)) / size(old)
-    return max(jax.tree.leaves(jax.tree.map(change, before, after)))
+    # In contrast to max, NumPy's maximum is NaN if any change is.
+    return float(np.max(jax.tree.leaves(jax.tree.map(change, before, after))))
 
 
 def _own_shards(tree) -> dict:
