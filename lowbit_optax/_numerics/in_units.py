@@ -33,8 +33,7 @@ from lowbit_optax._numerics.codes import (
     shift_and_round,
     with_sign_of_field,
 )
-from pallas_kernels import operations
-from pallas_kernels.operations import multiply_add
+from pallas_kernels.operations import multiply_add, power_of_five, smaller
 
 # Because divisions round, a quotient that should be exactly a scale may be larger by
 # this tolerance. Without it, the quotient would be rounded up to the next scale, and
@@ -322,7 +321,7 @@ class Dynamic(InUnits):
         # is exact.
         minus_eight = jnp.full_like(power, -8)
         parts = multiply_add(power, minus_eight, number * jnp.float32(9))
-        return parts * operations.power_of_five(pattern >> jnp.uint32(23))
+        return parts * power_of_five(pattern >> jnp.uint32(23))
 
     @property
     def _steps_of_one(self) -> float:
@@ -344,11 +343,11 @@ class Dynamic(InUnits):
             slope = 10.0 ** (self._decades - i) * 2.0**i / 0.9
             line = jnp.full_like(number, slope), jnp.full_like(number, 2.0**i * 8 / 9)
             lines.append(multiply_add(number, *line))
-        place = functools.reduce(operations.smaller, lines)
+        place = functools.reduce(smaller, lines)
         start = float_of(as_fields(place) & jnp.uint32(0x7F800000))
         above = place - start
         half = jnp.full_like(number, 0.5)
-        edge = operations.smaller(operations.smaller(above, start - above), half)
+        edge = smaller(smaller(above, start - above), half)
         share = jnp.full_like(number, 2 / 3)
         # Near 2^11, a float32 has 12 fractional bits, as in Linear.
         zero = 2.0 ** (23 - RANDOM_BITS)
