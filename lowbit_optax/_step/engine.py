@@ -39,7 +39,7 @@ from lowbit_optax._step.param_shardings import ParamShardings, leaf_shardings
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.state import LowbitState, holds_lowbit
 from lowbit_optax._step.step import LeafStep, Step
-from lowbit_optax._step.stepper import Stepper, check_state, marked
+from lowbit_optax._step.stepper import Stepper, check_state, marked, with_extra_args
 from lowbit_optax._step.wide_params import warn_of_wide_params
 from lowbit_optax.formats.base import Residuals, WeightFormat
 from lowbit_optax.formats.moment_fields import fields_of
@@ -174,7 +174,7 @@ class Lowbit(Stepper):
 
     def _update_with(self, extra_args: dict) -> Callable:
         """Return the inner update as a function of gradients, state and masters."""
-        update = optax.with_extra_args_support(self.inner).update
+        update = with_extra_args(self.inner).update
         return functools.partial(update, **extra_args)
 
     def open(

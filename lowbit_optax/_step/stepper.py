@@ -13,6 +13,7 @@ and :mod:`lowbit_optax._step.wrapped` reads the operations around the markers.
 """
 
 import abc
+import inspect
 import typing
 from collections.abc import Callable, Sequence
 
@@ -93,6 +94,27 @@ def stepper_of(tx) -> Stepper | None:
     """
     owner = getattr(getattr(tx, "update", None), "__self__", None)
     return owner if isinstance(owner, Stepper) else None
+
+
+def with_extra_args(tx) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation that accepts extra arguments, and ignores unknown ones.
+
+    Unlike ``optax.with_extra_args_support``, it passes each argument that the signature
+    of ``tx.update`` accepts, also if ``tx`` is an ``optax.MultiSteps``.
+
+    >>> tx = with_extra_args(optax.MultiSteps(optax.contrib.reduce_on_plateau(), 2))
+    >>> params = jax.numpy.ones(3)
+    >>> updates, _ = tx.update(params, tx.init(params), params, value=1.0, other=2.0)
+    """
+    parameters = inspect.signature(tx.update).parameters
+    if any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+
+    def update(updates, state, params=None, **extra_args):
+        accepted = {name: x for name, x in extra_args.items() if name in parameters}
+        return tx.update(updates, state, params, **accepted)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def check_state(function: str, state, kind: type) -> None:

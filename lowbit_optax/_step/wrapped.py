@@ -31,7 +31,7 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.state import holds_lowbit
-from lowbit_optax._step.stepper import stepper_of
+from lowbit_optax._step.stepper import stepper_of, with_extra_args
 from lowbit_optax._step.wrapper_trace import InnerStep, WrapperTrace, trace_wrapper
 
 
@@ -131,7 +131,7 @@ class _Run:
 
     def _in_kernels(self, lowbit: Lowbit, inner: InnerStep) -> Callable:
         """Return a step of ``lowbit`` whose kernels also compute its gradients."""
-        within = optax.with_extra_args_support(lowbit.inner)
+        within = with_extra_args(lowbit.inner)
 
         def update(updates, state, params=None, **extra_args):
             updates = self._changed(inner, updates)
@@ -250,7 +250,7 @@ def is_direct(tx, params, state, extra_args: dict) -> bool | None:
         if stepper is not None:
             stepper.run(params, state, grads, REPLACE, extra_args)
             return
-        wide = optax.with_extra_args_support(tx)
+        wide = with_extra_args(tx)
         arguments = wide, params, state, grads, extra_args, UNGUARDED, None
         found.append(_chosen_trace(*arguments) is not None)
 

@@ -31,7 +31,12 @@ from lowbit_optax._step.parallel_trees import (
 )
 from lowbit_optax._step.param_shardings import leaf_shardings
 from lowbit_optax._step.seeds import seed_of
-from lowbit_optax._step.stepper import Stepper, check_state, stepper_of
+from lowbit_optax._step.stepper import (
+    Stepper,
+    check_state,
+    stepper_of,
+    with_extra_args,
+)
 from lowbit_optax._step.wrapped import step_wrapped
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
@@ -227,7 +232,7 @@ class _Call:
         summed = Summed(self.config.accumulators, sums, self._named[2])
         state = self.state.inner_state
         if lowbit is None:
-            tx = optax.with_extra_args_support(self.config.inner)
+            tx = with_extra_args(self.config.inner)
             arguments = tx, self.params, state, self.grads, self.extra_args
             found = step_wrapped(*arguments, apply_updates, updates, summed)
             if found is None:

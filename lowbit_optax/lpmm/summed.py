@@ -17,6 +17,7 @@ from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._step import trees
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.state import LowbitState
+from lowbit_optax._step.stepper import with_extra_args
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.formats.moment_fields import register_moments
 from lowbit_optax.lpmm.sums import Sums, zeros
@@ -108,7 +109,7 @@ def _with_sums(format_: Accumulators, lowbit: Lowbit) -> Lowbit:
     Its update passes the sums to the inner transformation instead of the gradients, and
     replaces the sums with zeros.
     """
-    within = optax.with_extra_args_support(lowbit.inner)
+    within = with_extra_args(lowbit.inner)
 
     def init(params):
         start = lambda leaf: zeros(leaf) if trees.is_float(leaf) else None

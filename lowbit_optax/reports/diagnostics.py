@@ -13,7 +13,6 @@ import typing
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.core import Tracer
 
 from lowbit_optax._jaxprs.traced_once import traced_once
@@ -23,6 +22,7 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.error_feedback import ahead_of
 from lowbit_optax._step.inner_update import trace_update
 from lowbit_optax._step.step import Step
+from lowbit_optax._step.stepper import with_extra_args
 from lowbit_optax._tables import Table, Tabular
 from lowbit_optax._types import OptState, PyTree, Transformation
 from lowbit_optax.formats import quantized_tensor
@@ -144,10 +144,8 @@ def step_report(
     """
     names, leaves, treedef = trees.named_leaves(params)
     given = trees.parts_of(names, treedef, grads, "grads")
-    # The type annotation of optax does not include MultiSteps.
-    tx = typing.cast(typing.Any, optax.with_extra_args_support)(tx)
     with context.reporting("step_report", _step_reports) as found:
-        updates, _ = tx.update(grads, state, params, **extra_args)
+        updates, _ = with_extra_args(tx).update(grads, state, params, **extra_args)
     if not found:
         updates = trees.parts_of(names, treedef, updates, "updates")
         found = dict(zip(names, map(_plain_report, leaves, updates), strict=True))

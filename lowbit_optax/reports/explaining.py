@@ -1,14 +1,12 @@
 """``explain``: whether a kernel or XLA updates each parameter."""
 
-import typing
-
 import jax
-import optax
 
 from lowbit_optax._arguments import check_transformation
 from lowbit_optax._step import backends, context, trees
 from lowbit_optax._step.changed_updates import ChangedUpdateError
 from lowbit_optax._step.state import holds_lowbit
+from lowbit_optax._step.stepper import with_extra_args
 from lowbit_optax._step.wrapped import is_direct
 from lowbit_optax._tables import Explanation
 from lowbit_optax._types import PyTree, Transformation
@@ -51,10 +49,8 @@ def explain(tx: Transformation, params: PyTree, **extra_args) -> Explanation:
     found = Explanation()
 
     def update(grads, state, params, extra_args):
-        # The type annotation of optax does not include MultiSteps.
-        wide_tx = typing.cast(typing.Any, optax.with_extra_args_support)(tx)
         with context.reporting("explain", backends.explained) as texts:
-            updates = wide_tx.update(grads, state, params, **extra_args)
+            updates = with_extra_args(tx).update(grads, state, params, **extra_args)
         found.update(texts)
         return updates
 

@@ -19,6 +19,7 @@ from lowbit_optax._step.kept_float32 import (
     narrowed_shapes,
 )
 from lowbit_optax._step.moment_slots import Moments, NoSuchMomentError
+from lowbit_optax._step.stepper import with_extra_args
 from lowbit_optax._tables import Table, Tabular
 from lowbit_optax._types import PyTree, Transformation
 from lowbit_optax.aliases.adamw import sr_adamw
@@ -284,7 +285,7 @@ def _transformation(optimizer, choice: _Formats, moments: Moments, learning_rate
         return choice.adamw(learning_rate)
     inner = optimizer(learning_rate)
     if choice.weights is None:
-        return optax.with_extra_args_support(inner)
+        return with_extra_args(inner)
     return lowbit(inner, weights=choice.weights, moments=moments)
 
 

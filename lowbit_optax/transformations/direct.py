@@ -15,7 +15,7 @@ from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._step import context
 from lowbit_optax._step.direct_update import DirectUpdate
 from lowbit_optax._step.guard import UNGUARDED
-from lowbit_optax._step.stepper import Stepper
+from lowbit_optax._step.stepper import Stepper, with_extra_args
 from lowbit_optax.transformations.step import guarded
 
 
@@ -40,8 +40,7 @@ class _Direct(Stepper):
         """
         if not context.current().wants_params:
             return super().update(updates, state, params, **extra)
-        inner = optax.with_extra_args_support(self.inner)
-        return inner.update(updates, state, params, **extra)
+        return with_extra_args(self.inner).update(updates, state, params, **extra)
 
     update_within = update
 

@@ -12,7 +12,7 @@ from lowbit_optax._numerics.landing import REPLACE, Landing, apply_leaf
 from lowbit_optax._step import context
 from lowbit_optax._step.direct_update import DirectUpdate
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
-from lowbit_optax._step.stepper import stepper_of
+from lowbit_optax._step.stepper import stepper_of, with_extra_args
 from lowbit_optax._step.wrapped import check_wrapper, step_wrapped
 from lowbit_optax._types import OptState, Params, PyTree, Transformation
 from lowbit_optax.states.host_memory import is_on_host
@@ -132,7 +132,7 @@ def guarded(
     stepper = stepper_of(tx)
     if stepper is not None:
         return stepper.run(params, state, grads, landing, extra_args, guard)
-    tx = optax.with_extra_args_support(tx)
+    tx = with_extra_args(tx)
     if landing.is_direct:
         arguments = tx, params, state, grads, extra_args, apply_updates, guard
         direct = step_wrapped(*arguments)
