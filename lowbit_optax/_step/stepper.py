@@ -21,8 +21,8 @@ import jax
 import optax
 from jax.extend.core import Primitive
 
-from lowbit_optax._numerics.landing import ADD, Landing
-from lowbit_optax._step import context
+from lowbit_optax._numerics.landing import ADD, ADD_LIKE_GRADS, Landing
+from lowbit_optax._step import context, trees
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 
 
@@ -61,9 +61,13 @@ class Stepper(abc.ABC):
         self, updates: optax.Updates, state, params: optax.Params | None = None, **extra
     ) -> tuple[optax.Updates, typing.Any]:
         """Return ``(updates, new state)``; add a marker while a wrapper is traced."""
-        if not context.current().wants_params:
+        if context.current().wants_params:
+            return marked(self, lambda _: self, (), updates, state, params, extra)
+        if not _is_in_conditional():
             return self.run(params, state, updates, ADD, extra)
-        return marked(self, lambda _: self, (), updates, state, params, extra)
+        results = self.run(params, state, updates, ADD_LIKE_GRADS, extra)
+        _check_dtypes(results[0], updates)
+        return results
 
     def update_within(
         self, updates: optax.Updates, state, params: optax.Params | None = None, **extra
@@ -75,7 +79,7 @@ class Stepper(abc.ABC):
         immediately and add no marker.
         """
         with context.changed(wants_params=False):
-            return self.run(params, state, updates, ADD, extra)
+            return self.update(updates, state, params, **extra)
 
     @property
     def transformation(self) -> optax.GradientTransformationExtraArgs:
@@ -126,6 +130,39 @@ def check_state(function: str, state, kind: type) -> None:
             f"{type(state).__name__}. Pass the state that this transformation's init "
             "returned"
         )
+
+
+def _is_in_conditional() -> bool:
+    """Return whether a wrapper such as ``optax.apply_if_finite`` calls the update.
+
+    Such a wrapper has a conditional that returns updates or zeros, and JAX requires
+    the dtypes of the gradients for both. The wrapper passes no information about
+    itself, so this function looks for it in the calling frames.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "do_update" and module.startswith("optax."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _check_dtypes(updates, grads) -> None:
+    """Raise a TypeError unless updates are arrays with the dtypes of the gradients."""
+    kind = lambda x: "quantised" if trees.is_quantized(x) else trees.describe(x)
+    names, leaves, treedef = trees.named_leaves(grads)
+    parts = trees.parts_of(names, treedef, updates, "updates")
+    for name, grad, part in zip(names, leaves, parts, strict=True):
+        wanted, given = kind(grad), kind(part)
+        if given != wanted:
+            raise TypeError(
+                "optax.apply_if_finite and conditionally_mask need updates with the "
+                f"dtypes of the gradients, but the update of params{name} is {given}, "
+                f"and its gradient {wanted}. Use lowbit_optax.step, or put the wrapper "
+                "inside, as in lowbit(optax.apply_if_finite(optax.adamw(1e-3), 5)) or "
+                "direct_updates(optax.apply_if_finite(tx, 5))"
+            )
 
 
 update_p = Primitive("lowbit_update")

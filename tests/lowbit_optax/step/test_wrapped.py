@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from optimizers import assert_same_bits, initial, jitted, normal, train
+from optimizers import assert_same_bits, initial, jitted, normal, train, weights_only
 
 import lowbit_optax
 
@@ -135,6 +135,65 @@ def test_a_step_happens_where_no_wrapper_skips_it():
         else:
             assert int(new_state.count) == 2
             assert all((got[name] != params[name]).any() for name in params)
+
+
+AROUND = {
+    "chain": lambda tx: optax.chain(CLIP, tx),
+    "masked": lambda tx: optax.masked(tx, {"b": True}),
+    "partition": lambda tx: optax.partition({"a": tx}, {"b": "a"}),
+    "inject": lambda tx: optax.inject_hyperparams(lambda rate: tx)(1.0),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "mask": lambda tx: optax.conditionally_mask(tx, lambda count: count % 2 == 0),
+    "scale": lambda tx: lowbit_optax.with_loss_scale(
+        tx, lowbit_optax.loss_scaling.static_scale(1.0)
+    ),
+    "sum": lambda tx: lowbit_optax.accumulate_gradients(tx, 2),
+    "direct": lowbit_optax.direct_updates,
+}
+
+
+@pytest.mark.parametrize("outer", ["MultiSteps", "finite", "mask", "sum", "scale"])
+def test_wrappers_work_in_each_order_or_say_which_one_to_use(outer):
+    params, refused = {"b": jnp.ones(8, jnp.bfloat16)}, {}
+    shapes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    for inner in AROUND:
+        try:
+            tx = AROUND[outer](AROUND[inner](lowbit_optax.kahan_sgd(0.5)))
+            state = tx.init(params)
+            step = lambda *args, tx=tx: lowbit_optax.step(tx, *args)
+            results = jax.eval_shape(step, params, state, params)
+            assert shapes(results) == shapes((params, state))
+            jax.eval_shape(tx.update, params, state, params)
+        except (TypeError, ValueError) as error:
+            refused[inner] = str(error)
+    assert all("Use lowbit" in x or "Use the other" in x for x in refused.values())
+    within = {
+        "MultiSteps": {"finite", "scale"},
+        "finite": {"direct"},
+        "mask": {"direct"},
+    }
+    refused.pop("sum", None)  # whose updates are float32 if the sums are
+    assert set(refused) == within.get(outer, set())
+
+
+def test_every_wrapper_passes_extra_arguments_on():
+    def update(updates, state, params=None, *, times, **_):
+        return jax.tree.map(lambda grad: -times * grad, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    alone = weights_only(inner, lowbit_optax.kahan())
+    multi_steps = optax.MultiSteps(alone, 1)
+    params, grads = jnp.ones(4, jnp.bfloat16), jnp.full(4, 0.125, jnp.bfloat16)
+    for tx in (
+        multi_steps.gradient_transformation(),
+        weights_only(optax.MultiSteps(inner, 1), lowbit_optax.kahan()),
+        lowbit_optax.accumulate_gradients(multi_steps, 1),
+        lowbit_optax.direct_updates(multi_steps),
+    ):
+        state = tx.init(params)
+        new, _ = lowbit_optax.step(tx, params, state, grads, times=3.0, other=1)
+        assert new.tolist() == [0.625] * 4
 
 
 def loss_scaled(learning_rate):

@@ -62,15 +62,21 @@ def test_they_add_up_without_a_cast_and_train_as_step_does(optimizer, implementa
     )
 
 
-def test_wrappers_that_compare_dtypes_accept_the_updates():
+def test_wrappers_that_compare_dtypes_get_the_dtype_of_the_gradients():
     params = model_params()
     series = gradient_series(params, 3, jnp.bfloat16)
     tx = optax.apply_if_finite(lowbit_adamw(1e-2, match_grad_dtype=True), 3)
-    got, _ = train(tx, params, tx.init(params), series)
-    assert np.any(np.asarray(got["kernel"] != params["kernel"]))
     plain = optax.apply_if_finite(lowbit_adamw(1e-2), 3)
-    with pytest.raises(TypeError, match="float32"):
-        train(plain, params, plain.init(params), series)
+    got, state = train(plain, params, plain.init(params), series)
+    assert np.any(np.asarray(got["kernel"] != params["kernel"]))
+    assert_same_bits((got, state), train(tx, params, tx.init(params), series))
+
+
+def test_wrappers_that_compare_dtypes_refuse_other_updates_and_say_what_to_use():
+    tx = optax.apply_if_finite(kahan_adamw(1e-2), 3)
+    params, grads = {"w": jnp.ones(4)}, {"w": jnp.ones(4, jnp.bfloat16)}
+    with pytest.raises(TypeError, match=r"params\['w'\] is float32\[4\].*step"):
+        tx.update(grads, tx.init(params), params)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
