@@ -133,13 +133,7 @@ def check_moment_dtype(
 
     Raises:
       ValueError: if ``moments`` also has a format for ``field``.
-      TypeError: if ``optax.inject_hyperparams`` turned the dtype into an array.
     """
-    if isinstance(dtype, jax.Array):
-        raise TypeError(
-            f"{alias}: {argument} must be a dtype, got an array; with "
-            "optax.inject_hyperparams, add it to static_args"
-        )
     if dtype is None or np.dtype(dtype) == np.float32:
         return
     format_ = moments.get(field, "float32") if isinstance(moments, Mapping) else moments

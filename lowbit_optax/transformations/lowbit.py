@@ -39,9 +39,9 @@ def lowbit(
     Put transformations that change updates inside, as in
     ``lowbit(optax.chain(adamw, scale))``. After or around ``lowbit``, transformations
     such as ``scale``, ``add_decayed_weights`` or ``schedule_free`` would change updates
-    that are already rounded, so :func:`step` raises an error. Wrappers that compare the
-    dtypes of updates and gradients, such as ``optax.apply_if_finite``, work inside;
-    around ``lowbit`` they need :func:`step` or ``match_grad_dtype``. The inner
+    that are already rounded, so :func:`step` raises an error. ``optax.apply_if_finite``
+    and ``conditionally_mask`` need updates in the gradients' dtype. Inside them,
+    ``update`` returns such updates, as with ``match_grad_dtype``. The inner
     transformation decides what a non-finite gradient does.
 
     If you change a parameter outside of the optimizer, so that it no longer matches its
@@ -98,8 +98,8 @@ def lowbit(
         number of the dtype become 0.
 
     Returns:
-      A transformation whose ``update`` needs ``params``. It returns float32 updates
-      unless ``match_grad_dtype`` is set, and integer differences for quantized weights.
+      A transformation whose ``update`` needs ``params``. By default, it returns float32
+      updates outside of ``optax.apply_if_finite``, and integer differences for quantized weights.
 
     Raises:
       TypeError, ValueError: if an argument has a wrong type or value. ``init`` raises a

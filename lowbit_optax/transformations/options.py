@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
 import typing
 from collections.abc import Callable
+
+import jax
 
 from lowbit_optax._step.param_shardings import ParamShardings
 from pallas_kernels.platforms import Implementation
@@ -26,7 +30,9 @@ class Options(typing.TypedDict, total=False):
 def takes_options(function: _Function) -> _Function:
     """Name each option in the signature of a function with ``**options``.
 
-    ``optax.inject_hyperparams`` and ``help`` read the signature.
+    ``optax.inject_hyperparams`` and ``help`` read the signature. The result raises a
+    TypeError if ``inject_hyperparams`` has turned an argument that must be static, such
+    as a mask or a flag, into an array.
 
     >>> @takes_options
     ... def sgd(learning_rate, **options: typing.Unpack[Options]):
@@ -41,5 +47,25 @@ def takes_options(function: _Function) -> _Function:
         inspect.Parameter(name, keyword, default=None, annotation=kind.__forward_arg__)
         for name, kind in Options.__annotations__.items()
     ]
-    function.__signature__ = signature.replace(parameters=[*own, *options])
-    return function
+    parameters = [*own, *options]
+    numbers = re.compile(r"\b(float|int|ScalarOrSchedule|DTypeLike)\b")
+    static = {x.name for x in parameters if not numbers.search(str(x.annotation))}
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        names = (x.name for x in parameters)
+        for name, value in (dict(zip(names, args, strict=False)) | kwargs).items():
+            is_array = isinstance(value, jax.Array) and name in static
+            # A mask that is called with a count, as a schedule is, returns a bool.
+            if is_array or (name == "mask" and isinstance(value, bool)):
+                given = jax.typeof(value) if is_array else value
+                raise TypeError(
+                    f"{function.__name__}: {name} cannot be {given}. "
+                    "optax.inject_hyperparams calls functions as schedules, and turns "
+                    f"numbers into arrays, so add {name} to its static_args"
+                )
+        return function(*args, **kwargs)
+
+    signature = signature.replace(parameters=parameters)
+    checked.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+    return typing.cast(typing.Any, checked)

@@ -253,6 +253,28 @@ def test_integers_must_be_static_and_the_error_says_so(name, argument):
     assert isinstance(state.inner_state, lowbit_optax.LowbitState)
 
 
+STATIC = {
+    "mask": lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+    "nesterov": lambda count: count > 0,
+    "mu_dtype": jnp.bfloat16,
+    "accumulator_dtype": jnp.bfloat16,
+    "warn": 1,
+}
+
+
+@each_alias
+def test_masks_flags_and_dtypes_must_be_static_and_the_error_says_so(name):
+    alias, arguments = ALIASES[name]
+    for argument in STATIC.keys() & inspect.signature(alias).parameters:
+        tx = injected(alias)(0.01, **arguments, **{argument: STATIC[argument]})
+        with pytest.raises(TypeError, match=f"{name}: {argument} .*static_args"):
+            tx.init(params_for(name))
+    if "mask" in inspect.signature(alias).parameters:
+        with pytest.raises(TypeError, match="static_args"):
+            alias(0.01, mask=False)
+        injected(alias, static_args="mask")(0.01, mask=STATIC["mask"])
+
+
 @pytest.mark.parametrize(
     ("make", "arguments"),
     [(emulation.sixteen_bit_sgd, {"momentum": 0.9}), (emulation.sixteen_bit_adamw, {})],
