@@ -333,7 +333,13 @@ def _mix(x: jax.Array) -> jax.Array:
 def take_in(
     key: jax.Array, second: jax.Array, number: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the keys updated with an integer; every integer gives different keys."""
+    """Return the keys updated with an integer; every integer gives different keys.
+
+    Users may replace the count and the seed of a state by integers of any dtype, which
+    are taken modulo 2^32. A signed number would make all words signed, and comparing or
+    shifting signed words would bias every rounding.
+    """
+    number = lax.convert_element_type(number, jnp.uint32)
     key = _mix(key + number * jnp.uint32(0x9E3779B9))
     return key, _mix(second ^ key)
 

@@ -71,12 +71,12 @@ class Backoff(Scaling):
 
     def next(self, scale, state, largest, finite):
         del largest
-        good = state + jnp.int32(1)
-        grows = good >= jnp.int32(self.period)
+        good = state + 1
+        grows = good >= self.period
         up = jnp.minimum(scale * jnp.float32(self.factor), jnp.float32(self.largest))
         down = jnp.maximum(scale / jnp.float32(self.factor), jnp.float32(self.smallest))
         after = jnp.where(finite, jnp.where(grows, up, scale), down)
-        return after, jnp.where(finite & ~grows, good, jnp.int32(0))
+        return after, jnp.where(finite & ~grows, good, 0)
 
 
 def static_scale(scale: float = 2.0**15) -> Scaling:

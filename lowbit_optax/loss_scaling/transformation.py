@@ -35,6 +35,11 @@ class LossScaleState(typing.NamedTuple):
     skipped: jax.Array
     inner_state: typing.Any
 
+    @property
+    def factor(self) -> jax.Array:
+        """The float32 scalar that unscales gradients."""
+        return jnp.float32(1) / jnp.asarray(self.scale, jnp.float32)
+
 
 def with_loss_scale(
     inner: Transformation, scaling: Scaling
@@ -173,15 +178,18 @@ class LossScaled(Stepper):
           sizes: the sizes of all gradients.
         """
         scale, scaling_state = self.scaling.next(
-            state.scale, state.scaling_state, sizes.largest, sizes.finite
+            jnp.asarray(state.scale, jnp.float32),  # users may set any real number
+            state.scaling_state,
+            sizes.largest,
+            sizes.finite,
         )
-        skipped = state.skipped + (~sizes.finite).astype(jnp.int32)
+        skipped = jnp.where(sizes.finite, state.skipped, state.skipped + 1)
         return LossScaleState(scale, scaling_state, skipped, inner_state)
 
     def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
         """Run a step. If it is skipped, updates are -0, which changes no parameter."""
         check_state("with_loss_scale", state, LossScaleState)
-        factor = jnp.float32(1) / state.scale
+        factor = state.factor
         scaled = guard.within(factor, jnp.bool_(True))
         sizes = Sizes.of(grads, scaled.factor)
         inner_guard = guard.within(factor, sizes.finite)

@@ -177,7 +177,7 @@ class Accumulation(Stepper):
         check_state("accumulate_gradients", state, AccumulationState)
         call = _Call(self, params, state, grads, landing, extra_args, guard)
         result, accumulators, inner_state = call.result()
-        next_mini_step = (state.mini_step + jnp.int32(1)) % jnp.int32(self.every)
+        next_mini_step = (state.mini_step + 1) % self.every  # keeps the dtype
         counts = jnp.asarray(optax.safe_increment(state.count)), next_mini_step
         count, mini_step = guard.chosen(counts, (state.count, state.mini_step))
         return result, AccumulationState(
@@ -288,7 +288,7 @@ class _Call:
 
     @property
     def _is_last(self) -> jax.Array:
-        return self.state.mini_step == jnp.int32(self.config.every - 1)
+        return jnp.asarray(self.state.mini_step) == self.config.every - 1
 
     @functools.cached_property
     def _named(self) -> tuple[list[str], list, trees.PyTreeDef]:

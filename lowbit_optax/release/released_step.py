@@ -79,8 +79,8 @@ def released_step(
     passes = _Passes(loss, plan, state)
     factor, start = None, jnp.ones_like(passes.outputs[0])
     if scaled is not None:
-        factor = jnp.float32(1) / opt_state.scale
-        start = opt_state.scale.astype(start.dtype)
+        factor = opt_state.factor
+        start = jnp.asarray(opt_state.scale, start.dtype)
     is_exact = scaled is not None and overflow == "exact"
     measured = Measured()
     if is_exact or max_grad_norm is not None:

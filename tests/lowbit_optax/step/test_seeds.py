@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optimizers import adamw, normal
+from optimizers import adamw, assert_same_bits, normal
 
 import lowbit_optax
 from lowbit_optax import extra_bits, split_array
@@ -75,6 +75,40 @@ def one_by_one(layers):
 def test_layers_with_equal_paths_have_independent_noise(noise):
     first, second = jax.jit(noise)(jnp.stack([layer(0), layer(1)]))
     assert correlation(first, second) < 0.02
+
+
+DTYPES = {"uint32": False, "int32": False, "int64": True}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_counts_and_seeds_of_every_dtype_give_the_same_bits(dtype):
+    tx = lowbit_optax.accumulate_gradients(SGD, every=2, min_size=0)
+    tx = lowbit_optax.with_loss_scale(tx, lowbit_optax.loss_scaling.backoff_scale(1.0))
+    params, grads = jnp.ones((64, 64), jnp.bfloat16), jnp.full((64, 64), 2.0**-10)
+    given = optax.tree.set(tx.init(params), seed=jnp.uint32(2**32 - 5))
+    run = lambda carry, _: (lowbit_optax.step(tx, *carry, grads), None)
+    # The scan raises an error if the dtypes of the state change.
+    steps = jax.jit(lambda *carry: lax.scan(run, carry, length=4)[0])
+    want = steps(params, given)
+    assert 0.4 < np.mean(want[0] != params) < 0.9  # 3/4, as in float32
+    with jax.enable_x64(DTYPES[dtype]):
+        is_count = lambda x: jnp.issubdtype(x.dtype, jnp.integer) and not x.shape
+        counts = lambda x: x.astype(dtype) if is_count(x) else x
+        params, state = steps(params, jax.tree.map(counts, given))
+        back = jax.tree.map(lambda x, like: x.astype(like.dtype), state, given)
+    assert_same_bits((params, back), want)
+
+
+def test_a_loss_scale_of_another_dtype_is_that_number():
+    tx = lowbit_optax.with_loss_scale(
+        lowbit_optax.sr_sgd(0.5), lowbit_optax.loss_scaling.backoff_scale(8.0)
+    )
+    params, grads = jnp.ones(4, jnp.bfloat16), jnp.full(4, 8.0)
+    state = tx.init(params)
+    want = lowbit_optax.step(tx, params, state, grads)
+    for scale in (jnp.int32(8), jnp.bfloat16(8)):
+        state = optax.tree.set(state, scale=scale)
+        assert_same_bits(lowbit_optax.step(tx, params, state, grads), want)
 
 
 def test_steps_leaves_and_states_have_independent_noise():
