@@ -14,12 +14,36 @@ _REMEDY = (
 )
 
 
-class QuantizedWeight:
-    """A weight that must be dequantised before it is used in computations.
+class NotAnArray:
+    """An object that raises an error with advice if it is used as an array.
 
-    Arithmetic and functions of ``jax.numpy`` and NumPy raise a TypeError with advice to
-    dequantise. Methods of arrays, such as ``astype``, raise an AttributeError.
+    Arithmetic and functions of ``jax.numpy`` and NumPy raise a TypeError. Methods of
+    arrays, such as ``astype``, raise an AttributeError.
     """
+
+    def _refusal(self, what: str) -> str:
+        """Return a message that says ``what`` is wrong, and what to do instead."""
+        raise NotImplementedError
+
+    def _refuse(self, *_, **__) -> typing.NoReturn:
+        raise TypeError(self._refusal("cannot be used as an array"))
+
+    if not typing.TYPE_CHECKING:  # type checkers would accept any attribute
+
+        def __getattr__(self, name: str):
+            raise AttributeError(self._refusal(f"has no attribute {name!r}"))
+
+    __jax_array__ = __array__ = __float__ = __getitem__ = __iter__ = _refuse
+    __neg__ = __pos__ = __abs__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = _refuse
+    __matmul__ = __rmatmul__ = _refuse
+
+
+class QuantizedWeight(NotAnArray):
+    """A weight that must be dequantised before it is used in computations."""
 
     def __post_init__(self):
         _register_with_flax(type(self))
@@ -66,26 +90,8 @@ class QuantizedWeight:
         """Raise a ValueError unless the arrays and static fields match."""
         raise NotImplementedError
 
-    def _refuse(self, *_, **__) -> typing.NoReturn:
-        raise TypeError(
-            f"a quantised weight of shape {list(self.shape)} cannot be used as an "
-            f"array; {_REMEDY}"
-        )
-
-    if not typing.TYPE_CHECKING:  # type checkers would accept any attribute
-
-        def __getattr__(self, name: str):
-            raise AttributeError(
-                f"a quantised weight has no attribute {name!r}; {_REMEDY}"
-            )
-
-    __jax_array__ = __array__ = __float__ = __getitem__ = __iter__ = _refuse
-    __neg__ = __pos__ = __abs__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
-    __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = _refuse
-    __matmul__ = __rmatmul__ = _refuse
+    def _refusal(self, what: str) -> str:
+        return f"a quantised weight of shape {list(self.shape)} {what}; {_REMEDY}"
 
 
 @functools.cache

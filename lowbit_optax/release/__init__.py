@@ -1,6 +1,8 @@
 """Gradient release: optimizer updates inside the backward pass.
 
-wrappers        two custom_vjp wrappers that run updates in the backward pass
+by_hand         steps for losses that open their layers themselves
+wrappers        the custom_vjp wrapper that runs updates in the backward pass
+loop            a scan whose backward loop updates each layer
 float_state     stores integers as floats, because JAX differentiates only floats
 api             value_and_update, which traces a loss, plans updates, and runs steps
 traced_loss     the traced loss, and the values in it that belong to each parameter
@@ -12,15 +14,13 @@ released_step   runs the forward pass, a pass that measures gradients, and updat
 """
 
 from lowbit_optax.release.api import explain, host_shardings, value_and_update
-from lowbit_optax.release.float_state import as_floats, as_state
-from lowbit_optax.release.wrappers import released, scan
+from lowbit_optax.release.by_hand import released, scan, value_and_update_layers
 
 __all__ = [
-    "as_floats",
-    "as_state",
     "explain",
     "host_shardings",
     "released",
     "scan",
     "value_and_update",
+    "value_and_update_layers",
 ]

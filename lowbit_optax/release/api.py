@@ -148,7 +148,7 @@ def value_and_update(
         options = max_grad_norm, overflow, state_memory
         return released_step(loss, plan, tx, opt_state, *options)
 
-    return _named_after(loss_fn, with_update)
+    return named_after(loss_fn, with_update)
 
 
 def explain(
@@ -251,7 +251,7 @@ def _unless(report: str, overflow: str) -> str:
     return "; skipped if a gradient of this update overflows"
 
 
-def _named_after(loss_fn: Callable, with_update: Callable) -> Callable:
+def named_after(loss_fn: Callable, with_update: Callable) -> Callable:
     """Give a step the name of the loss, and argument names for ``jax.jit``."""
     try:
         _, *rest = inspect.signature(loss_fn).parameters.values()

@@ -104,13 +104,8 @@ def trace_loss(
       TypeError: if a leaf of the parameters is not an array, or if the result of the
         loss does not match ``has_aux``.
     """
+    check_params(params)
     names, values, treedef = trees.named_leaves(params)
-    for name, value in zip(names, values, strict=True):
-        if not _is_array(value):
-            raise TypeError(
-                f"release: params{name} must be an array or a QuantizedTensor, got "
-                f"{value!r}"
-            )
     gradients = [
         jax.ShapeDtypeStruct(x.shape, dtype if tensors.is_quantized(x) else x.dtype)
         for x in values
@@ -132,7 +127,7 @@ def trace_loss(
     tree = treedef.unflatten(traced)
     closed, shapes = jax.make_jaxpr(loss, return_shape=True)(tree, other_arguments)
     program = LossProgram(closed, parameters=len(jax.tree.leaves(traced)))
-    _check_result(shapes, has_aux)
+    check_result(shapes, has_aux)
     leaves = _located(program, names, values, gradients)
     has_effects = bool(closed.effects)
     return TracedLoss(program, leaves, treedef, other_arguments, shapes, has_effects)
@@ -158,7 +153,18 @@ def _is_array(x) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def _check_result(shapes, has_aux: bool) -> None:
+def check_params(params, accepts_quantized: bool = True) -> None:
+    """Raise a TypeError unless the leaves are real arrays or QuantizedTensors."""
+    for name, x in trees.by_path(params).items():
+        is_real = _is_array(x) and not jnp.issubdtype(x.dtype, jnp.complexfloating)
+        if not is_real or tensors.is_quantized(x) > accepts_quantized:
+            accepted = "a real array" + " or a QuantizedTensor" * accepts_quantized
+            found = trees.describe(x) if _is_array(x) else repr(x)
+            raise TypeError(f"release: params{name} must be {accepted}, got {found}")
+
+
+def check_result(shapes, has_aux: bool) -> None:
+    """Raise a TypeError unless a loss returned a real scalar, or one and ``aux``."""
     if has_aux and not (isinstance(shapes, tuple) and len(shapes) == 2):
         raise TypeError(
             f"release: loss_fn must return (loss, aux) with has_aux=True, got {shapes}"

@@ -38,7 +38,7 @@ OPTIMIZERS = {
     "scaled": SCALED,
     "accumulated": lowbit_optax.accumulate_gradients(LOWBIT, 4),
     "by hand": optax.GradientTransformation(
-        lambda params: [release.as_floats(LOWBIT.init(w)) for w in params["layers"]],
+        lambda params: [LOWBIT.init(w) for w in params["layers"]],
         lambda *_: None,
     ),
 }
@@ -78,18 +78,19 @@ def gradient(model) -> int:
 
 
 def by_hand(*_):
-    """A step with matrices whose layers use the public wrapper."""
-    update = functools.partial(lowbit_optax.step, LOWBIT)
+    """A step with matrices whose layers are opened by the loss."""
 
-    def loss_fn(params, states, h):
-        for w, state in zip(params["layers"], states, strict=True):
-            w, h = release.released(update, w, state, h)
+    def loss_fn(layers, h):
+        for layer in layers:
+            w, h = release.released(layer, h)
             h = jnp.tanh(h @ w)
         return jnp.mean(h.astype(jnp.float32) ** 2)
 
+    step = release.value_and_update_layers(loss_fn, LOWBIT)
+
     def train_step(params, states, h):
-        loss, new = jax.value_and_grad(loss_fn, (0, 1))(params, states, h)
-        return loss, *new
+        loss, layers, states = step(params["layers"], states, h)
+        return loss, {"layers": layers}, states
 
     return train_step
 

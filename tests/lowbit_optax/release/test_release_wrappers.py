@@ -14,6 +14,7 @@ from released import RATE, SGD, dense, head_loss, simple_loss, simple_params, we
 
 import lowbit_optax
 from lowbit_optax import release
+from lowbit_optax.release.float_state import as_floats, as_state
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -25,18 +26,12 @@ def one_operation_at_a_time(function):
     return jax.jit(function, compiler_options=released.OPERATION_BY_OPERATION)
 
 
-def stepped(loss_fn, params, states, x, steps=2):
-    """Returns parameters and states after steps of a loss with the wrappers."""
-    step = one_operation_at_a_time(jax.value_and_grad(loss_fn, (0, 1)))
-    states = jax.tree.map(release.as_floats, states, is_leaf=is_state)
+def stepped(loss_fn, params, states, x, steps=2, tx=TX):
+    """Returns parameters and states after steps of a loss that opens its layers."""
+    step = one_operation_at_a_time(release.value_and_update_layers(loss_fn, tx))
     for _ in range(steps):
-        _, (params, states) = step(params, states, x)
-    is_floats = lambda x: hasattr(x, "dtypes")
-    return params, jax.tree.map(release.as_state, states, is_leaf=is_floats)
-
-
-def is_state(x):
-    return isinstance(x, type(TX.init(jnp.zeros(2))))
+        _, params, states = step(params, states, x)
+    return params, states
 
 
 def mean_square(x):
@@ -52,9 +47,9 @@ def test_released_layers_are_updated_as_by_the_ordinary_step():
             x = dense(x, w)
         return mean_square(x)
 
-    def with_wrappers(params, states, x):
-        for w, state in zip(params, states, strict=True):
-            w, x = release.released(UPDATE, w, state, x)
+    def with_wrappers(layers, x):
+        for layer in layers:
+            w, x = release.released(layer, x)
             x = dense(x, w)
         return mean_square(x)
 
@@ -85,8 +80,8 @@ def test_layers_of_a_scan_are_updated_as_by_the_ordinary_step():
         (_, h), ys = lax.scan(run, (0, x), (layers, xs))
         return mean_square(h) + mean_square(ys)
 
-    def with_wrapper(layers, states, x):
-        (count, h), ys = release.scan(body, UPDATE, (0, x), layers, states, xs)
+    def with_wrapper(layers, x):
+        (count, h), ys = release.scan(body, (0, x), layers, xs)
         return mean_square(h) + mean_square(ys) + 0 * count
 
     @one_operation_at_a_time
@@ -105,40 +100,161 @@ def test_layers_of_a_scan_are_updated_as_by_the_ordinary_step():
 
 def test_layers_with_one_gradient_are_rounded_by_different_random_bits():
     tx = lowbit_optax.sr_sgd(2.0**-12)
-    update = functools.partial(lowbit_optax.step, tx)
     layers = jnp.ones((2, 64, 64), jnp.bfloat16)
-    states = release.as_floats(jax.vmap(tx.init)(layers))
 
-    def loss_fn(layers, states):
+    def loss_fn(layers):
         body = lambda total, w, _: (total + jnp.sum(w.astype(jnp.float32)), None)
-        return release.scan(body, update, jnp.float32(0), layers, states)[0]
+        return release.scan(body, jnp.float32(0), layers)[0]
 
-    new = np.asarray(jax.jit(jax.grad(loss_fn))(layers, states), np.float32)
+    step = jax.jit(release.value_and_update_layers(loss_fn, tx))
+    _, new, _ = step(layers, jax.vmap(tx.init)(layers))
+    new = np.asarray(new, np.float32)
     moved = new != 1
     assert moved[0].any()
     assert moved[1].any()
     assert (moved[0] != moved[1]).any()
 
 
-def test_closed_over_parameters_of_a_scan_get_their_gradient():
-    layers, x = weights(3), released.batches(1)[0][0]
-    states = release.as_floats(jax.vmap(SGD.init)(layers))
-    update = functools.partial(lowbit_optax.step, SGD)
+def test_layers_that_a_scan_closes_over_get_their_gradient():
+    params = {"layers": weights(3), "shared": jnp.ones(64)}
+    states = {"layers": jax.vmap(SGD.init)(params["layers"])}
+    states["shared"] = SGD.init(params["shared"])
 
-    def plain(shared, x):
-        body = lambda x, w: (dense(x, w) + shared, None)
-        return mean_square(lax.scan(body, x, layers)[0])
-
-    def with_wrapper(shared, x):
+    def loss_fn(params, x):
+        shared, x = release.released(params["shared"], x)
         body = lambda x, w, _: (dense(x, w) + shared, None)
-        return mean_square(release.scan(body, update, x, layers, states)[0])
+        return mean_square(release.scan(body, x, params["layers"])[0])
 
-    arguments = jnp.ones(64), x
-    got, want = (
-        one_operation_at_a_time(jax.grad(f, (0, 1)))(*arguments)
-        for f in (with_wrapper, plain)
-    )
-    assert_same_bits(got, want)
+    @one_operation_at_a_time
+    def step(params, states, x):
+        # Handles are opened; parameters pass through.
+        grads = jax.grad(loss_fn)(params, x)
+        layers = jax.vmap(functools.partial(lowbit_optax.step, SGD))
+        trees = [tree["layers"] for tree in (params, states, grads)]
+        rest = [tree["shared"] for tree in (params, states, grads)]
+        pairs = layers(*trees), lowbit_optax.step(SGD, *rest)
+        new = zip(*pairs, strict=True)
+        return tuple({"layers": x, "shared": y} for x, y in new)
+
+    x = released.batches(1)[0][0]
+    got = stepped(loss_fn, params, states, x, steps=1, tx=SGD)
+    assert_same_bits(got, step(params, states, x))
+
+
+@pytest.mark.parametrize("tx", [TX, SGD], ids=["lowbit", "optax"])
+def test_layers_without_a_gradient_keep_their_weights_and_state(tx):
+    params = [weights(dtype=jnp.bfloat16, seed=n) for n in range(3)]
+    params += [weights(2, dtype=jnp.bfloat16)]
+    init = jax.vmap(tx.init)
+    states, (x,) = [*map(tx.init, params[:3]), init(params[3])], released.batches(1)[0]
+
+    def loss_fn(layers, x):
+        x, _ = release.scan(lambda x, w, _: (dense(x, w), None), x, layers[3])
+        w, x = release.released(layers[0], x)
+        x = lax.stop_gradient(dense(x, w))
+        w, x = release.released(layers[1], x)
+        return mean_square(dense(x, w))  # layers[2] is not opened
+
+    got, new_states = stepped(loss_fn, params, states, x, steps=1, tx=tx)
+    for n in (0, 2, 3):
+        assert_same_bits((got[n], new_states[n]), (params[n], states[n]))
+    assert (got[1] != params[1]).any()
+
+
+def with_a_penalty(layers, x):
+    w, x = release.released(layers[0], x)
+    return mean_square(x @ w) + sum(map(jnp.sum, layers))
+
+
+def with_the_norm_of_all_layers(layers, x):
+    return optax.tree.norm(layers)
+
+
+def with_a_product(layers, x):
+    w, x = release.released(layers[0], x)
+    return mean_square(x @ w * layers[0])
+
+
+def with_a_method(layers, x):
+    return mean_square(x @ layers[0].astype(x.dtype))
+
+
+def with_a_returned_layer(layers, x):
+    w, x = release.released(layers[0], x)
+    return mean_square(x @ w), layers
+
+
+def opened_twice(layers, x):
+    w, x = release.released(layers[0], x)
+    _, x = release.released(layers[0], x)
+    return mean_square(x @ w)
+
+
+def opened_and_scanned(layers, x):
+    _, x = release.released(layers[0], x)
+    return mean_square(release.scan(lambda x, w, _: (x * w, None), x, layers[0])[0])
+
+
+def opened_in_a_loop(layers, x):
+    def body(x, _):
+        w, x = release.released(layers[0], x)
+        return x @ w, None
+
+    return mean_square(lax.scan(body, x, length=3)[0])
+
+
+def opened_in_a_checkpoint(layers, x):
+    @jax.checkpoint
+    def layer(x):
+        w, x = release.released(layers[0], x)
+        return x @ w
+
+    return mean_square(layer(x))
+
+
+def all_opened_at_once(layers, x):
+    (w,), x = release.released(layers, x)
+    return mean_square(x @ w)
+
+
+MISUSES = [
+    with_a_penalty, with_the_norm_of_all_layers, with_a_product, with_a_method,
+    with_a_returned_layer, opened_twice, opened_and_scanned, opened_in_a_loop,
+    opened_in_a_checkpoint, all_opened_at_once, jax.jit(opened_twice),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_fn", MISUSES, ids=lambda f: f.__name__)
+def test_a_layer_can_be_read_only_where_it_was_opened(loss_fn):
+    params, (x,) = [weights()], released.batches(1)[0]
+    has_aux = loss_fn is with_a_returned_layer
+    step = release.value_and_update_layers(loss_fn, SGD, has_aux=has_aux)
+    errors = TypeError, ValueError, AttributeError
+    with pytest.raises(errors, match=r"params\[0\] .* release\.released"):
+        step(params, [SGD.init(params[0])], x)
+
+
+SCALED = lowbit_optax.with_loss_scale(TX, lowbit_optax.loss_scaling.static_scale(8))
+WRONG_LAYERS = [
+    (SGD, [weights()], SGD.init([weights()]), ValueError, "each of the 1 layers"),
+    (SGD, [1j * weights()], [()], TypeError, r"params\[0\] .*real.* complex64"),
+    (SGD, [{"a": 1}], [()], TypeError, r"params\[0\]\['a'\] .*array"),
+    (SCALED, [weights()], [()], ValueError, "value_and_update, which scales"),
+]
+
+
+@pytest.mark.parametrize(("tx", "params", "states", "error", "text"), WRONG_LAYERS)
+def test_errors_name_wrong_layers_and_states(tx, params, states, error, text):
+    with pytest.raises(error, match=text):
+        release.value_and_update_layers(opened_twice, tx)(params, states, 1.0)
+
+
+def test_the_state_of_scanned_layers_is_stacked():
+    layers = weights(3)
+    loss_fn = lambda w, x: release.scan(lambda x, w, _: (x @ w, None), x, w)[0].sum()
+    step = release.value_and_update_layers(loss_fn, TX)
+    with pytest.raises(ValueError, match=r"stacked, like jax\.vmap\(tx\.init\)"):
+        step(layers, TX.init(layers), *released.batches(1)[0])
 
 
 def test_a_state_keeps_its_bits_and_dtypes_as_floats():
@@ -152,10 +268,10 @@ def test_a_state_keeps_its_bits_and_dtypes_as_floats():
         "mu": jnp.ones(2, jnp.bfloat16),
         "nothing": None,
     }
-    floats = release.as_floats(state)
+    floats = as_floats(state)
     for x in jax.tree.leaves(floats):
         assert jnp.issubdtype(x.dtype, jnp.inexact)
-    found = jax.jit(release.as_state)(floats)
+    found = jax.jit(as_state)(floats)
     found["key"], state["key"] = map(jax.random.key_data, (found["key"], state["key"]))
     assert_same_bits(found, state)
 
@@ -218,17 +334,19 @@ def test_reports_name_a_state_that_is_not_kept_by_parameter():
 
 
 def test_the_error_of_an_update_that_changes_a_dtype_names_the_place():
-    def in_float16(params, state, gradients):
-        del gradients
-        return jax.tree.map(lambda x: x.astype(jnp.float16), params), state
+    def in_float16(updates, state, params=None):
+        return updates, jax.tree.map(lambda x: x.astype(jnp.float16), state)
+
+    tx = optax.GradientTransformation(lambda params: params, in_float16)
 
     def loss_fn(params):
-        params, _ = release.released(in_float16, params, release.as_floats(()), ())
+        params, _ = release.released(params["layer"], ())
         return jnp.sum(params["w"])
 
-    message = r"\(params, state\)\[0\]\['w'\] .*float32\[2\] .*float16\[2\]"
+    params = {"layer": {"w": jnp.ones(2)}}
+    message = r"\(params, state\)\[1\]\['w'\] .*float32\[2\] .*float16\[2\]"
     with pytest.raises(TypeError, match=message):
-        jax.grad(loss_fn)({"w": jnp.ones(2)})
+        release.value_and_update_layers(loss_fn, tx)(params, params)
 
 
 def test_a_state_that_changes_its_dtype_is_named():

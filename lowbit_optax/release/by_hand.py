@@ -1,0 +1,282 @@
+"""Training steps for losses that open their layers themselves.
+
+The loss receives a :class:`Handle` in place of the parameters of each layer. Only
+:func:`released` and :func:`scan` open it, so that no other operation reads parameters
+that the backward pass overwrites.
+"""
+
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.extend.core import get_opaque_trace_state
+
+from lowbit_optax._step import trees
+from lowbit_optax._types import OptState, Params
+from lowbit_optax.formats.quantized_leaf import NotAnArray
+from lowbit_optax.release import wrappers
+from lowbit_optax.release.api import named_after
+from lowbit_optax.release.barriers import alone
+from lowbit_optax.release.float_state import FloatState, as_floats, as_state
+from lowbit_optax.release.loop import Operands, ReleasedLoop
+from lowbit_optax.release.plan import loss_scaled
+from lowbit_optax.release.traced_loss import check_params, check_result
+from lowbit_optax.transformations.step import step
+
+
+def value_and_update_layers(
+    loss_fn: Callable, tx: optax.GradientTransformation, *, has_aux: bool = False
+) -> Callable[
+    typing.Concatenate[Params, OptState, ...], tuple[typing.Any, Params, OptState]
+]:
+    """Return a training step for a loss that opens its layers with :func:`released`.
+
+    Use it instead of :func:`value_and_update` to decide yourself which parameters are
+    updated together, and when. The parameters are a list or dictionary of layers, and
+    each layer has a state of its own::
+
+        layer, state = step(tx, layer, state, gradient of the layer)
+
+    ``loss_fn`` receives handles in place of the layers. :func:`released` and
+    :func:`scan` open a handle. Everything else that reads it raises an error, so that
+    the loss cannot use parameters after the backward pass has overwritten them.
+
+    Args:
+      loss_fn: a function ``(params, *args, **kwargs) -> loss`` that returns a real
+        scalar or ``(loss, aux)``.
+      tx: an optax transformation, which updates each layer on its own.
+      has_aux: if True, ``loss_fn`` returns ``(loss, aux)``.
+
+    Returns:
+      A function ``(params, opt_state, *args, **kwargs) -> (value, params, opt_state)``.
+      The entries of ``params`` are layers, which may be trees of arrays. ``opt_state``
+      has ``tx.init(layer)`` in place of each layer, or ``jax.vmap(tx.init)(layer)``
+      for the stacked layers of :func:`scan`. Layers without a gradient, such as layers
+      before a ``stop_gradient``, keep their parameters and state.
+
+    Raises:
+      ValueError: if ``tx`` has a loss scale; when the step is called, if ``opt_state``
+        does not match ``params``, if a layer is opened inside a transformed function,
+        such as the body of ``jax.checkpoint`` or ``jax.lax.scan``, or more than once.
+      TypeError: if ``loss_fn`` uses a layer that is not open; see also
+        :func:`value_and_update`.
+
+    >>> import jax, jax.numpy as jnp, lowbit_optax
+    >>> from lowbit_optax import release
+    >>> def loss_fn(layers, x):
+    ...     for layer in layers:
+    ...         w, x = release.released(layer, x)
+    ...         x = jnp.tanh(x @ w)
+    ...     return jnp.mean(x.astype(jnp.float32) ** 2)
+    >>> tx = lowbit_optax.kahan_adamw(0.1)
+    >>> layers = [jnp.eye(4, dtype=jnp.bfloat16) for _ in range(2)]
+    >>> states = [tx.init(layer) for layer in layers]
+    >>> train_step = jax.jit(
+    ...     release.value_and_update_layers(loss_fn, tx), donate_argnums=(0, 1)
+    ... )
+    >>> x = jnp.ones((2, 4), jnp.bfloat16)
+    >>> loss, layers, states = train_step(layers, states, x)
+    >>> states[0].count
+    Array(1, dtype=uint32)
+    """
+    if loss_scaled(tx) is not None:
+        raise ValueError(
+            "release: value_and_update_layers does not support with_loss_scale; use "
+            "value_and_update, which scales the loss"
+        )
+
+    def with_update(params, opt_state, *args, **kwargs):
+        check_params(params, accepts_quantized=False)
+        is_layer = lambda x: x is not params
+        with_path, structure = jax.tree_util.tree_flatten_with_path(params, is_layer)
+        try:
+            states = structure.flatten_up_to(opt_state)
+        except ValueError as error:
+            raise ValueError(
+                "release: opt_state must contain tx.init(layer) in place of each of "
+                f"the {len(with_path)} layers of params, got {trees.outline(opt_state)}"
+            ) from error
+        handles = [
+            Handle(tx, jax.tree_util.keystr(path), params, state)
+            for (path, params), state in zip(with_path, states, strict=True)
+        ]
+
+        def function(floats):
+            for handle, own in zip(handles, floats, strict=True):
+                handle._floats, handle._trace = own, get_opaque_trace_state()
+            result = loss_fn(structure.unflatten(handles), *args, **kwargs)
+            check_result(result, has_aux)
+            return result[0] if has_aux else result, result
+
+        floats = [handle._floats for handle in handles]
+        loss, pull, value = jax.vjp(function, floats, has_aux=True)
+        new = list(map(Handle._after, handles, *pull(jnp.ones_like(loss))))
+        params, opt_state = (structure.unflatten(x[n] for x in new) for n in range(2))
+        return value, params, opt_state
+
+    return named_after(loss_fn, with_update)
+
+
+class Handle(NotAnArray):
+    """The handle of a layer, which only :func:`released` and :func:`scan` open.
+
+    Args:
+      tx: the transformation that updates the layer.
+      name: the path of the layer.
+      params, state: the parameters and their state. Integers travel as floats.
+    """
+
+    def __init__(self, tx, name: str, params, state):
+        self._tx, self._name, self._old = tx, name, (params, state)
+        self._floats = as_floats(params), as_floats(state)
+        self._trace, self._is_open, self._is_updated = None, False, False
+
+    def _refusal(self, what: str) -> str:
+        return (
+            f"release: params{self._name} is a handle that {what}. Open it once in "
+            "loss_fn with release.released or release.scan, outside of jax.jit, "
+            "jax.checkpoint and other transformed functions, and use what they return"
+        )
+
+    def _update(self, params: FloatState, state, gradients: FloatState) -> tuple:
+        self._is_updated = True
+        old = as_state(params), state
+        new = step(self._tx, *old, as_state(gradients))
+        wrappers.check_kept("(params, state)", old, new)
+        return as_floats(new[0]), new[1]
+
+    def _after(self, floats) -> tuple:
+        """Return new parameters and state, or the old ones if no rule ran.
+
+        Args:
+          floats: the cotangents, which are zeros if no rule ran.
+        """
+        return tuple(map(as_state, floats)) if self._is_updated else self._old
+
+    def _open(self) -> tuple[FloatState, FloatState]:
+        if get_opaque_trace_state() != self._trace:
+            raise ValueError(self._refusal("was opened inside a transformed function"))
+        if self._is_open:
+            raise ValueError(self._refusal("was opened twice"))
+        self._is_open = True
+        return self._floats
+
+
+jax.tree_util.register_pytree_node(Handle, Handle._refuse, Handle._refuse)
+
+
+def released(layer, activations):
+    """Open a layer, which the backward pass updates once its gradient is complete.
+
+    Pass the activations that the layer reads, and use the returned ones. When the
+    backward pass is past this call, the gradient of the layer is complete. The pass
+    then updates the layer in place, and frees the gradient. Barriers keep the compiler
+    from postponing the update.
+
+    Args:
+      layer: a handle from :func:`value_and_update_layers`. Arrays are returned
+        unchanged, so that you can evaluate the loss with ordinary parameters.
+      activations: a tree of arrays.
+
+    Returns:
+      ``(params, activations)``: the parameters of the layer, and equal activations.
+
+    Raises:
+      ValueError: see :func:`value_and_update_layers`.
+
+    >>> import jax.numpy as jnp, optax
+    >>> def loss_fn(params, x):
+    ...     w, x = released(params["dense"], x)
+    ...     return jnp.sum(x * w)
+    >>> tx, params, x = optax.sgd(0.5), {"dense": jnp.ones(2)}, jnp.ones(2)
+    >>> state = {"dense": tx.init(params["dense"])}
+    >>> _, params, state = value_and_update_layers(loss_fn, tx)(params, state, x)
+    >>> loss_fn(params, x)
+    Array(1., dtype=float32)
+    """
+    if not isinstance(layer, Handle):
+        jax.tree.leaves(layer)  # raises an error if it contains a handle
+        return layer, activations
+
+    arguments = layer._update, *layer._open(), activations
+    floats, activations = wrappers.released(*arguments)
+    return as_state(floats), activations
+
+
+def scan(
+    body: Callable,
+    init,
+    layers,
+    xs=None,
+    *,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+):
+    """Run ``jax.lax.scan`` over layers, and update each layer in the backward loop.
+
+    The backward loop carries the stacked parameters and their state. For each layer it
+    computes the gradients, updates the layer, and overwrites the old layer with the new
+    one.
+
+    Args:
+      body: a function ``(carry, layer, x) -> (carry, y)``, which receives the arrays of
+        one layer. Wrap it in ``jax.checkpoint`` to recompute a layer's activations in
+        the backward loop.
+      init: the first carry.
+      layers: a handle from :func:`value_and_update_layers`, whose arrays are stacked
+        along their first axis. Arrays are scanned over without updates.
+      xs: other stacked arrays, or None.
+      length, reverse, unroll: as in ``jax.lax.scan``.
+
+    Returns:
+      ``(carry, ys)``, like ``jax.lax.scan``.
+
+    Raises:
+      ValueError: if the state is not stacked; see also :func:`value_and_update_layers`.
+
+    >>> import jax, jax.numpy as jnp, lowbit_optax
+    >>> from lowbit_optax import release
+    >>> def loss_fn(params, x):
+    ...     body = lambda x, w, _: (jnp.tanh(x @ w), None)
+    ...     x, _ = release.scan(body, x, params["layers"])
+    ...     return jnp.mean(x.astype(jnp.float32) ** 2)
+    >>> tx = lowbit_optax.kahan_adamw(0.1)
+    >>> params = {"layers": jnp.stack([jnp.eye(4, dtype=jnp.bfloat16)] * 3)}
+    >>> states = {"layers": jax.vmap(tx.init)(params["layers"])}
+    >>> train_step = jax.jit(release.value_and_update_layers(loss_fn, tx))
+    >>> x = jnp.ones((2, 4), jnp.bfloat16)
+    >>> loss, params, states = train_step(params, states, x)
+    >>> states["layers"].count
+    Array([1, 1, 1], dtype=uint32)
+    """
+    how = {"length": length, "reverse": reverse, "unroll": unroll}
+    if not isinstance(layers, Handle):
+        run = lambda carry, inputs: body(carry, *inputs)
+        return lax.scan(run, init, (layers, xs), **how)
+    stacks, state = layers._open()
+    arrays, structure = jax.tree.flatten(stacks)
+    if any(x.shape[:1] != arrays[0].shape[:1] for x in jax.tree.leaves(state)):
+        raise ValueError(
+            f"release: the state of params{layers._name} must be stacked, like "
+            "jax.vmap(tx.init)(layers), because release.scan updates each layer"
+        )
+    one = jax.tree.map(lambda x: jax.eval_shape(lambda: x[0]), (layers._old[0], xs))
+    converted, shared = jax.closure_convert(body, init, *one)
+
+    def with_shared(shared, carry, layer, codes, x):
+        del codes
+        return converted(carry, as_state(structure.unflatten(layer)), x, *shared)
+
+    def update(layer, state, gradients, token):
+        floats = structure.unflatten(gradients)
+        run = lambda layer, state: layers._update(layer, state, floats)
+        new, rest = alone(run, structure.unflatten(layer), state[1])
+        return jax.tree.leaves(new), ((), rest), token
+
+    with_codes = FloatState(((), state.floats), state.dtypes)
+    loop = ReleasedLoop(with_shared, update, trees.by_path(layers._old[0]), how)
+    return loop(Operands(shared, init, arrays, with_codes, xs))[:2]
