@@ -16,7 +16,9 @@ from lowbit_optax._types import OptState, Params
 from lowbit_optax.release.plan import loss_scaled, plan_release
 from lowbit_optax.release.released_step import released_step
 from lowbit_optax.release.traced_loss import trace_loss
+from lowbit_optax.release.wrappers import check_reduced
 from lowbit_optax.states.host_memory import with_memory_kind
+from lowbit_optax.transformations.step import step
 
 _Value = typing.TypeVar("_Value")
 
@@ -145,6 +147,8 @@ def value_and_update(
 
     def with_update(params, opt_state, *args, **kwargs):
         loss, plan = planned(params, opt_state, args, kwargs)
+        grads = loss.tree_of({x.name: x.gradient for x in loss.leaves})
+        check_reduced(functools.partial(step, tx), params, opt_state, grads)
         options = max_grad_norm, overflow, state_memory
         return released_step(loss, plan, tx, opt_state, *options)
 

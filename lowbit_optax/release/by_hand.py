@@ -5,6 +5,7 @@ The loss receives a :class:`Handle` in place of the parameters of each layer. On
 that the backward pass overwrites.
 """
 
+import functools
 import typing
 from collections.abc import Callable
 
@@ -144,7 +145,10 @@ class Handle(NotAnArray):
     def _update(self, params: FloatState, state, gradients: FloatState) -> tuple:
         self._is_updated = True
         old = as_state(params), state
-        new = step(self._tx, *old, as_state(gradients))
+        update = functools.partial(step, self._tx)
+        arguments = *old, as_state(gradients)
+        wrappers.check_reduced(update, *arguments)
+        new = update(*arguments)
         wrappers.check_kept("(params, state)", old, new)
         return as_floats(new[0]), new[1]
 

@@ -80,7 +80,7 @@ def released_step(
     factor, start = None, jnp.ones_like(passes.outputs[0])
     if scaled is not None:
         factor = opt_state.factor
-        start = jnp.asarray(opt_state.scale, start.dtype)
+        start *= jnp.asarray(opt_state.scale, start.dtype)
     is_exact = scaled is not None and overflow == "exact"
     measured = Measured()
     if is_exact or max_grad_norm is not None:

@@ -4,6 +4,8 @@ import typing
 from collections.abc import Callable
 
 import jax
+from jax import lax
+from jax.extend import core
 
 from lowbit_optax.release.barriers import tied
 from lowbit_optax.release.float_state import FloatState, as_floats, as_state
@@ -79,3 +81,39 @@ def check_kept(name: str, old, new) -> None:
                 f"{name}{jax.tree_util.keystr(path)} was {was.str_short()} and became "
                 f"{made.str_short()}"
             )
+
+
+def check_reduced(step: Callable, *arguments) -> None:
+    """Check that a step within ``shard_map`` sees gradients of the whole batch.
+
+    JAX sums the gradients of replicated parameters, except with ``check_vma=False``.
+    The step must then reduce gradients itself.
+
+    Args:
+      step: the function that updates parameters.
+      *arguments: the arguments of ``step``, or their shapes.
+
+    Raises:
+      ValueError: if every device would use the gradient of its own shard of the batch.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = {name for name in mesh.manual_axes if mesh.shape[name] > 1}
+    if not axes or jax.typeof(lax.axis_index(tuple(axes))).manual_axis_type.varying:
+        return
+    missing = axes - _reduced_axes(jax.make_jaxpr(step)(*arguments).jaxpr)
+    if missing:
+        raise ValueError(
+            "release: jax.shard_map must have check_vma=True, because JAX does not sum "
+            f"the gradients of replicas over {sorted(missing)} with check_vma=False or "
+            "in jax.pmap. Otherwise, reduce gradients in tx, such as optax.chain("
+            "optax.stateless(lambda grads, _: jax.lax.pmean(grads, axes)), tx)"
+        )
+
+
+def _reduced_axes(jaxpr) -> set:
+    """Return the names of mesh axes over which a jaxpr adds values."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        inner = core.jaxprs_in_params(eqn.params)
+        found.update(eqn.params.get("axes") or (), *map(_reduced_axes, inner))
+    return found

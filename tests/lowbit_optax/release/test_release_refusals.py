@@ -121,6 +121,29 @@ def test_updates_from_a_frozen_leafs_gradient_alone_are_no_obstacle():
     )
 
 
+def test_a_stack_whose_gradient_norm_is_in_the_state_waits_for_its_whole_gradient():
+    tx = optax.partition(
+        {"measured": NEEDS_ALL["norm_in_state"], "free": SGD},
+        {"layers": "measured", "head": "free"},
+    )
+    params, batches = simple_params(), released.batches(1)
+    report = released.explained(simple_loss, tx, params, *batches[0])["['layers']"]
+    assert report.endswith("stores a number that depends on its whole gradient")
+    _, new, state = _called(tx=tx)
+    norm = state.inner_states["measured"].inner_state[0]
+    grad = jax.grad(simple_loss)(params, *batches[0])["layers"]
+    np.testing.assert_allclose(norm, optax.tree.norm(grad), rtol=1e-4)
+    want = params["layers"] - RATE * grad
+    np.testing.assert_allclose(new["layers"], want, rtol=1e-4, atol=1e-6)
+
+
+def test_complex_leaves_are_refused_by_name():
+    params = simple_params() | {"wave": jnp.ones(2, jnp.complex64)}
+    for loss_fn in (simple_loss, lambda params, x: jnp.abs(params["wave"]).sum()):
+        with pytest.raises(TypeError, match=r"params\['wave'\] .*real.* complex64"):
+            _called(loss_fn, params=params, max_grad_norm=1.0)
+
+
 def test_leaves_wait_where_a_mask_knows_only_arrays():
     # If only some leaves were updated, the mask would see optax.MaskedNode.
     matrices = lambda tree: {name: x.ndim > 1 for name, x in tree.items()}

@@ -203,23 +203,65 @@ def test_a_part_of_the_loss_may_leave_explicit_axes():
     chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6)
 
 
-def test_data_parallel_gradients_are_reduced_inside_shard_map():
+def on_shards(step, args, **options):
+    """Returns the results of a data-parallel step inside ``shard_map``."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    specs = jax.P(), jax.P(), jax.P("x")
+    options |= {"mesh": mesh, "in_specs": specs, "out_specs": jax.P()}
+    return jax.jit(jax.shard_map(step, **options))(*args)
+
+
+def mean_loss(params, x):
+    return lax.pmean(simple_loss(params, x), "x")
+
+
+def test_data_parallel_gradients_are_reduced_inside_shard_map():
     args = arguments(rows=16)
-
-    def loss_fn(params, x):
-        return lax.pmean(simple_loss(params, x), "x")
-
-    def stepped(make):
-        step = jax.shard_map(
-            make(loss_fn, SGD),
-            mesh=mesh,
-            in_specs=(jax.P(), jax.P(), jax.P("x")),
-            out_specs=jax.P(),
-        )
-        return jax.jit(step)(*args)
-
-    got, want = stepped(release.value_and_update), stepped(released.ordinary)
+    got, want = (
+        on_shards(make(mean_loss, SGD), args)
+        for make in (release.value_and_update, released.ordinary)
+    )
     one = jax.jit(released.ordinary(simple_loss, SGD))(*args)
     chex.assert_trees_all_close(want, one, rtol=1e-4, atol=1e-5)
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+MEAN = optax.stateless(lambda grads, _: lax.pmean(grads, "x"))
+
+
+@pytest.mark.parametrize(
+    "make", [release.value_and_update, release.value_and_update_layers]
+)
+def test_gradients_of_replicas_are_not_used_before_they_are_reduced(make):
+    params, _, x = arguments(rows=16)
+    args = params["layers"][0], optax.sgd(RATE).init(()), x
+
+    def loss_fn(w, x):
+        w, x = release.released(w, x)  # only handles are opened
+        return lax.pmean(jnp.mean(released.dense(x, w) ** 2), "x")
+
+    with pytest.raises(ValueError, match=r"check_vma=True.*'x'.*reduce gradients"):
+        on_shards(make(loss_fn, optax.sgd(RATE)), args, check_vma=False)
+    reduced = optax.chain(MEAN, optax.sgd(RATE))
+    args = args[0], reduced.init(args[0]), x
+    got = on_shards(make(loss_fn, reduced), args, check_vma=False)
+    want = on_shards(released.ordinary(loss_fn, reduced), args, check_vma=False)
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
+    assert (got[1] != args[0]).any()
+
+
+def test_one_loss_scale_suits_devices_whose_losses_differ():
+    w, _, x = arguments(rows=16)
+    scaled = lowbit_optax.with_loss_scale(
+        SGD, lowbit_optax.loss_scaling.static_scale(8)
+    )
+
+    def stepped(tx):
+        def step(w, state, x):
+            loss_fn = lambda w, x: jnp.sum(released.dense(x, w) ** 2)
+            loss, *new = release.value_and_update(loss_fn, tx)(w, state, x)
+            return lax.pmean(loss, "x"), new[0]
+
+        return on_shards(step, (w["layers"][0], tx.init(w["layers"][0]), x))
+
+    chex.assert_trees_all_close(stepped(scaled), stepped(SGD), rtol=1e-5, atol=1e-6)
