@@ -1,6 +1,6 @@
 """Training steps for losses that open their layers themselves.
 
-The loss receives a :class:`Handle` in place of the parameters of each layer. Only
+The loss receives a :class:`Handle` instead of the parameters of each layer. Only
 :func:`released` and :func:`scan` open it, so that no other operation reads parameters
 that the backward pass overwrites.
 """
@@ -41,7 +41,7 @@ def value_and_update_layers(
 
         layer, state = step(tx, layer, state, gradient of the layer)
 
-    ``loss_fn`` receives handles in place of the layers. :func:`released` and
+    ``loss_fn`` receives handles instead of the layers. :func:`released` and
     :func:`scan` open a handle. Everything else that reads it raises an error, so that
     the loss cannot use parameters after the backward pass has overwritten them.
 
@@ -53,10 +53,10 @@ def value_and_update_layers(
 
     Returns:
       A function ``(params, opt_state, *args, **kwargs) -> (value, params, opt_state)``.
-      The entries of ``params`` are layers, which may be trees of arrays. ``opt_state``
-      has ``tx.init(layer)`` in place of each layer, or ``jax.vmap(tx.init)(layer)``
-      for the stacked layers of :func:`scan`. Layers without a gradient, such as layers
-      before a ``stop_gradient``, keep their parameters and state.
+      The entries of ``params`` are layers, which may be trees of arrays. In
+      ``opt_state``, ``tx.init(layer)`` replaces each layer, or for the stacked layers
+      of :func:`scan`, ``jax.vmap(tx.init)(layer)``. Layers without a gradient, such as
+      layers before a ``stop_gradient``, keep their parameters and state.
 
     Raises:
       ValueError: if ``tx`` has a loss scale; when the step is called, if ``opt_state``
@@ -97,8 +97,8 @@ def value_and_update_layers(
             states = structure.flatten_up_to(opt_state)
         except ValueError as error:
             raise ValueError(
-                "release: opt_state must contain tx.init(layer) in place of each of "
-                f"the {len(with_path)} layers of params, got {trees.outline(opt_state)}"
+                "release: opt_state must contain tx.init(layer) for each of the "
+                f"{len(with_path)} layers of params, got {trees.outline(opt_state)}"
             ) from error
         handles = [
             Handle(tx, jax.tree_util.keystr(path), params, state)

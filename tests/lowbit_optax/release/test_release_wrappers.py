@@ -236,7 +236,7 @@ def test_a_layer_can_be_read_only_where_it_was_opened(loss_fn):
 
 SCALED = lowbit_optax.with_loss_scale(TX, lowbit_optax.loss_scaling.static_scale(8))
 WRONG_LAYERS = [
-    (SGD, [weights()], SGD.init([weights()]), ValueError, "each of the 1 layers"),
+    (SGD, [weights()], SGD.init([weights()]), ValueError, "of the 1 layers"),
     (SGD, [1j * weights()], [()], TypeError, r"params\[0\] .*real.* complex64"),
     (SGD, [{"a": 1}], [()], TypeError, r"params\[0\]\['a'\] .*array"),
     (SCALED, [weights()], [()], ValueError, "value_and_update, which scales"),
