@@ -18,7 +18,7 @@ import lowbit_optax
 from benchmarks import pictures, records
 from benchmarks.papers import next_byte
 
-MINUTES = 2
+MINUTES = 8
 NEEDS = ("matplotlib",)
 
 RUNS = {
@@ -103,5 +103,5 @@ def draw(record: dict, axes) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = next_byte.options(__doc__, seeds=6).parse_args(argv)
+    args = next_byte.options(__doc__, seeds=24).parse_args(argv)
     records.run(__name__, args, measure, text, draw)

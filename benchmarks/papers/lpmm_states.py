@@ -104,8 +104,8 @@ def draw(record: dict, losses, sizes) -> str:
     pictures.stacked(sizes, bits, {"": ""}, 1, texts)
     sizes.set(xlabel="bits per parameter of weights, accumulators and state")
     return (
-        "LPMM with 12-bit weights and 8-bit moments trains like float32, and needs "
-        f"{texts['LPMM SGD, 12 bits']} bits per parameter for SGD instead of "
+        "On this small task, LPMM with 12-bit weights ends within the spread of "
+        f"float32. It needs {texts['LPMM SGD, 12 bits']} bits per parameter for SGD instead of "
         f"{texts['SGD, float32']}"
     )
 

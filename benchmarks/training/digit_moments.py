@@ -3,9 +3,9 @@
     .venv/bin/python -m benchmarks digit_moments
 
 A network with two hidden layers learns scikit-learn's digits with AdamW and several
-seeds. All rows start from the same weights and use the same batches. The first row has
-float32 master weights. The other rows have bfloat16 weights with 8 extra bits, except
-the last row, which adds the rounding errors of its bfloat16 weights to the momentum.
+seeds. All rows start from the same weights and use the same batches, and compute with
+bfloat16 weights and gradients. The first row has float32 master weights. The other rows
+have 8 extra bits, except the last row, which adds rounding errors to the momentum.
 """
 
 import functools
@@ -30,8 +30,9 @@ MEANS = 20
 """The number of steps per point of a curve; a point is their mean loss."""
 
 FACTORED = functools.partial(factored_adamw, least=8)
+BASE = "float32 master"
 ROWS = {
-    "float32": (optax.adamw, lowbit_optax.master_copy(), "float32"),
+    BASE: (optax.adamw, lowbit_optax.master_copy(), "float32"),
     "8 bits, the default": (optax.adamw, None, None),
     "factored, float32": (FACTORED, None, "float32"),
     "factored, 4-bit mu": (FACTORED, None, FEW_BITS),
@@ -59,12 +60,6 @@ def begin(seed: int, steps: int) -> tuple[list[jax.Array], jax.Array]:
     return master, jnp.asarray(random.integers(0, TRAINING, (steps, 64)))
 
 
-def stored_in(dtype, master):
-    """Return the dtype argument of ``from_master``, for a dtype or "mxfp8"."""
-    scale = functools.partial(lowbit_optax.block_scaling.block_scale, min_size=0)
-    return jax.eval_shape(scale, master) if dtype == "mxfp8" else dtype
-
-
 def loss(params, images, labels):
     h, params = images, lowbit_optax.lpmm.dequantize(params)
     for w in params[:-1]:
@@ -79,9 +74,7 @@ def run(tx, params, state, images, labels, chosen):
 
     def step(carry, batch):
         params, state = carry
-        # Gradients have the dtype of the weights, and float8 is too narrow for them.
-        wide = [w.astype(jnp.bfloat16) for w in lowbit_optax.lpmm.dequantize(params)]
-        value, grads = jax.value_and_grad(loss)(wide, images[batch], labels[batch])
+        value, grads = jax.value_and_grad(loss)(params, images[batch], labels[batch])
         return lowbit_optax.step(tx, params, state, grads), value
 
     (params, _), losses = lax.scan(step, (params, state), chosen)
@@ -90,32 +83,19 @@ def run(tx, params, state, images, labels, chosen):
 
 
 def train(name: str, args) -> dict:
+    """Train with several seeds, and return bytes, a curve and the final losses."""
     inner, weights, moments = ROWS[name]
     rate = optax.cosine_decay_schedule(args.learning_rate, args.steps)
-    tx = lowbit_optax.lowbit(inner(rate), weights=weights, moments=moments)
-    return figures(tx, args)
-
-
-def figures(tx, args, dtype=jnp.bfloat16) -> dict:
-    """Train with several seeds, and return bytes, a curve and the final losses.
-
-    Args:
-      tx: the optimizer.
-      args: the options ``seeds`` and ``steps``.
-      dtype: the dtype of the weights, or "mxfp8".
-    """
+    tx = lowbit_optax.lowbit(inner(rate), weights=weights, moments=moments, min_size=0)
     found, given = [], digits()
     for seed in range(args.seeds):
         master, chosen = begin(seed, args.steps)
-        begun = lowbit_optax.from_master(tx, master, stored_in(dtype, master))
+        begun = lowbit_optax.from_master(tx, master)
         found.append(run(tx, *begun, *given, chosen))
     losses, ends, others = (np.asarray(x) for x in zip(*found, strict=True))
-    large = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
-    params, _ = jax.eval_shape(
-        lambda x: lowbit_optax.from_master(tx, x, stored_in(dtype, x)), [large]
-    )
+    large = [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)]
     return {
-        "bytes_per_parameter": lowbit_optax.memory_report(tx, params).bytes_per_param,
+        "bytes_per_parameter": lowbit_optax.memory_report(tx, large).bytes_per_param,
         "curve": losses.mean(0).reshape(-1, MEANS).mean(1),
         "training": records.spread(ends),
         "held_out": records.spread(others),
@@ -126,20 +106,10 @@ def measure(args) -> dict:
     return {"runs": {name: train(name, args) for name in ROWS}}
 
 
-def options(doc: str | None, **numbers: float) -> records.Options:
-    """Return the options of a benchmark that trains this network."""
-    return records.Options(doc, seeds=8, steps=600, learning_rate=1e-3, **numbers)
-
-
-def main(argv: list[str] | None = None) -> None:
-    text = lambda record: table(record["runs"], "moments")
-    records.run(__name__, options(__doc__).parse_args(argv), measure, text)
-
-
-def table(found: dict, what: str) -> str:
-    """Return a Markdown table of the figures; ``what`` is the first header."""
-    ends = {name: x["training"]["values"] for name, x in found.items()}
-    gaps = records.gaps(ends, "float32")
+def text(record: dict) -> str:
+    """Return a Markdown table of bytes and losses."""
+    runs = record["runs"].items()
+    gaps = records.gaps({name: x["training"]["values"] for name, x in runs}, BASE)
     rows = [
         (
             name,
@@ -148,7 +118,12 @@ def table(found: dict, what: str) -> str:
             records.shown(gaps[name], 5) if name in gaps else "",
             records.shown(x["held_out"], 5),
         )
-        for name, x in found.items()
+        for name, x in runs
     ]
-    heads = [what, "bytes per parameter", "training loss"]
-    return records.table([*heads, "minus float32's", "held-out loss"], rows)
+    heads = ["moments", "bytes per parameter", "training loss"]
+    return records.table([*heads, "minus the master's", "held-out loss"], rows)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = records.Options(__doc__, seeds=8, steps=600, learning_rate=1e-3)
+    records.run(__name__, options.parse_args(argv), measure, text)
