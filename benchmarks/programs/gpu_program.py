@@ -62,11 +62,6 @@ MORE = {
     "the same, moments of 8 bits": lo.sr_adamw(
         1e-3, error_feedback="mu", moments=lo.block_quantized(8)
     ),
-    "the same, `mu` of 4 bits and `nu` of 8": lo.sr_adamw(
-        1e-3,
-        error_feedback="mu",
-        moments={"mu": lo.block_quantized(4), "nu": lo.block_quantized(8)},
-    ),
     "`factored_adamw`": lo.factored_adamw(1e-3),
     "`factored_adamw(bits=0)`": lo.factored_adamw(1e-3, bits=0),
     "`lpmm_sgd`, 12 bits": lo.lpmm_sgd(1e-3, momentum=0.9),

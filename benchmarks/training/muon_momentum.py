@@ -27,7 +27,10 @@ def _row(moments) -> Row:
 
 
 def _codes(**options) -> Row:
-    """Return a row with these codes for Muon's momentum and AdamW's first moment."""
+    """Return a row with these options for both first moments.
+
+    Without a code, Muon's momentum is linear and AdamW's first moment is companded.
+    """
     return _row({"mu": block_quantized(8, **options), "nu": block_quantized(8)})
 
 
@@ -36,11 +39,9 @@ ROWS = {
     "float32 momentum": _row("float32"),
     "bfloat16 momentum": _row(lowbit_optax.cast(jnp.bfloat16)),
     "8 bits, the default": _row(None),
-    "linear, nearest": _codes(code="linear", rounding="nearest"),
-    "the same, blocks of 128": _codes(
-        code="linear", rounding="nearest", block_size=128
-    ),
-    "linear, stochastic": _codes(code="linear", rounding="stochastic"),
+    "linear, nearest": _codes(rounding="nearest"),
+    "the same, blocks of 128": _codes(rounding="nearest", block_size=128),
+    "linear, stochastic": _codes(rounding="stochastic"),
     "companded, nearest": _codes(code="companded", rounding="nearest"),
     "companded, stochastic": _codes(code="companded", rounding="stochastic"),
 }

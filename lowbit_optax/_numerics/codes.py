@@ -81,6 +81,11 @@ class Code:
         return 2 ** (self.bits - 1) - 1 if self.signed else 2**self.bits - 2
 
     @property
+    def smallest_share(self) -> float:
+        """Smallest positive value of a field, relative to the largest value."""
+        raise NotImplementedError
+
+    @property
     def infinity_field(self) -> int:
         """Field of infinities and NaNs in unsigned codes."""
         return self.largest_field + 1

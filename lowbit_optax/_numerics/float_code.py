@@ -43,6 +43,12 @@ class Float(Code):
     """
 
     @property
+    def smallest_share(self):
+        # Rounding the scale up can add a step of m bits.
+        steps = 1 << (23 - self._dropped)
+        return (1 + 1 / steps) * 2.0 ** -(self.largest_field // steps)
+
+    @property
     def _dropped(self) -> int:
         """The number 23 - m, with m as in the docstring of the class."""
         mantissa = {8: 3, 4: 1}[self.bits]

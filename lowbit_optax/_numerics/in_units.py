@@ -57,6 +57,10 @@ class InUnits(Code):
         return 1.0
 
     @property
+    def smallest_share(self):
+        return self.smallest_value / self.largest_value
+
+    @property
     def _least_factor(self) -> float:
         """Smallest factor that decoding applies to a unit."""
         return min(self.smallest_value, 1.0)

@@ -111,6 +111,7 @@ class Lowbit(Stepper):
         self.check_start(leaves, inner_state)
         plan = self._plan(leaves, inner_state)
         _ = plan.error_parts  # raises an error for a leaf without this part
+        plan.check_divided()
         drawn = LeafStep(leaves, seed, count, context.current().layer)
         parts, structure = jax.tree.flatten(jax.tree.map(not_folded, inner_state))
         inner_state = plan.tree(structure, plan.encode(parts, drawn.draws))

@@ -36,6 +36,7 @@ from lowbit_optax._step.parallel_trees import (
 )
 from lowbit_optax.formats.base import MomentFormat
 from lowbit_optax.formats.block_quantized import BlockQuantized, QuantizedMoment
+from lowbit_optax.formats.moment_fields import fields_of, is_coarser
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +139,32 @@ class MomentPlan:
                 raise no_moment_for_errors(leaf.name, field)
         places = zip(fields, [leaf.name for leaf in self.leaves], strict=True)
         return [found.get(place) for place in places]
+
+    def check_divided(self) -> None:
+        """Raise a ValueError if a first moment is coarser than the second moment.
+
+        A first moment below the smallest value of its format may be rounded up to that
+        value. If the root of its second moment is much smaller, the update is too long.
+        """
+        if self.choice.is_float32:
+            return
+        by_leaf = collections.defaultdict(list)
+        for moment in self._moments.values():
+            by_leaf[moment.leaf, moment.slot.state_class].append(moment)
+        for (name, kind), moments in by_leaf.items():
+            for first, second in itertools.permutations(moments, 2):
+                fields = second.slot.field, first.slot.field
+                is_divided = fields_of(kind).divides(*fields)
+                if is_divided and is_coarser(first.format, second.format):
+                    raise ValueError(
+                        f"lowbit: moment {fields[1]!r} of params{name} must not be "
+                        f"coarser than {fields[0]!r}, whose root divides it, got "
+                        f"{first.format} and {second.format or 'float32'}. Updates "
+                        "next to large gradients would be many times too long. Pass "
+                        "one format for both, such as lowbit_optax.block_quantized(8), "
+                        "or use lowbit_optax.factored_adamw, which averages divided "
+                        "gradients in 4 bits"
+                    )
 
     @property
     def takes_errors(self) -> bool:

@@ -43,7 +43,12 @@ class FactoredAdamState(typing.NamedTuple):
     nu_column: typing.Any
 
 
-register_moments(FactoredAdamState, averages=("mu", "nu"), second_moments=("nu",))
+register_moments(
+    FactoredAdamState,
+    averages=("mu", "nu"),
+    second_moments=("nu",),
+    normalized=("mu",),
+)
 
 
 @takes_options

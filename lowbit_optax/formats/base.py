@@ -289,6 +289,11 @@ class MomentFormat:
         """A description of all that ``decode`` depends on; see ``storage_formats``."""
         return repr(self)
 
+    @property
+    def smallest_share(self) -> float:
+        """The smallest positive value that it stores next to a value of 1, or 0."""
+        return 0.0
+
     def for_field(
         self,
         name: str,

@@ -78,6 +78,10 @@ class BlockQuantized(MomentFormat):
         return text + f"{scale} scales"
 
     @property
+    def smallest_share(self):
+        return self.codec.smallest_share
+
+    @property
     def codec(self) -> Code:
         name, scale = self._code_and_scale
         code = code_of(name, self.bits, self.signed, scale)
@@ -203,7 +207,8 @@ def block_quantized(
     With 8 bits, AdamW follows float32 even if one value of a block is 1,000 times as
     large as the others. Moments in 4 bits lose values below about 1/30 of the largest
     value in their block. Therefore, AdamW's updates next to large gradients are too
-    long with 4 bits for ``mu``, and too short with 4 bits for ``nu``. The first moment
+    short with 4 bits for ``mu`` and ``nu``. With 4 bits for ``mu`` alone, they would be
+    many times too long, so ``init`` raises an error. The first moment
     of :func:`lowbit_optax.factored_adamw` has values of similar sizes, so 4 bits are
     enough for it.
 
@@ -235,7 +240,8 @@ def block_quantized(
     Raises:
       TypeError: if ``bits`` or ``block_size`` is not a static int.
       ValueError: if an argument has a wrong value. ``init`` raises it if first moments
-        would have a code without negative values.
+        would have a code without negative values, or a coarser format than the second
+        moments whose roots divide them.
 
     References:
       Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization".

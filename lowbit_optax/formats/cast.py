@@ -26,6 +26,10 @@ class Cast(MomentFormat):
     def stored_as(self):
         return self.dtype.name
 
+    @property
+    def smallest_share(self):
+        return float(jnp.finfo(self.dtype).smallest_subnormal)
+
     def encode(self, moment, draws, number):
         if self.rounding == "nearest":
             return rounding_.round_nearest(moment, self.dtype)
@@ -47,7 +51,9 @@ def cast(dtype, *, rounding: Rounding = "stochastic") -> MomentFormat:
 
     Args:
       dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2. bfloat16 is the usual
-        choice, because squared gradients easily leave the range of float16.
+        choice, because squared gradients easily leave the range of float16. In float8,
+        second moments of gradients below 0.04 (e4m3fn) or 0.004 (e5m2) become 0, and
+        their updates are thousands of times too long.
       rounding: ``"stochastic"`` or ``"nearest"``. With nearest rounding, a bfloat16
         second moment stops moving: with b2 = 0.999, a step changes it by less than half
         of its last bit.

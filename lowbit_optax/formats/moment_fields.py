@@ -12,7 +12,10 @@ noise of a single rounding, which is 2 or 3 percent with 8 bits.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
+
+from lowbit_optax.formats.base import MomentFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +27,8 @@ class MomentFields:
       second_moments: fields that are never negative and whose root divides the update.
       orthogonalized: averages of matrices whose updates have the same size in all
         directions. Noise in weak directions matters, so the codes have equal steps.
+      normalized: averages of gradients that the root of a second moment has divided.
+        The root divides all other averages.
       start: the field of the initial weights, for optimizers that learn their step size
         from the distance to them. Their first steps are so short that rounding errors
         look like a large distance.
@@ -32,6 +37,7 @@ class MomentFields:
     averages: tuple[str, ...] = ()
     second_moments: tuple[str, ...] = ()
     orthogonalized: tuple[str, ...] = ()
+    normalized: tuple[str, ...] = ()
     start: str | None = None
 
     def is_second_moment(self, field: str) -> bool | None:
@@ -41,6 +47,12 @@ class MomentFields:
         if field in self.averages or field in _FIRST_MOMENTS:
             return False
         return True if self is _UNKNOWN and field in _SECOND_MOMENTS else None
+
+    def divides(self, second: str, first: str) -> bool:
+        """Return whether the root of one field divides another one in the update."""
+        is_first = self.is_second_moment(first) is False
+        is_divided = is_first and first not in self.normalized
+        return is_divided and bool(self.is_second_moment(second))
 
 
 # If a state is not in the table, these names have the same meaning as in optax.
@@ -94,6 +106,7 @@ def register_moments(
     averages: Iterable[str] = (),
     second_moments: Iterable[str] = (),
     orthogonalized: Iterable[str] = (),
+    normalized: Iterable[str] = (),
 ) -> None:
     """Declare the moments in the state of a transformation that is not from optax.
 
@@ -108,6 +121,10 @@ def register_moments(
       second_moments: names of fields that are never negative.
       orthogonalized: names of averages of matrices whose updates have the same size in
         all directions, as in Muon. They get linear codes.
+      normalized: names of averages of gradients that are divided by the root of the
+        second moment before they are averaged, as in
+        :func:`lowbit_optax.scale_by_factored_adam`. Their format may be coarser than
+        the format of the second moment. ``init`` raises an error for other averages.
 
     Raises:
       TypeError: if ``state_class`` is not a class with fields.
@@ -129,7 +146,8 @@ def register_moments(
             "register_moments: state_class must be a NamedTuple class or a dataclass, "
             f"such as optax.ScaleByAdamState, got {state_class!r}"
         )
-    lists = tuple(averages), tuple(second_moments), tuple(orthogonalized)
+    given = averages, second_moments, orthogonalized, normalized
+    lists = tuple(map(tuple, given))
     for name in sum(lists, ()):
         if name not in fields:
             raise ValueError(
@@ -137,6 +155,29 @@ def register_moments(
                 f"fields are {', '.join(fields)}"
             )
     _DECLARED[state_class] = MomentFields(*lists)
+
+
+def is_coarser(first: MomentFormat | None, second: MomentFormat | None) -> bool:
+    """Return whether updates are wrong if the root of one moment divides another.
+
+    The two formats lose values below a share of the largest value. Updates of gradients
+    that are up to 1,000 times smaller than their neighbours become too long if the
+    first moment loses much larger values than the root of the second moment. None
+    stands for float32.
+
+    >>> from lowbit_optax.formats import block_quantized
+    >>> four = block_quantized(4)
+    >>> mu, nu = four.for_field("mu", False), four.for_field("nu", True)
+    >>> is_coarser(mu, nu), is_coarser(mu, None)
+    (False, True)
+    """
+    if first is None:
+        return False
+    size = lambda format_: getattr(format_, "block_size", 1)
+    root = math.sqrt(second.smallest_share) if second is not None else 0.0
+    # In larger blocks, a large value has more neighbours.
+    root = 0.0 if size(first) > size(second) else root
+    return first.smallest_share > max(1e-3, 1.5 * root)
 
 
 def fields_of(state_class: type | None) -> MomentFields:

@@ -122,7 +122,8 @@ def lpmm_adam(
       b1, b2, eps, eps_root, nesterov: see ``optax.adam``.
       weight_decay: the decoupled weight decay d, as in ``optax.adamw``; 0 if None.
       momentum_bits, block_size, rounding: see :func:`lpmm_sgd`, with m as the momentum.
-        v is stored in ``block_quantized(8)``, in which no value becomes 0.
+        v is stored in ``block_quantized(8)``, in which no value becomes 0. ``init``
+        raises an error for 4 bits, with which updates would be many times too long.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,
         ``warn`` and ``match_grad_dtype``; see :func:`lowbit_optax.lowbit`.
 

@@ -70,6 +70,11 @@ def _adamw(weights, moments):
 EXTRA_BITS = functools.partial(lowbit_optax.extra_bits_adamw, 1e-3)
 EIGHT = lowbit_optax.block_quantized(8)
 FOUR_AND_EIGHT = {"mu": lowbit_optax.block_quantized(4), "nu": EIGHT}
+DIVIDED_FIRST = optax.chain(
+    lowbit_optax.scale_by_factored_adam(min_dim_size_to_factor=2**20),
+    optax.add_decayed_weights(1e-4),
+    optax.scale(-1e-3),
+)
 ERRORS_INTO_MU = lowbit_optax.stochastic_rounding(error_feedback="mu")
 EXACT_MEAN = lowbit_optax.extra_bits(8, sum_rounding="stochastic")
 LPMM_ADAM = lowbit_optax.lpmm_adam(1e-3)
@@ -91,7 +96,9 @@ STEPS = {
     "sr": Bounds(lowbit_optax.sr_adamw(1e-3), 2 + 4 + 0 + 8, 56, (14, 0), 80),
     "lowbit": LOWBIT,
     "master copy": Bounds(_adamw(lowbit_optax.master_copy(), "float32"), 30, 24),
-    "4-bit mu": Bounds(_adamw(lowbit_optax.extra_bits(8), FOUR_AND_EIGHT), 11.25, 78),
+    "4-bit mu": Bounds(
+        lowbit_optax.lowbit(DIVIDED_FIRST, moments=FOUR_AND_EIGHT), 11.25, 78
+    ),
     "errors into 8-bit mu": Bounds(_adamw(ERRORS_INTO_MU, EIGHT), 10.25, 102),
     "sums of exact mean": Bounds(_adamw(EXACT_MEAN, EIGHT), 12.25, 84.5),
     "lpmm_adam": Bounds(LPMM_ADAM, 9.13, 127, lower=lower_lpmm_step),

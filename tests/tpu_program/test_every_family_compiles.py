@@ -37,13 +37,13 @@ pytest.importorskip("libtpu", reason="needs the tpu-program extra")
 from tools.tpu_program.steps import lower_lpmm_step, lower_step
 from tools.tpu_program.targets import TARGETS, tpu_mesh
 
-FOUR_BITS = {"mu": block_quantized(4), "nu": block_quantized(8)}
+FOUR_BITS = {"mu": block_quantized(8), "nu": block_quantized(4)}
 STOCHASTIC = extra_bits(8, rounding="stochastic", sum_rounding="stochastic")
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 FAMILIES = {
     "lowbit_adamw": lowbit_adamw(1e-3),
-    "mu of 4 bits": lowbit_adamw(1e-3, moments=FOUR_BITS),
+    "nu of 4 bits": lowbit_adamw(1e-3, moments=FOUR_BITS),
     "moments of 4 bits": lowbit_adamw(1e-3, moments=block_quantized(4, code="dynamic")),
     "logarithms": lowbit_adamw(1e-3, moments={"nu": block_quantized(8, code="log")}),
     "blocks of 2048": lowbit_adamw(1e-3, moments=block_quantized(8, block_size=2048)),

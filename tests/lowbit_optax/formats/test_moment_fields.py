@@ -1,17 +1,24 @@
 """State fields get the right format, in optax's states and in user-defined ones."""
 
+import functools
+import itertools
 import re
 import typing
 import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from optax import contrib
 
 import lowbit_optax
+from lowbit_optax import block_quantized, cast
+from lowbit_optax._numerics.random_bits import Draws, DrawsToNearest, random_bits
+from lowbit_optax._step.moments import decoded, encoded
 from lowbit_optax.formats.block_quantized import QuantizedMoment
+from lowbit_optax.formats.moment_fields import is_coarser
 from lowbit_optax.states.checkpoints import storage_formats
 
 pytestmark = pytest.mark.standard_promotion
@@ -197,3 +204,94 @@ def test_storing_an_undeclared_second_moment_with_a_sign_warns():
         tx, _ = stepped(state_class, moments)
     formats = storage_formats(tx, PARAMS)
     assert "unsigned" in formats["state.inner_state.squares['w']"]
+
+
+EIGHT, FOUR, BFLOAT16 = block_quantized(8), block_quantized(4), cast("bfloat16")
+ADAMW, ADAN = optax.adamw(1e-3), optax.adan(1e-3)
+FACTORED = optax.chain(lowbit_optax.scale_by_factored_adam(), optax.scale(-1e-3))
+COARSER = {
+    "4 and 8 bits": (ADAMW, {"mu": FOUR, "nu": EIGHT}),
+    "4 bits and float32": (ADAMW, {"mu": FOUR}),
+    "4 bits and bfloat16": (ADAMW, {"mu": FOUR, "nu": BFLOAT16}),
+    "4 bits in larger blocks": (
+        ADAMW, {"mu": block_quantized(4, block_size=64), "nu": FOUR}
+    ),
+    "linear and float": (ADAMW, {"mu": block_quantized(8, code="linear"), "nu": EIGHT}),
+    "float8 and bfloat16": (ADAMW, {"mu": cast("float8_e4m3fn"), "nu": BFLOAT16}),
+    "maxima": (optax.amsgrad(1e-3), FOUR),
+    "differences": (ADAN, {"m": EIGHT, "v": FOUR, "n": EIGHT}),
+    "of a chain": (optax.chain(optax.trace(0.9), ADAMW), {"mu": FOUR, "nu": EIGHT}),
+    "lpmm": (optax.adam(1e-3), {"mu": block_quantized(4, code="dynamic"), "nu": EIGHT}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("inner", "moments"), COARSER.values(), ids=COARSER)
+def test_a_first_moment_coarser_than_its_second_raises_an_error(inner, moments):
+    tx = lowbit_optax.lowbit(inner, moments=moments)
+    message = (
+        r"moment '(mu|v)' of params\['w'\].*coarser than '(nu|nu_max|n)'.*factored"
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(tx.init, PARAMS)
+    jax.eval_shape(
+        tx.init, {"small": jnp.ones(8)} if "float8" not in str(moments) else {}
+    )
+
+
+FINE_ENOUGH = {
+    "equal": (ADAMW, FOUR),
+    "finer": (ADAMW, {"mu": EIGHT, "nu": FOUR}),
+    "8 bits and float32": (ADAMW, {"mu": EIGHT}),
+    "bfloat16": (ADAMW, {"mu": BFLOAT16}),
+    "large blocks": (ADAMW, {"mu": block_quantized(8, block_size=2048), "nu": EIGHT}),
+    "divided gradients": (FACTORED, {"mu": FOUR, "nu": EIGHT}),
+    "not divided": (optax.lion(1e-3), FOUR),
+    "of other leaves": (contrib.muon(1e-3), {"mu": FOUR}),
+}
+
+
+@pytest.mark.parametrize(("inner", "moments"), FINE_ENOUGH.values(), ids=FINE_ENOUGH)
+def test_other_pairs_of_moments_are_accepted(inner, moments):
+    jax.eval_shape(lowbit_optax.lowbit(inner, moments=moments).init, PARAMS)
+
+
+FIRST = [None, BFLOAT16, EIGHT, FOUR, *(
+    block_quantized(bits, code=code)
+    for bits, code in ((8, "linear"), (8, "dynamic"), (4, "dynamic"))
+)]  # fmt: skip
+SECOND = [None, BFLOAT16, EIGHT, FOUR, block_quantized(8, code="companded")]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def averages(format_, decay, inputs):
+    """The running averages in each step if they are stored in a format."""
+
+    def step(stored, now):
+        number, x = now
+        (random,) = random_bits(jnp.uint32(7), number, [1])
+        new = decay * decoded(stored, format_, x.shape) + (1 - decay) * x
+        return encoded(new, format_, Draws(random)), new
+
+    zeros = encoded(jnp.zeros_like(inputs[0]), format_, DrawsToNearest())
+    numbers = jnp.arange(len(inputs), dtype=jnp.uint32)
+    return jax.lax.scan(step, zeros, (numbers, inputs))[1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("large", [30, 1000])
+def test_coarser_first_moments_make_updates_too_long_and_others_do_not(large):
+    rows = np.arange(32)[:, None] % 8 == 3
+    draws = np.random.default_rng(0).standard_normal((200, 32, 32), np.float32)
+    grads = jnp.asarray(np.where(rows, large * draws, draws))
+    named = lambda x, *field: x and x.for_field(*field)
+    firsts = [named(x, "mu", False) for x in FIRST]
+    seconds = [named(x, "nu", True) for x in SECOND]
+    mu = [averages(x, 0.9, grads) for x in firsts]
+    nu = [averages(x, 0.999, grads**2) for x in seconds]
+    size = lambda mu, nu: jnp.linalg.norm((mu / jnp.sqrt(nu))[50:, ~rows[:, 0]])
+    for i, j in itertools.product(range(len(FIRST)), range(len(SECOND))):
+        longer = size(mu[i], nu[j]) / size(mu[0], nu[0])
+        if not is_coarser(firsts[i], seconds[j]):
+            assert longer < 1.4, (firsts[i], seconds[j])
+        elif large == 1000:
+            assert longer > 2.0, (firsts[i], seconds[j])

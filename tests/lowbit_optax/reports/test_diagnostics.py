@@ -77,7 +77,7 @@ def test_a_report_distinguishes_moments_of_few_and_of_many_bits():
     moments = {
         "cast": lowbit_optax.cast(BF16, rounding="nearest"),
         "8": block_quantized(8),
-        "4": {"mu": block_quantized(4), "nu": block_quantized(8)},
+        "4": block_quantized(4),
         "float32": "float32",
     }
     txs = {
