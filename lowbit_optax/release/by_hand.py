@@ -148,7 +148,7 @@ class Handle(NotAnArray):
         update = functools.partial(step, self._tx)
         arguments = *old, as_state(gradients)
         wrappers.check_reduced(update, *arguments)
-        new = update(*arguments)
+        new = wrappers.with_old_integers(old, update(*arguments))
         wrappers.check_kept("(params, state)", old, new)
         return as_floats(new[0]), new[1]
 

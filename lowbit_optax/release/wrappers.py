@@ -1,5 +1,6 @@
 """A ``jax.custom_vjp`` wrapper whose backward rule runs the optimizer."""
 
+import itertools
 import typing
 from collections.abc import Callable
 
@@ -7,8 +8,10 @@ import jax
 from jax import lax
 from jax.extend import core
 
+from lowbit_optax._step import trees
 from lowbit_optax.release.barriers import tied
 from lowbit_optax.release.float_state import FloatState, as_floats, as_state
+from lowbit_optax.states.state_leaves import state_leaves
 
 Update = Callable[[typing.Any, typing.Any, typing.Any], tuple]
 
@@ -58,6 +61,26 @@ def released(update: Update, params, state: FloatState, activations):
 
     identity.defvjp(forward, backward)
     return identity(params, state, activations)
+
+
+def with_old_integers(old: tuple, new: tuple) -> tuple:
+    """Return new parameters and state, with the old ones of leaves without a gradient.
+
+    optax's transformations change integers and booleans, and the dtypes of their state.
+
+    Args:
+      old, new: ``(params, state)`` before and after a step.
+    """
+    names, leaves, treedef = trees.named_leaves(old[0])
+    still = [not trees.is_float(leaf) for leaf in leaves]
+    if not any(still):
+        return new
+    either = lambda is_old, x, y: x if is_old else y
+    params = map(either, still, leaves, treedef.flatten_up_to(new[0]))
+    owners = set(itertools.compress(names, still))
+    own = [part.owner in owners for part in state_leaves(*old)]
+    state = map(either, own, *map(jax.tree.leaves, (old[1], new[1])))
+    return treedef.unflatten(params), jax.tree.structure(old[1]).unflatten(state)
 
 
 def check_kept(name: str, old, new) -> None:

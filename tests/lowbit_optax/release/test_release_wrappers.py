@@ -10,7 +10,7 @@ import pytest
 import released
 from jax import lax
 from optimizers import assert_same_bits
-from released import RATE, SGD, dense, head_loss, simple_loss, simple_params, weights
+from released import SGD, dense, head_loss, simple_loss, simple_params, weights
 
 import lowbit_optax
 from lowbit_optax import release
@@ -350,8 +350,33 @@ def test_the_error_of_an_update_that_changes_a_dtype_names_the_place():
 
 
 def test_a_state_that_changes_its_dtype_is_named():
-    tx = lowbit_optax.kahan_adamw(RATE)
-    params = simple_params() | {"order": jnp.arange(3)}
-    step = release.value_and_update(simple_loss, tx)
-    with pytest.raises(TypeError, match=r"state\.inner_state\[0\]\.mu\['order'\]"):
+    def in_float16(updates, state, params=None):
+        return updates, jax.tree.map(lambda x: x.astype(jnp.float16), state)
+
+    tx = optax.GradientTransformation(lambda params: params, in_float16)
+    step, params = release.value_and_update(simple_loss, tx), simple_params()
+    with pytest.raises(TypeError, match=r"state\['head'\] .*float32\[64\] .*float16"):
         step(params, tx.init(params), *released.batches(1)[0])
+
+
+@pytest.mark.parametrize("tx", [TX, optax.adamw(2.0**-7)], ids=["lowbit", "optax"])
+def test_integers_and_booleans_keep_their_values_and_state(tx):
+    params = {
+        "layer": {"w": weights(), "order": jnp.arange(5), "flag": jnp.bool_(True)}
+    }
+    state, (x,) = tx.init(params["layer"]), released.batches(1)[0]
+
+    def loss_fn(params, x):
+        layer, x = release.released(params["layer"], x)  # only handles are opened
+        return mean_square(dense(x, layer["w"]) * layer["order"][1] * layer["flag"])
+
+    step = release.value_and_update(lambda layer, x: loss_fn({"layer": layer}, x), tx)
+    _, new, new_state = jax.jit(step)(params["layer"], state, x)
+    step = release.value_and_update_layers(loss_fn, tx)
+    _, by_hand, by_hand_state = jax.jit(step)(params, {"layer": state}, x)
+    before = jax.tree.leaves_with_path((params["layer"], state))
+    for got in (new, new_state), (by_hand["layer"], by_hand_state["layer"]):
+        for (path, x), y in zip(before, jax.tree.leaves(got), strict=True):
+            if {"order", "flag"} & {getattr(key, "key", "") for key in path}:
+                assert_same_bits(y, x)
+        assert (got[0]["w"] != params["layer"]["w"]).any()
