@@ -242,7 +242,7 @@ class Lowbit(Stepper):
         """Return the plan for storing the inner state of these leaves."""
         masters = [
             trees.abstract(leaf.param)
-            if leaf.format is None
+            if leaf.format is None and trees.is_inexact(leaf.param)
             else jax.ShapeDtypeStruct(leaf.param.shape, jnp.float32)
             for leaf in leaves
         ]
@@ -279,7 +279,11 @@ class Lowbit(Stepper):
 def _split(leaf: StoredLeaf, master) -> tuple[typing.Any, typing.Any]:
     """Return the initial master (by default, the parameter) and its residual."""
     if leaf.format is None:
-        return leaf.param, None
+        weight = leaf.master()
+        if trees.is_inexact(leaf.param):
+            return weight, None
+        # optax would keep moments in the leaf's dtype until the first step.
+        return jnp.asarray(weight, jnp.float32), None
     if master is not None:
         master = leaf.moved_like_param(master)
         return master, _residual(leaf.format, master, leaf.param)

@@ -12,6 +12,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.float_layouts import is_narrow
@@ -73,7 +74,7 @@ class Guard(typing.NamedTuple):
         contract products and sums differently than without a guard.
         """
         leaves, treedef = jax.tree.flatten(grads)
-        floats = {i: x for i, x in enumerate(leaves) if trees.is_float(x)}
+        floats = {i: x for i, x in enumerate(leaves) if trees.is_inexact(x)}
         # Outside of jit, JAX compiles a conditional with new closures in every step.
         floats = traced_once(_unscaled)(self.factor, self.proceed, floats)
         return treedef.unflatten(floats.get(i, x) for i, x in enumerate(leaves))
@@ -82,7 +83,7 @@ class Guard(typing.NamedTuple):
         """Multiply gradients by the factor; narrow gradients become float32."""
 
         def times(grad):
-            if not trees.is_float(grad):
+            if not trees.is_inexact(grad):
                 return grad
             dtype = jnp.float32 if is_narrow(grad.dtype) else grad.dtype
             return grad.astype(dtype) * self.factor.astype(dtype)
@@ -126,7 +127,7 @@ def neutral_updates(like):
 
     def neutral(x) -> jax.Array:
         # x + -0 is x for every x, including -0. (-0 + 0 would be +0.)
-        value = -0.0 if trees.is_float(x) else 0
+        value = -np.zeros((), x.dtype) if trees.is_inexact(x) else 0
         # JAX converts float64 to float32, and warns unless this dtype is requested.
         return jnp.asarray(value, jax.dtypes.canonicalize_dtype(x.dtype))
 

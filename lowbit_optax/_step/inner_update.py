@@ -264,7 +264,7 @@ def _shapes(step: Step) -> tuple[list, list, list]:
     """
     grads = [_float32(x.grad) if x.has_narrow_grad else x.grad for x in step.leaves]
     masters = [
-        x.param if x.format is None else widen.eval_shape(x.format, x.param)
+        x.master() if x.format is None else widen.eval_shape(x.format, x.param)
         for x in step.leaves
     ]
     by_name = dict(zip(step.names, masters, strict=True))

@@ -91,7 +91,7 @@ def narrowed_dtypes(what: str, params, dtype, keep_float32: KeepFloat32):
             raise TypeError(f"{what}: params{name} must be an array, got {leaf!r}")
         is_kept = keep_float32 is not None and keep_float32(name, leaf)
         is_narrowed = trees.is_float(leaf) and not is_kept
-        return narrow if is_narrowed else np.dtype(leaf.dtype)
+        return narrow if is_narrowed else leaf.dtype
 
     names, leaves, treedef = trees.named_leaves(params)
     return treedef.unflatten(map(choose, names, leaves))

@@ -111,7 +111,8 @@ class StoredLeaf:
     def with_grad(self, grad) -> "StoredLeaf":
         """Check a gradient, and return the leaf with it.
 
-        The gradient of a float parameter must be a float array of the same shape.
+        The gradient of a float parameter must be a float array of the same shape. Zeros
+        replace any gradient of integers, booleans and PRNG keys.
         """
         what = f"lowbit: gradient of params{self.name}"
         if trees.is_quantized(grad):
@@ -122,16 +123,20 @@ class StoredLeaf:
             )
         if not hasattr(grad, "dtype"):
             raise TypeError(f"{what} must be an array, got {grad!r}")
-        if trees.is_float(self.param):
-            if not trees.is_float(grad):
-                raise TypeError(
-                    f"{what} must have a real floating-point dtype, got {grad.dtype}"
-                )
-            if grad.shape != self.param.shape:
-                raise ValueError(
-                    f"{what} must have the parameter's shape {self.param.shape}, got "
-                    f"{grad.shape}"
-                )
+        if not trees.is_inexact(self.param):
+            grad = jnp.zeros_like(_numbers(self.param), jnp.float32)
+            return dataclasses.replace(self, grad=grad)
+        is_real = trees.is_float(self.param)
+        if not (trees.is_float if is_real else trees.is_inexact)(grad):
+            kind = "real" if is_real else "real or complex"
+            raise TypeError(
+                f"{what} must have a {kind} floating-point dtype, got {grad.dtype}"
+            )
+        if grad.shape != self.param.shape:
+            raise ValueError(
+                f"{what} must have the parameter's shape {self.param.shape}, got "
+                f"{grad.shape}"
+            )
         return dataclasses.replace(self, grad=self.moved_like_param(grad))
 
     def moved_like_param(self, x):
@@ -148,7 +153,7 @@ class StoredLeaf:
     def master(self):
         """Return the weight that the inner transformation sees."""
         if self.format is None:
-            return self.param
+            return _numbers(self.param)
         join = functools.partial(_inner_weight, self.format)
         return layerwise(join)(self.param, self.residual)
 
@@ -175,6 +180,9 @@ class StoredLeaf:
 
         For ``ahead``, see :meth:`WeightFormat.advance`.
         """
+        if not trees.is_inexact(self.param):
+            still = jnp.zeros_like(_numbers(self.param))
+            return Landed(self.param if landing.is_direct else still)
         if self.format is None:
             if landing.is_direct:
                 update = optax.apply_updates(self.param, update)
@@ -183,6 +191,12 @@ class StoredLeaf:
         advance = lambda *arrays: advanced(self.format, landing, *arrays, random)
         update = update.astype(jnp.float32)
         return layerwise(advance)(self.param, self.residual, update, ahead)
+
+
+def _numbers(param):
+    """Return zeros instead of PRNG keys, which do not support arithmetic."""
+    is_keys = jnp.issubdtype(param.dtype, jax.dtypes.prng_key)
+    return jnp.zeros(param.shape, jnp.uint32) if is_keys else param
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -305,7 +305,7 @@ class MomentPlan:
                 param = params.get(name)
                 if like.dtype != jnp.float32 or param is None:
                     continue
-                if param.shape != like.shape:
+                if param.shape != like.shape or not trees.is_inexact(param):
                     continue
                 format_ = slot.format
                 if format_ is not None:

@@ -114,6 +114,14 @@ def is_float(leaf) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
+def is_inexact(leaf) -> bool:
+    """Return whether a leaf is trained: a real or complex array or a quantised weight.
+
+    Integers, booleans and PRNG keys are not. No step changes them.
+    """
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
 def is_narrow_array(leaf) -> bool:
     """Return whether a leaf has a narrow float dtype, such as bfloat16."""
     return hasattr(leaf, "dtype") and is_narrow(leaf.dtype)

@@ -27,7 +27,7 @@ class Sizes(typing.NamedTuple):
     @classmethod
     def of(cls, grads, factor: jax.Array) -> "Sizes":
         """Return the sizes of gradients times ``factor``, which may overflow."""
-        arrays = [x for x in jax.tree.leaves(grads) if trees.is_float(x) and x.size]
+        arrays = [x for x in jax.tree.leaves(grads) if trees.is_inexact(x) and x.size]
         if not arrays:
             return cls(jnp.bool_(True), jnp.float32(0))
         largest = jnp.stack([_largest_magnitude(x) for x in arrays])

@@ -60,8 +60,8 @@ class AccumulationState(typing.NamedTuple):
       seed: uint32 scalar; see :class:`.LowbitState`.
       mini_step: int32 scalar, the number of gradients in the accumulators.
       accumulators: the sums in their format, as a tree with the structure of the
-        parameters or a QuantizedMoment of such trees. Leaves that are not float have
-        zeros.
+        parameters or a QuantizedMoment of such trees. Integers, booleans
+        and PRNG keys have zeros.
       inner_state: the state of the inner transformation.
     """
 
@@ -163,9 +163,7 @@ class Accumulation(Stepper):
         _, leaves, treedef = trees.named_leaves(params)
         count, seed = jnp.zeros([], jnp.uint32), seed_of(self.seed, leaves)
         accumulators = [
-            empty(x, self.accumulators.for_leaf(x.shape))
-            if trees.is_float(x)
-            else blank(x)
+            empty(x, self.accumulators.of_sum(x)) if trees.is_inexact(x) else blank(x)
             for x in leaves
         ]
         mini_step = jnp.zeros([], jnp.int32)
@@ -259,6 +257,11 @@ class _Call:
             grads, inner = self._named[2].unflatten(totals), self.config.inner
             arguments = params, state.inner_state, grads, UNGUARDED, self.landing
             result, inner_state = guarded(inner, *arguments, self.extra_args)
+            # Before the first step, optax's moments of integers are integers.
+            keep = lambda new, old: (
+                new if trees.is_inexact(old) else new.astype(old.dtype)
+            )
+            inner_state = jax.tree.map(keep, inner_state, state.inner_state)
             return result, sums.empty(), inner_state
 
         def wait():
@@ -296,13 +299,23 @@ class _Call:
 
     def _in_containers(self, parts: Sequence):
         format_, treedef = self.config.accumulators.format, self._named[2]
+        parts = [
+            old if x is None else x for x, old in zip(parts, self._stored, strict=True)
+        ]
         return in_parallel_trees(format_, treedef, parts, self.state.accumulators)
+
+    @property
+    def _stored(self) -> list:
+        """The accumulators in the state, and zeros for leaves that do not change."""
+        names, _, treedef = self._named
+        stored = self.state.accumulators
+        parts = leaf_by_leaf(names, treedef, stored, "accumulators")
+        return list(map(uncontained, parts))
 
     @functools.cached_property
     def _sums(self) -> Sums:
         """The accumulators before the step, and the gradients to add to them."""
         names, leaves, treedef = self._named
-        parts = leaf_by_leaf(names, treedef, self.state.accumulators, "accumulators")
         grads = trees.parts_of(names, treedef, self.grads, "grads")
         lowbit = stepper_of(self.config.inner)
         shardings: Sequence = [None] * len(names)
@@ -319,10 +332,10 @@ class _Call:
             self.state.count,
             context.current().layer,
             [
-                uncontained(part) if trees.is_float(leaf) else None
-                for leaf, part in zip(leaves, parts, strict=True)
+                part if trees.is_inexact(leaf) else None
+                for leaf, part in zip(leaves, self._stored, strict=True)
             ],
-            [self.config.accumulators.for_leaf(x.shape) for x in leaves],
+            list(map(self.config.accumulators.of_sum, leaves)),
             self.guard,
         )
 

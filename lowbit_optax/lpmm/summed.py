@@ -50,6 +50,10 @@ class Accumulators(MomentFormat):
     format: MomentFormat
     min_size: int
 
+    def of_sum(self, leaf) -> MomentFormat | None:
+        """Return the format of a leaf's sum, or None for a float32 or complex array."""
+        return self.for_leaf(leaf.shape) if trees.is_float(leaf) else None
+
     def for_leaf(self, shape, min_size=0):
         del min_size
         return self.format.for_leaf(shape, self.min_size)
@@ -87,7 +91,12 @@ class Summed:
         """
         treedef = trees.named_leaves(params)[2]
         if isinstance(state, LowbitState):  # otherwise, the step raises an error
-            accumulators = treedef.unflatten(self.sums.parts[i] for i in leaves)
+            sums = self.sums
+            parts = [
+                sums.leaves[i].grad if sums.parts[i] is None else sums.parts[i]
+                for i in leaves
+            ]
+            accumulators = treedef.unflatten(parts)
             inner_state = SummedState(state.inner_state, accumulators)
             state = state._replace(inner_state=inner_state)
         result, new = _with_sums(self.format, lowbit).run(params, state, *args)
@@ -96,11 +105,12 @@ class Summed:
         return result, new._replace(inner_state=new.inner_state.inner_state)
 
     def emptied(self) -> list:
-        """Return all accumulators after the update."""
+        """Return all accumulators after the update, None for constant leaves."""
         sums = self.sums
+        is_new = lambda i: i in self.new and sums.parts[i] is not None
         each = enumerate(zip(sums.empty(), sums.parts, strict=True))
         choose = sums.guard.chosen
-        return [self.new[i] if i in self.new else choose(*pair) for i, pair in each]
+        return [self.new[i] if is_new(i) else choose(*pair) for i, pair in each]
 
 
 def _with_sums(format_: Accumulators, lowbit: Lowbit) -> Lowbit:
@@ -112,16 +122,13 @@ def _with_sums(format_: Accumulators, lowbit: Lowbit) -> Lowbit:
     within = with_extra_args(lowbit.inner)
 
     def init(params):
-        start = lambda leaf: zeros(leaf) if trees.is_float(leaf) else None
-        accumulators = jax.tree.map(start, params)
-        return SummedState(within.init(params), accumulators)
+        return SummedState(within.init(params), jax.tree.map(zeros, params))
 
     def update(updates, state, params=None, **extra_args):
+        del updates
         zero = not_folded(jnp.float32(0))
-        read = lambda grad, total: grad if total is None else total
-        sums = jax.tree.map(read, updates, state.accumulators)
         result, inner_state = within.update(
-            sums, state.inner_state, params, **extra_args
+            state.accumulators, state.inner_state, params, **extra_args
         )
         emptied = jax.tree.map(lambda x: jax.lax.full_like(x, zero), state.accumulators)
         return result, SummedState(inner_state, emptied)

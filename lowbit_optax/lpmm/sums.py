@@ -116,8 +116,8 @@ class Sums(LeafStep):
     Args:
       leaves: the parameters with their gradients.
       seed, count, layer: see :class:`LeafStep`.
-      parts: the accumulators, or None for leaves that are not float.
-      formats: formats of the accumulators, or None for float32.
+      parts: the accumulators, or None for leaves that do not change.
+      formats: formats of the accumulators, or None for arrays of sums.
       guard: unscales gradients, and decides whether they are added.
     """
 
@@ -160,7 +160,7 @@ class Sums(LeafStep):
         return self.guard.chosen(new, part)
 
     def decoded(self) -> list:
-        """Return the float32 sums, or gradients for leaves that are not float."""
+        """Return the float32 sums, or the zeros of leaves that do not change."""
         return list(map(self._decoded, range(len(self.leaves))))
 
     def _decoded(self, number: int):
@@ -191,12 +191,15 @@ def _fits(leaf: StoredLeaf) -> bool:
 
 
 def zeros(leaf) -> jax.Array:
-    """Return float32 zeros with the shape and, for arrays, the sharding of a leaf."""
+    """Return float32 zeros with the shape and, for arrays, the sharding of a leaf.
+
+    The zeros of complex leaves are complex.
+    """
     if trees.is_quantized(leaf):
         return jnp.zeros(leaf.shape, jnp.float32)
-    return jnp.zeros_like(leaf, jnp.float32)
+    return jnp.zeros_like(leaf, jnp.float32 if trees.is_float(leaf) else None)
 
 
 def empty(leaf, format_: MomentFormat | None):
-    """Return the accumulator of a float leaf before any gradient is added."""
+    """Return the accumulator of a leaf before any gradient is added."""
     return encoded(not_folded(zeros(leaf)), format_, DrawsToNearest())

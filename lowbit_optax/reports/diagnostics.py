@@ -221,7 +221,7 @@ def _nearest(x: jax.Array, old) -> QuantizedWeight:
 
 def _nonfinite(x) -> jax.Array:
     """Return the number of non-finite elements as a float32 scalar."""
-    if not trees.is_float(x):
+    if not trees.is_inexact(x):
         return jnp.float32(0)
     return jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
 

@@ -309,7 +309,7 @@ def released(sizes: Iterable[int]) -> int:
 
 def _row(name: str, param, parts: list[StateLeaf]) -> LeafMemory:
     """Return the entry of a parameter, given the parts of its state."""
-    size, dtype = math.prod(param.shape), jnp.dtype(param.dtype)
+    size, dtype = math.prod(param.shape), param.dtype
     stored = size * dtype.itemsize
     # Training with optax needs a float32 master for narrow parameters.
     float32_master = stored + (4 * size if is_narrow(dtype) else 0)

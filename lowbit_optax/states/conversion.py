@@ -212,11 +212,13 @@ def _carried(path: KeyPath, part: Part, want, source: DecodedRun) -> typing.Any:
     if value.shape == want.shape:
         owner, _ = owner_and_field(path, source.params)
         is_of_a_float = owner is None or trees.is_float(source.params[owner])
-        # In the first step, optax replaces its integers and booleans with floats.
-        if value.dtype == want.dtype or not is_of_a_float:
+        if value.dtype == want.dtype:
             return value
-        if trees.is_float(value) and trees.is_float(want):
+        if trees.is_float(want) and (trees.is_float(value) or not is_of_a_float):
             return narrow_or_cast(value, want.dtype)
+        # In the first step, optax replaces its integers and booleans with floats.
+        if not is_of_a_float:
+            return value
     raise ValueError(
         "convert: from_tx and to_tx must keep the same arrays, but "
         f"state{jax.tree_util.keystr(path)} is {trees.describe(value)} in from_tx and "

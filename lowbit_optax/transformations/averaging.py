@@ -108,7 +108,7 @@ def _towards_gradients(decay: float, debias: bool) -> optax.GradientTransformati
             r = r / -jnp.expm1(count.astype(jnp.float32) * jnp.float32(log_decay))
 
         def towards(weight, average):
-            if not trees.is_float(average):
+            if not trees.is_inexact(average):
                 return jnp.zeros_like(average)
             return r.astype(average.dtype) * (weight.astype(average.dtype) - average)
 

@@ -71,7 +71,7 @@ def regularize(
 def _gradients(penalty: Callable, params):
     """Return the gradients of the penalty, and None for constant leaves."""
     leaves, treedef = jax.tree.flatten(params)
-    variables = {i: x for i, x in enumerate(leaves) if trees.is_float(x)}
+    variables = {i: x for i, x in enumerate(leaves) if trees.is_inexact(x)}
 
     def of_variables(variables):
         together = (variables.get(i, x) for i, x in enumerate(leaves))

@@ -9,12 +9,13 @@ import optax
 from lowbit_optax._arguments import check_transformation
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import REPLACE, Landing, apply_leaf
-from lowbit_optax._step import context
+from lowbit_optax._step import context, trees
 from lowbit_optax._step.direct_update import DirectUpdate
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.stepper import stepper_of, with_extra_args
 from lowbit_optax._step.wrapped import check_wrapper, step_wrapped
 from lowbit_optax._types import OptState, Params, PyTree, Transformation
+from lowbit_optax.formats.quantized_tensor import is_quantized
 from lowbit_optax.states.host_memory import is_on_host
 from lowbit_optax.states.host_step import step_by_group
 
@@ -80,6 +81,8 @@ def step(
 def apply_updates(params: Params, updates: PyTree) -> Params:
     """Add updates to parameters; also supports float8 and strict dtype promotion.
 
+    Unlike optax, it does not change integers, booleans and PRNG keys.
+
     Args:
       params: tree of parameters; None leaves stay None.
       updates: tree with the same structure.
@@ -95,13 +98,18 @@ def apply_updates(params: Params, updates: PyTree) -> Params:
     def apply(param: typing.Any, update):
         if param is None:
             return None
+        if is_quantized(param):
+            return optax.apply_updates(param, update)
         if isinstance(update, DirectUpdate):
             return param + update
+        if not trees.is_inexact(jnp.asarray(param)):
+            return param
         if not is_narrow(jnp.asarray(param).dtype):
             return optax.apply_updates(param, update)
         return apply_leaf(param, update)
 
-    return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)
+    is_leaf = lambda x: x is None or is_quantized(x)
+    return jax.tree.map(apply, params, updates, is_leaf=is_leaf)
 
 
 def guarded(
