@@ -62,5 +62,9 @@ def apply_any(tx, params, state, grads):
 
 
 def both(params, series, others="pallas", **options):
-    """Parameters and state from kernels, and from XLA."""
-    return [trained(name, params, series, **options) for name in (others, "xla")]
+    """Parameters and state from kernels, and from XLA, which move every leaf."""
+    results = [trained(name, params, series, **options) for name in (others, "xla")]
+    masters = lowbit_optax.master_weights(*results[1])
+    for old, new in zip(*map(jax.tree.leaves, (params, masters)), strict=True):
+        assert old.size == 0 or np.any(np.float32(old) != new)
+    return results

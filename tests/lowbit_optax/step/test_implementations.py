@@ -68,11 +68,12 @@ FEWER_BITS = {
     "kahan_stochastic": kahan(rounding="stochastic", float_format=TWELVE_BITS),
     "kahan_param": kahan(arithmetic="param", float_format=TWELVE_BITS),
 }
+# The rates are so low that float32 sums round, and so high that weights move.
 SUMS = {
-    "4_bits": extra_bits(4, sum_rounding="stochastic"),
-    "12_bits": extra_bits(12, sum_rounding="stochastic"),
-    "all_bits": extra_bits(sum_rounding="stochastic"),
-    "stochastic": stochastic_rounding(sum_rounding="stochastic"),
+    "4_bits": (extra_bits(4, sum_rounding="stochastic"), 2.0**-20),
+    "12_bits": (extra_bits(12, sum_rounding="stochastic"), 2.0**-26),
+    "all_bits": (extra_bits(sum_rounding="stochastic"), 2.0**-26),
+    "stochastic": (stochastic_rounding(sum_rounding="stochastic"), 2.0**-12),
 }
 INTO_TRACE = {"weights": stochastic_rounding(error_feedback="trace")}
 # Maps a case to the dtype of the parameters, the options and the implementation.
@@ -99,9 +100,9 @@ OTHERS = {
     **{f"12_bit_{k}": ("bfloat16", {"weights": x}) for k, x in FEWER_BITS.items()},
     **{
         f"sums_{name}": (
-            "bfloat16", {"weights": x, "inner": optax.sgd(2.0**-26, momentum=0.5)}
+            "bfloat16", {"weights": x, "inner": optax.sgd(rate, momentum=0.5)}
         )
-        for name, x in SUMS.items()
+        for name, (x, rate) in SUMS.items()
     },
     "error_into_8_bits": ("bfloat16", INTO_TRACE | {"moments": block_quantized(8)}),
     "error_into_8_bits_tpu": (
