@@ -175,6 +175,25 @@ def test_a_compensation_of_a_whole_spacing_belongs_to_its_weight():
     np.testing.assert_array_equal(joined, 1 - 2.0**-7)
 
 
+def test_a_sum_that_float32_rounds_to_a_tie_keeps_its_compensation():
+    # A few compensations are rounded up, to more than half a spacing of 1.
+    format_ = lowbit_optax.kahan()
+    w, update = jnp.ones(SIZE, jnp.bfloat16), jnp.full(SIZE, 2.0**-8 + 2.0**-24)
+    new, kept, _ = advance(format_, w, jnp.zeros(SIZE, jnp.bfloat16), update)
+    assert jnp.max(jnp.abs(kept)) > 2.0**-8
+    np.testing.assert_array_equal(new, w)
+    np.testing.assert_array_less(1 + 2.0**-9, format_.join(new, kept))
+
+
+def test_a_weight_that_overflows_has_no_compensation():
+    w, update = jnp.full(2, 3e38, jnp.bfloat16), jnp.full(2, 3e38)
+    new, kept, _ = advance(
+        lowbit_optax.kahan(), w, jnp.zeros(2, jnp.bfloat16), update
+    )
+    assert jnp.isinf(new).all()
+    np.testing.assert_array_equal(kept, 0)
+
+
 # Casts that a GPU's compiler could remove.
 
 

@@ -214,6 +214,17 @@ def test_zeros_raise_the_scale_and_an_overflow_brings_back_the_usual_one():
     assert scales[-1] == scales[49]
 
 
+def test_the_third_far_gradient_in_a_row_restarts_the_statistics():
+    scales, _, _ = log_normal_run([2.0**-9] * 50 + [2.0**-20] * 4)
+    assert scales[-2] < scales[-1] == log_normal_run([2.0**-20] * 2)[0][-1]
+
+
+def test_a_gradient_of_the_usual_size_ends_a_row_of_zeros():
+    row = [2.0**-9] * 50 + [0.0] * 150
+    scales, _, _ = log_normal_run([*row, *row])
+    np.testing.assert_array_equal(scales[100:200], scales[300:])
+
+
 def test_a_gradient_far_below_the_mean_does_not_end_a_row_of_zeros():
     sizes = [2.0] * 50 + [0.0] * 100 + [2.0**-8] + [0.0] * 100
     scales, _, _ = log_normal_run(sizes)
