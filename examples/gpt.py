@@ -83,10 +83,8 @@ def train(args):
     tx = OPTIMIZERS[args.optimizer](rate)
     model = GPT(args.layers, args.width, args.context, nnx.Rngs(0))
     graph, params = nnx.split(model, nnx.Param)
-    if args.optimizer == "adamw":
-        state = tx.init(params)
-    else:  # normalisations stay float32
-        params, state = lowbit_optax.from_master(tx, params)
+    # With adamw, all weights stay float32; otherwise only the normalisations.
+    params, state = lowbit_optax.from_master(tx, params)
 
     def batch(step):
         random = np.random.default_rng(step)

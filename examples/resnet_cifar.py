@@ -67,14 +67,15 @@ def init(model, images):
     return model.init(key, images, train=False)
 
 
-def create_state(model, tx, images, param_dtype=jnp.bfloat16):
-    """Stores kernels in `param_dtype`, and their low bits in the optimizer state."""
+def create_state(model, tx, images):
+    """Stores kernels in bfloat16, and their low bits in the optimizer state of `tx`.
+
+    With plain optax, kernels stay float32.
+    """
 
     @jax.jit
     def create(variables):  # "params" and "batch_stats"
-        return TrainState.create(
-            apply_fn=model.apply, tx=tx, param_dtype=param_dtype, **variables
-        )
+        return TrainState.create(apply_fn=model.apply, tx=tx, **variables)
 
     return create(init(model, images))
 
@@ -194,8 +195,7 @@ def run_comparison(args, model, rate, train_set, test_set):
     losses, table = {}, ["format      train loss  test loss  accuracy  bytes/weight"]
     for name, optimizer in OPTIMIZERS.items():
         tx = optax.chain(optax.clip_by_global_norm(1.0), optimizer(rate))
-        dtype = None if name == "float32" else jnp.bfloat16
-        state = create_state(model, tx, train_set[0][:1], param_dtype=dtype)
+        state = create_state(model, tx, train_set[0][:1])
         state, losses[name] = train(args, name, state, train_step, *train_set)
         draw(args.plot, title, losses)
         loss = np.mean(losses[name][-max(args.steps // 10, 1) :])

@@ -3,7 +3,6 @@
 import typing
 
 import jax
-import jax.numpy as jnp
 import optax
 
 try:
@@ -50,36 +49,33 @@ class TrainState(train_state.TrainState):
         keep_float32: KeepFloat32 = is_bias_or_norm,
         **kwargs,
     ) -> typing.Self:
-        """Create a state at step 0, and cast the parameters to ``param_dtype``.
+        """Create a state at step 0 from float32 parameters.
+
+        Float32 matrices become bfloat16 if ``tx`` stores them in a weight format, as in
+        :func:`lowbit_optax.from_master`.
 
         Args:
-          apply_fn: usually ``model.apply``. To compute in ``param_dtype``, also pass it
-            as ``dtype`` to the layers of the model, because flax promotes to the widest
-            dtype of the inputs.
-          params: tree of parameters, which must be float32 if ``param_dtype`` is set.
-          tx: an optax transformation. If ``param_dtype`` is set, it must be one of this
-            package, possibly inside optax's wrappers.
+          apply_fn: usually ``model.apply``. To compute in bfloat16, also pass this
+            dtype to the layers of the model, because flax promotes to the widest dtype
+            of the inputs.
+          params: tree of float32 parameters. Narrow parameters keep their dtype.
+          tx: an optax transformation. With plain optax, parameters stay float32.
           param_dtype, keep_float32: ``dtype`` and ``keep_float32`` of
-            :func:`lowbit_optax.from_master`. If ``param_dtype`` is None, this method is
-            the same as flax's.
+            :func:`lowbit_optax.from_master`.
           **kwargs: other fields.
 
         Raises:
-          ValueError: if ``param_dtype`` is set, and ``tx`` is not a transformation of
-            this package or does not support the dtype.
+          TypeError, ValueError: see :func:`lowbit_optax.from_master`.
 
         >>> import jax.numpy as jnp, lowbit_optax
         >>> state = TrainState.create(
         ...     apply_fn=None,
         ...     params={"kernel": jnp.full((64, 64), 0.1), "bias": jnp.ones(64)},
         ...     tx=lowbit_optax.extra_bits_adamw(1e-3),
-        ...     param_dtype=jnp.bfloat16,
         ... )
         >>> state.params["kernel"].dtype, state.params["bias"].dtype
         (dtype(bfloat16), dtype('float32'))
         """
-        if param_dtype is None:
-            return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         overwrite = OVERWRITE_WITH_GRADIENT in params
         masters = params["params"] if overwrite else params
         trained, opt_state = from_master(tx, masters, param_dtype, keep_float32)
@@ -120,10 +116,10 @@ def cast_model(
     tx: optax.GradientTransformation,
     *,
     wrt: typing.Any = nnx.Param,
-    param_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    param_dtype: jax.typing.DTypeLike | None = None,
     keep_float32: KeepFloat32 = is_bias_or_norm,
 ) -> optax.GradientTransformation:
-    """Cast an nnx model to a narrow dtype, and keep the low bits for the optimizer.
+    """Cast an nnx model to bfloat16, and keep the low bits for the optimizer.
 
     Use it for trainers that create an ``nnx.Optimizer`` themselves, such as Tunix::
 
@@ -131,10 +127,9 @@ def cast_model(
 
     Args:
       model: an nnx module with float32 parameters, which are replaced in place.
-      tx: a transformation of this package, possibly inside optax's wrappers.
+      tx: an optax transformation. With plain optax, the model does not change.
       wrt: a filter that selects the parameters, as in ``nnx.Optimizer``.
-      param_dtype: the narrow dtype.
-      keep_float32: selects the parameters that stay float32; see
+      param_dtype, keep_float32: ``dtype`` and ``keep_float32`` of
         :func:`lowbit_optax.from_master`. Paths end with ``.value``.
 
     Returns:
@@ -160,10 +155,10 @@ def nnx_optimizer(
     tx: optax.GradientTransformation,
     *,
     wrt: typing.Any = nnx.Param,
-    param_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    param_dtype: jax.typing.DTypeLike | None = None,
     keep_float32: KeepFloat32 = is_bias_or_norm,
 ) -> nnx.Optimizer:
-    """Cast an nnx model to a narrow dtype, and create an ``nnx.Optimizer``.
+    """Cast an nnx model to bfloat16, and create an ``nnx.Optimizer``.
 
     Args:
       model, tx, wrt, param_dtype, keep_float32: see :func:`cast_model`.

@@ -92,15 +92,14 @@ class Lowbit(Stepper):
         start = context.current().start
         if start is not None:
             return start(self, params)
-        state = self.start(params, {})
-        if self.warn:
-            warn_of_wide_params(self.weights, *trees.named_leaves(params)[:2])
-        return state
+        return self.start(params, {})
 
     def start(self, params, masters: Mapping[str, jax.Array]) -> LowbitState:
         """Return the initial state; ``masters`` maps paths of leaves to masters."""
         names, given, treedef = trees.named_leaves(params)
         leaves = self._placed(self.leaves(names, given), treedef)
+        if self.warn:
+            warn_of_wide_params(self.weights, names, given)
         split = [_split(leaf, masters.get(leaf.name)) for leaf in leaves]
         # Create count and seed here, so that JAX places them like the parameters.
         wide = [masters.get(name, x) for name, x in zip(names, given, strict=True)]

@@ -1,11 +1,10 @@
 """A warning for float32 parameters, which weight formats do not store in fewer bits."""
 
+import inspect
 import math
 from collections.abc import Sequence
 
 import jax
-import numpy as np
-from jax.core import Tracer
 
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
@@ -24,25 +23,26 @@ def warn_of_wide_params(
     """Warn once if most parameters are float32, and name functions that narrow them.
 
     Vectors, biases and normalisations do not count, because ``from_master`` keeps them
-    in float32. Traced parameters do not count, so ``jax.eval_shape`` of an ``init``
-    does not warn.
+    in float32. ``jax.eval_shape`` of an ``init`` does not warn.
     """
     wide = {
-        name: x
+        name: math.prod(x.shape)
         for name, x in zip(names, params, strict=True)
-        if isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer)
         if trees.is_float(x) and not is_narrow(x.dtype)
-        if not is_bias_or_norm(name, x)
+        if not trees.is_quantized(x) and not is_bias_or_norm(name, x)
     }
-    size = sum(x.size for x in wide.values())
+    size = sum(wide.values())
     floats = filter(trees.is_float, params)
     if size < _FEWEST or 2 * size <= sum(math.prod(x.shape) for x in floats):
         return
-    name, largest = max(wide.items(), key=lambda item: item[1].size)
+    if _is_only_shaped():
+        return
+    name = max(wide, key=lambda name: wide[name])
+    largest = params[names.index(name)]
     fix = (
         "params, state = lowbit_optax.from_master(tx, params), or with flax "
-        "lowbit_optax.training.TrainState.create(apply_fn=..., params=params, tx=tx, "
-        "param_dtype=jnp.bfloat16) or lowbit_optax.training.nnx_optimizer(model, tx)"
+        "lowbit_optax.training.TrainState.create(apply_fn=..., params=params, tx=tx) "
+        "or lowbit_optax.training.nnx_optimizer(model, tx)"
     )
     if isinstance(weights, QuantizedWeights):
         fix = (
@@ -55,3 +55,15 @@ def warn_of_wide_params(
         "keep them in float32 and store only the moments in fewer bits, pass "
         "warn=False"
     )
+
+
+def _is_only_shaped() -> bool:
+    """Return whether the caller runs under ``jax.eval_shape``, which computes nothing.
+
+    Traced values are the same under ``jax.jit``, so this reads the calling frames.
+    """
+    shaped = inspect.unwrap(jax.eval_shape).__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not shaped:
+        frame = frame.f_back
+    return frame is not None

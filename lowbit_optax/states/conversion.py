@@ -18,10 +18,11 @@ from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import DrawsToNearest, ToNearest
 from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.kept_float32 import KeepFloat32, dtypes_of, is_bias_or_norm
+from lowbit_optax._step.kept_float32 import KeepFloat32, is_bias_or_norm
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.state import LowbitState
+from lowbit_optax._step.wide_params import warn_of_wide_params
 from lowbit_optax._types import OptState, Params, Transformation
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.block_scaled_weights import BlockScaledWeights
@@ -33,6 +34,7 @@ from lowbit_optax.states.decoded import (
     decoded_run,
     recorded_nodes,
 )
+from lowbit_optax.states.masters import dtypes_under
 from lowbit_optax.states.matching import matched
 from lowbit_optax.states.state_leaves import KeyPath, owner_and_field
 
@@ -94,9 +96,10 @@ def convert(
       dtype, keep_float32: select the new dtypes, as in :func:`from_master`. A tree
         ``dtype`` may also contain arrays and shapes, for their dtypes, and quantised
         weights (``jax.eval_shape`` of :func:`quantize_params` or :func:`block_scale`),
-        for weights of this kind. If ``dtype`` is None, parameters keep their dtypes,
-        except that weights in a format of ``from_tx`` become float32 if ``to_tx`` has
-        no format for them.
+        for weights of this kind. If ``dtype`` is None, float32 matrices that ``to_tx``
+        stores in a weight format and ``from_tx`` does not become bfloat16, as in
+        :func:`from_master`; weights in a format of ``from_tx`` become float32 if
+        ``to_tx`` has no format for them; and other parameters keep their dtypes.
 
     Returns:
       ``(params, state)`` for ``to_tx``.
@@ -113,7 +116,7 @@ def convert(
     >>> params, state = convert(params, state, lowbit, optax.adamw(1e-3))
     >>> params
     Array([[0.1, 0.1, 0.1]], dtype=float32)
-    >>> convert(params, state, optax.adamw(1e-3), lowbit, dtype=jnp.bfloat16)[0]
+    >>> convert(params, state, optax.adamw(1e-3), lowbit)[0]
     Array([[0.100098, 0.100098, 0.100098]], dtype=bfloat16)
     """
     source = decoded_run(from_tx, params, state)
@@ -126,6 +129,10 @@ def convert(
     for i, (_, node) in enumerate(nodes):
         if isinstance(node, Recorded):
             stored = node.leaves("to_tx", by_name)
+            if node.config.warn:
+                warn_of_wide_params(
+                    node.config.weights, node.names, [leaf.param for leaf in stored]
+                )
             plans[i] = node.plan(stored)
             node.config.check_start(stored, plans[i].expected)
             formats |= {leaf.name: leaf.format for leaf in stored}
@@ -244,9 +251,10 @@ def _initial(to_tx: Transformation, shapes, numbers: list[int]) -> list[Part]:
 def _new_shapes(source: DecodedRun, params, to_tx, dtype, keep_float32: KeepFloat32):
     """Return a tree of the shapes and dtypes of the new parameters."""
     names, leaves, treedef = trees.named_leaves(params)
+    given = "convert: dtype", params, dtype, keep_float32
+    dtypes = dtypes_under(to_tx, *given, stored=source.leaves)
+    kinds = trees.leaves_of_prefix("convert: dtype", dtypes, params)
     if dtype is not None:
-        dtypes = dtypes_of("convert: dtype", params, dtype, keep_float32)
-        kinds = trees.leaves_of_prefix("convert: dtype", dtypes, params)
         return treedef.unflatten(map(_shape, names, leaves, kinds))
     logical = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     nodes, _ = recorded_nodes(to_tx, treedef.unflatten(logical))
@@ -258,10 +266,10 @@ def _new_shapes(source: DecodedRun, params, to_tx, dtype, keep_float32: KeepFloa
         if leaf.format is not None and name not in low
     }
     return treedef.unflatten(
-        jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
-        if name in widened
+        jax.ShapeDtypeStruct(leaf.shape, jnp.float32 if name in widened else kind)
+        if name in widened or kind != leaf.dtype
         else trees.abstract(leaf)
-        for name, leaf in zip(names, leaves, strict=True)
+        for name, leaf, kind in zip(names, leaves, kinds, strict=True)
     )
 
 

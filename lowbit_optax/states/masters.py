@@ -2,6 +2,7 @@
 
 import itertools
 import typing
+from collections.abc import Container
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from lowbit_optax._arguments import check_transformation
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.dtypes import dtype_of
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
@@ -16,7 +18,12 @@ from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._numerics.straight_through import narrowed, straight_through, widened
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, is_blank
-from lowbit_optax._step.kept_float32 import KeepFloat32, dtypes_of, is_bias_or_norm
+from lowbit_optax._step.kept_float32 import (
+    KeepFloat32,
+    dtypes_of,
+    is_bias_or_norm,
+    narrowed_dtypes,
+)
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._types import OptState, Params, PyTree, Transformation
 from lowbit_optax.formats.base import WeightFormat
@@ -44,8 +51,9 @@ def master_weights(params: Params, state: OptState) -> Params:
       weights, and unchanged for other leaves.
 
     Raises:
-      ValueError: if ``state`` contains no lowbit state, a state for other parameters,
-        or two states for a parameter, for example of an optimizer and an average.
+      ValueError: if ``state`` contains no lowbit state although a parameter is narrower
+        than float32, a state for other parameters, or two states for a parameter, for
+        example of an optimizer and an average.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> params = jnp.ones(3, jnp.bfloat16)
@@ -76,20 +84,25 @@ def master_weights(params: Params, state: OptState) -> Params:
 def from_master(
     tx: Transformation,
     params: Params,
-    dtype: typing.Any = jnp.bfloat16,
+    dtype: typing.Any = None,
     keep_float32: KeepFloat32 = is_bias_or_norm,
 ) -> tuple[Params, OptState]:
     """Start training from float32 weights, and keep their low bits in the state.
 
         (param, residual) = split(master)
 
+    Float32 matrices become bfloat16 when a weight format starts to store them, unless
+    you pass another dtype. The same rule applies to :func:`convert`,
+    ``training.TrainState.create`` and ``training.nnx_optimizer``.
+
     Args:
-      tx: a transformation of this package, possibly inside optax's wrappers.
+      tx: an optax transformation. With plain optax, weights stay float32.
       params: tree of float32 weights, as ``model.init`` returns them.
-      dtype: dtype of the parameters that become narrow. It may be a tree of dtypes that
-        is a prefix of ``params``. In a tree, quantised weights, such as
-        ``jax.eval_shape`` of :func:`block_scale` returns, select weights of this kind.
-        Leaves that are not floating-point keep their dtype.
+      dtype: the dtype of all parameters except those that ``keep_float32`` selects. If
+        None, the rule above determines the dtypes. It may be a tree of dtypes that is a
+        prefix of ``params``. In a tree, quantised weights, such as ``jax.eval_shape``
+        of :func:`block_scale` returns, select weights of this kind. Leaves that are not
+        floating-point keep their dtype.
       keep_float32: function of a leaf's path, such as ``"['dense']['bias']"``, and the
         leaf, which returns True if the leaf keeps its dtype. The default keeps biases,
         vectors and normalisations. None keeps no leaf. It has no effect if ``dtype`` is
@@ -100,9 +113,11 @@ def from_master(
       them, whose residuals store the bits that rounding removed.
 
     Raises:
-      ValueError: if ``tx`` has no lowbit state, or if the weight format does not
-        support the dtype of a leaf. The message names the leaf.
-      TypeError: if a leaf is not an array, or ``dtype`` is not a floating-point dtype.
+      ValueError: if the weight format does not support the dtype of a leaf, or if
+        ``dtype`` is narrower than the weights and ``tx`` has no weight format to keep
+        their low bits.
+      TypeError: if ``tx`` is not a transformation, if a leaf is not an array, or if
+        ``dtype`` is not a floating-point dtype.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> tx = lowbit_optax.extra_bits_sgd(0.1)
@@ -114,21 +129,28 @@ def from_master(
     >>> master_weights(params, state)["kernel"]
     Array([[0.1, 0.1]], dtype=float32)
     """
+    check_transformation("from_master", "tx", tx)
     names, masters, treedef = trees.named_leaves(params)
-    dtypes = dtypes_of("from_master: dtype", params, dtype, keep_float32)
+    dtypes = dtypes_under(tx, "from_master: dtype", params, dtype, keep_float32)
     kinds = trees.leaves_of_prefix("from_master: dtype", dtypes, params)
     leaves = list(map(_rounded, names, masters, kinds))
-    formats = _formats(tx, names, leaves, treedef)
+    is_few_bits = lambda x: trees.is_narrow_array(x) or trees.is_quantized(x)
+    rounded = {
+        name: x
+        for name, x, leaf in zip(names, masters, leaves, strict=True)
+        if is_few_bits(leaf) and trees.abstract(x) != trees.abstract(leaf)
+    }
+    formats = _formats(tx, names, leaves, treedef, rounded)
     wide = {
         name: x.dequantize() if trees.is_quantized(x) else widened(x)
-        for name, x in zip(names, masters, strict=True)
+        for name, x in rounded.items()
         if name in formats
     }
     # Use the rounding of the format: some formats with unsigned residuals need
     # parameters that are rounded toward zero.
     new = treedef.unflatten(
         traced_once(_narrowed, formats[name], leaf.dtype)(wide[name])
-        if name in formats
+        if name in wide
         else leaf
         for name, leaf in zip(names, leaves, strict=True)
     )
@@ -191,6 +213,41 @@ def with_master(
     return tx._replace(init=init)
 
 
+def dtypes_under(
+    tx, what: str, params, dtype, keep_float32: KeepFloat32, stored: Container[str] = ()
+):
+    """Return the dtypes of parameters under a transformation, or of a prefix of them.
+
+    Args:
+      tx: the transformation.
+      what: the name of ``dtype``, for errors.
+      params: tree of arrays or ShapeDtypeStructs.
+      dtype: the new dtype, a tree of dtypes, or None: float32 leaves become bfloat16
+        when a weight format starts to store them, and other leaves keep their dtype.
+      keep_float32: see :data:`KeepFloat32`.
+      stored: paths of leaves that a weight format stores already.
+    """
+    if dtype is not None:
+        return dtypes_of(what, params, dtype, keep_float32)
+    dtypes = narrowed_dtypes(what, params, jnp.bfloat16, keep_float32)
+    names, leaves, treedef = trees.named_leaves(params)
+    logical = treedef.unflatten(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    nodes = [x for _, x in recorded_nodes(tx, logical)[0] if isinstance(x, Recorded)]
+    configs = {name: x.config for x in nodes for name in x.names}
+
+    def choose(name: str, leaf, dtype):
+        config = configs.get(name)
+        if config is None or name in stored or is_narrow(leaf.dtype):
+            return leaf.dtype
+        # With this format, small leaves would lose updates in bfloat16, and large
+        # leaves raise an error.
+        is_quantized = isinstance(config.weights, QuantizedWeights)
+        return leaf.dtype if is_quantized and leaf.size < config.min_size else dtype
+
+    dtypes = treedef.flatten_up_to(dtypes)
+    return treedef.unflatten(map(choose, names, leaves, dtypes))
+
+
 def _masters_of(names, leaves, masters) -> dict[str, typing.Any]:
     """Return a dict from the path of each float parameter to its float32 weight."""
     for name, leaf, master in itertools.zip_longest(names, leaves, masters):
@@ -210,15 +267,19 @@ def _is_concrete(leaf) -> bool:
     return all(is_array(x) and not isinstance(x, Tracer) for x in arrays)
 
 
-def _formats(tx, names, leaves, treedef) -> dict[str, WeightFormat]:
-    """Return a dict from the path to the format of each leaf of a ``lowbit``."""
+def _formats(tx, names, leaves, treedef, rounded) -> dict[str, WeightFormat]:
+    """Return a dict from the path to the format of each leaf of a ``lowbit``.
+
+    A ValueError is raised if there are ``rounded`` leaves and no weight format.
+    """
     nodes, _ = recorded_nodes(tx, treedef.unflatten(leaves))
     nodes = [node for _, node in nodes if isinstance(node, Recorded)]
-    if not nodes:
+    if rounded and not nodes:
         raise ValueError(
-            "from_master: tx must be a transformation of this package, possibly inside "
-            "optax's wrappers, such as lowbit_optax.lowbit(optax.adamw(1e-3)), got a "
-            "transformation without a LowbitState"
+            "from_master: tx must be a transformation of this package, such as "
+            "lowbit_optax.lowbit(optax.adamw(1e-3)), because other transformations "
+            f"would lose the bits that the dtype of params{next(iter(rounded))} "
+            "removes. Leave out dtype to train float32 weights with plain optax"
         )
     by_name = dict(zip(names, leaves, strict=True))
     formats = {}
@@ -268,10 +329,12 @@ def _residuals(
     is_lowbit = lambda x: isinstance(x, LowbitState)
     with_path = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_lowbit)
     kept = [(path, x.residual) for path, x in with_path if is_lowbit(x)]
-    if not kept:
+    narrow = [name for name, x in params.items() if trees.is_narrow_array(x)]
+    if narrow and not kept:
         raise ValueError(
-            "master_weights: state must contain a LowbitState; pass the state of a "
-            "transformation of lowbit_optax"
+            "master_weights: state must contain a LowbitState with the low bits of "
+            f"params{narrow[0]}, {trees.describe(params[narrow[0]])}; pass the state "
+            "of a transformation of lowbit_optax"
         )
     names_of = lambda x: filter(params.__contains__, trees.named_leaves(x.tree)[0])
     named = [(path, names_of(x)) for path, x in kept]

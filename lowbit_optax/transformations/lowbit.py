@@ -83,10 +83,10 @@ def lowbit(
         a prefix of it, or a function of the parameters that returns one. TPU kernels
         need it on automatic axes, because XLA cannot partition them. It has no effect
         on GPUs and on explicit axes.
-      warn: if True or None, ``init`` warns once outside of ``jax.jit`` if most
-        parameters are float32, and a step warns if XLA updates large leaves on a GPU or
-        TPU. Pass False to keep float32 parameters and quantize only the moments. See
-        also :func:`lowbit_optax.explain`.
+      warn: if True or None, ``init`` warns once if most parameters are float32, and a
+        step warns if XLA updates large leaves on a GPU or TPU. Pass False to keep
+        float32 parameters and quantize only the moments. See also
+        :func:`lowbit_optax.explain`.
       match_grad_dtype: if True, ``update`` returns updates in the gradients' dtype, as
         optax does, for each parameter that has the same dtype. Set it for code that
         compares these dtypes, and for ``equinox.apply_updates``, which adds updates

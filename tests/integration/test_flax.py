@@ -34,6 +34,10 @@ FEW = {
 LOW = lowbit_optax.extra_bits_adamw(0.01, min_size=0)
 
 
+def _narrow(x):
+    return x.astype(jnp.float16) if x.ndim > 1 else x
+
+
 def _float32_model():
     """A flax linen network, and its float32 variables."""
     model = nn.Sequential([nn.Dense(32), nn.LayerNorm(), nn.Dense(4)])
@@ -48,7 +52,7 @@ AS_FLAXS = {
     **{name: (model_params, make()) for name, make in FEW.items()},
     "optax": (lambda: model_params(jnp.float32), optax.adamw(0.01)),
     "float8 layers": (lambda: FLOAT8, lowbit_optax.kahan_sgd(0.5)),
-    "float32 model": (lambda: _float32_model()[1], LOW),
+    "narrow model": (lambda: jax.tree.map(_narrow, _float32_model()[1]), LOW),
 }
 
 
@@ -74,9 +78,7 @@ def test_train_state_is_flaxs_in_every_bit(make_params, tx):
 
 def test_float32_parameters_become_narrow_and_lose_nothing():
     model, variables = _float32_model()
-    state = training.TrainState.create(
-        apply_fn=model.apply, params=variables, tx=LOW, param_dtype=jnp.bfloat16
-    )
+    state = training.TrainState.create(apply_fn=model.apply, params=variables, tx=LOW)
     dtypes = {
         jax.tree_util.keystr(path): str(leaf.dtype)
         for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]
@@ -99,7 +101,7 @@ def test_other_fields_of_a_subclass_are_taken_in_both_ways():
         batch_stats: typing.Any = None
 
     params = {"kernel": jnp.full((64, 64), 0.1)}
-    for options in ({}, {"param_dtype": jnp.bfloat16}):
+    for options in ({}, {"param_dtype": jnp.float16}):
         state = WithStatistics.create(
             apply_fn=None, params=params, tx=LOW, batch_stats=3, **options
         )
@@ -112,9 +114,7 @@ def test_scales_of_float8_layers_are_not_narrowed():
         "params": {"kernel": jnp.full((64, 64), 0.1)},
         "_overwrite_with_gradient": {"scale": jnp.ones((3, 3))},
     }
-    state = training.TrainState.create(
-        apply_fn=None, params=params, tx=LOW, param_dtype=jnp.bfloat16
-    )
+    state = training.TrainState.create(apply_fn=None, params=params, tx=LOW)
     assert state.params["params"]["kernel"].dtype == jnp.bfloat16
     assert state.params["_overwrite_with_gradient"]["scale"].dtype == jnp.float32
     state = state.apply_gradients(grads=params)

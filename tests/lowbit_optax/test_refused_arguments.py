@@ -306,12 +306,11 @@ block_scale({'w': 0.5})  # params['w']  0.5
 block_scale(block_scale(W))  # params  BlockScaledTensor
 """,
     "starts, splits and plans": r"""
-from_master(LOW, MASTER, None)  # dtype  None
 from_master(LOW, MASTER, {'bias': BF16})  # dtype  structure  params
 from_master(LOW, MASTER, jax.tree.map(lambda x: bool, MASTER))  # bool  params['bias']
 from_master(LOW, {'w': 'x'})  # params['w']  'x'
 from_master(LOW, {'w': [1.0]}, BF16)  # params['w'][0]  1.0
-master_weights(W, SGD.init(W))  # LowbitState  state
+master_weights(NARROW_W, SGD.init(NARROW_W))  # LowbitState  state  params['w']
 split_array(W, F32, kahan())  # dtype  float32
 split_array(W, None, kahan())  # dtype  None
 split_array(W, F16, extra_bits(16))  # 0  13  16
@@ -323,7 +322,8 @@ plan(MASTER, 1e9, devices=0)  # devices  0
 plan(MASTER, 1e9, other_bytes=-1)  # other_bytes  -1
 plan(MASTER, '80GB')  # device_bytes  '80GB'
 plan(MASTER, 80)  # device_bytes  80
-from_master(SGD, MASTER)  # tx  transformation
+from_master(SGD, MASTER, BF16)  # tx  transformation  params['kernel']
+from_master(MASTER, LOW)  # tx  dict  optax
 from_master(lpmm_adam(1e-3), MASTER)  # params['kernel']  quantize_params
 lpmm_adam(1e-3).init(W.astype(BF16))  # bfloat16[64, 64]  quantize_params
 plan({'w': 3}, 1e9)  # params['w']  3
@@ -376,6 +376,7 @@ REFUSED["dtypes"] = "\n".join(
     f"{code.replace('{}', dtype)}  # dtype  bfloat16"
     for code in WITH_A_DTYPE
     for dtype in NO_FLOATS
+    if (code, dtype) != (WITH_A_DTYPE[0], "None")  # the default of from_master
 )
 
 

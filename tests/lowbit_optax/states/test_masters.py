@@ -169,6 +169,53 @@ def test_vectors_and_scalars_stay_float32_by_default():
     assert_same_bits(master_weights(params, state), master)
 
 
+def _starts(tx, params):
+    """Return ``{function: parameters}`` of the functions that start a run."""
+    adamw, model = optax.adamw(0.1), nnx.Linear(64, 24, rngs=nnx.Rngs(0))
+    model.kernel[...], model.bias[...] = params["kernel"], params["bias"]
+    training.nnx_optimizer(model, tx)
+    return {
+        "from_master": from_master(tx, params)[0],
+        "TrainState": training.TrainState.create(
+            apply_fn=None, params=params, tx=tx
+        ).params,
+        "nnx_optimizer": {"kernel": model.kernel[...], "bias": model.bias[...]},
+        "convert": lowbit_optax.convert(params, adamw.init(params), adamw, tx)[0],
+    }
+
+
+BY_RULE = {
+    "a weight format": (lowbit_optax.kahan_adamw(0.1), "bfloat16"),
+    "plain optax": (optax.adamw(0.1), "float32"),
+    "plain optax for the matrix": (
+        optax.partition(
+            {1: lowbit_optax.kahan_adamw(0.1), 2: optax.adamw(0.1)},
+            lambda params: jax.tree.map(lambda x: x.ndim, params),
+        ),
+        "float32",
+    ),
+}
+
+
+@pytest.mark.parametrize(("tx", "dtype"), BY_RULE.values(), ids=BY_RULE)
+def test_every_start_narrows_the_matrices_that_a_weight_format_stores(tx, dtype):
+    params = {"kernel": _master()["kernel"], "bias": jnp.ones(24)}
+    for name, found in _starts(tx, params).items():
+        dtypes = jax.tree.map(lambda x: x.dtype.name, found)
+        assert dtypes == {"kernel": dtype, "bias": "float32"}, name
+    # Parameters that are narrow already keep their dtype, and their state is init's.
+    half = {**params, "kernel": params["kernel"].astype(jnp.float16)}
+    kept, state = from_master(tx, half)
+    assert_same_bits((kept, state), (half, tx.init(half)))
+
+
+def test_a_float32_baseline_needs_no_other_functions():
+    adamw, master = optax.adamw(0.1), _master()
+    params, state = from_master(adamw, master)
+    assert_same_bits((params, state), (master, adamw.init(master)))
+    assert_same_bits(master_weights(params, state), master)
+
+
 @pytest.mark.parametrize(
     ("path", "is_kept"),
     [

@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings(f"error:{SAID}"),
 ]
 
+ADAMW = optax.adamw(1e-3)
 FIX = r"from_master.*TrainState\.create.*nnx_optimizer.*warn=False"
 
 
@@ -49,11 +50,18 @@ def _nnx_model():
 
 MADE = {
     "init": lambda tx: tx.init(_params()),
+    "jit": lambda tx: jax.jit(tx.init)(_params()),
     "flax": lambda tx: train_state.TrainState.create(
         apply_fn=None, params=_params(), tx=tx
     ),
-    "training.TrainState": lambda tx: training.TrainState.create(
-        apply_fn=None, params=_params(), tx=tx
+    "from_master in float32": lambda tx: lowbit_optax.from_master(
+        tx, _params(), jnp.float32
+    ),
+    "training.TrainState in float32": lambda tx: training.TrainState.create(
+        apply_fn=None, params=_params(), tx=tx, param_dtype=jnp.float32
+    ),
+    "convert in float32": lambda tx: lowbit_optax.convert(
+        _params(), ADAMW.init(_params()), ADAMW, tx, dtype=jnp.float32
     ),
     "nnx": lambda tx: nnx.Optimizer(_nnx_model(), tx, wrt=nnx.Param),
     "chain": lambda tx: optax.chain(optax.clip(1.0), tx).init(_params()),
@@ -85,7 +93,7 @@ STARTS = {
         lowbit_optax.from_master(tx, params, jnp.bfloat16, None)[0]
     ),
     "TrainState.create": lambda tx, params: training.TrainState.create(
-        apply_fn=None, params=params, tx=tx, param_dtype=jnp.bfloat16
+        apply_fn=None, params=params, tx=tx
     ),
     "nnx_optimizer": lambda tx, params: training.nnx_optimizer(_nnx_model(), tx),
     "init of narrow kernels": lambda tx, params: tx.init(
@@ -97,7 +105,7 @@ STARTS = {
     "eval_shape": lambda tx, params: jax.eval_shape(tx.init, params),
     "storage_formats": storage_formats,
     "convert": lambda tx, params: lowbit_optax.convert(
-        params, optax.adamw(1e-3).init(params), optax.adamw(1e-3), tx
+        params, ADAMW.init(params), ADAMW, tx
     ),
 }
 
