@@ -44,6 +44,8 @@ _ACTIVATIONS = """\
 Activations count only if you pass their bytes as other_bytes. step_memory compiles a
 step and includes them."""
 
+_RESERVED = 0.75  # the share of a GPU's memory that JAX allocates by default
+
 _OTHERS = """\
 Optimizers with a factored second moment, such as optax.adafactor, need less; see
 docs/choosing.md."""
@@ -130,8 +132,9 @@ class PlannedFormats:
         return self.fits(release=True) and not self.fits(release=False)
 
     def __repr__(self) -> str:
-        per_param = self.report.bytes_per_param
-        return f"PlannedFormats({self.name!r}, {per_param:.2f} bytes per parameter)"
+        size = f"{self.report.bytes_per_param:.2f} bytes per parameter"
+        release = ", with release" if self.needs_release else ""
+        return f"PlannedFormats({self.name!r}, {size}{release})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -165,7 +168,13 @@ class Plan(Tabular):
         head = ("formats", "weights", "state", "gradients", "released", "GiB", "with")
         title = "bytes per parameter, then GiB per device without and with release"
         rows = [(*head, "fits"), *map(_cells, self.rows)]
-        return Table(title, rows, [self._verdict(), _ACTIVATIONS])
+        least = int(_RESERVED * self.rows[0].device_bytes)
+        reserved = [dataclasses.replace(x, device_bytes=least) for x in self.rows]
+        on_gpus = (
+            f"JAX uses {_RESERVED:.0%} of a GPU's memory, unless you set "
+            f"XLA_PYTHON_CLIENT_MEM_FRACTION:\n{Plan(tuple(reserved))._verdict()}"
+        )
+        return Table(title, rows, [self._verdict(), on_gpus, _ACTIVATIONS])
 
     def _verdict(self) -> str:
         budget = _gib(self.rows[0].device_bytes)
@@ -208,7 +217,9 @@ def plan(
 
     Args:
       params: tree of arrays or ShapeDtypeStructs, such as from ``jax.eval_shape``.
-      device_bytes: the memory of one device in bytes.
+      device_bytes: the memory of one device in bytes. JAX uses 75% of a GPU's memory by
+        default. If you do not set the environment variable
+        ``XLA_PYTHON_CLIENT_MEM_FRACTION``, pass ``0.75 * 80e9`` for 80 GB.
       optimizer: a function ``learning_rate -> optax transformation``.
       dtype: the dtype of narrow parameters.
       keep_float32: selects parameters that stay float32; see :func:`from_master`.

@@ -96,6 +96,22 @@ def test_less_memory_requires_lossier_formats():
     assert f"none fits into {0:.2f} GiB" in str(_planned(least - 1))
 
 
+def test_the_table_also_names_the_format_for_the_memory_that_jax_uses_by_default():
+    budget = _planned()["extra_bits"].bytes_per_device(release=False)
+    planned, smaller = _planned(budget), _planned(int(0.75 * budget))
+    assert planned.best.name != smaller.best.name
+    text = str(planned)
+    whole, _, by_default = text.partition("75% of a GPU's memory")
+    assert f"GiB: {planned.best.name}" in whole
+    assert f"GiB: {smaller.best.name}" in by_default
+
+
+def test_a_row_says_whether_it_needs_release():
+    budget = _planned()["lowbit"].bytes_per_device(release=True)
+    assert "with release" in repr(_planned(budget)["lowbit"])
+    assert "with release" not in repr(_planned()["lowbit"])
+
+
 def test_activations_and_devices_count():
     row = _planned()["lowbit"]
     split = _planned(devices=4, other_bytes=1000)["lowbit"]
