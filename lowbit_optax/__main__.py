@@ -3,6 +3,7 @@
 python -m lowbit_optax
 """
 
+import argparse
 import importlib.metadata
 import sys
 
@@ -20,6 +21,7 @@ _PACKAGES = ("lowbit-optax", "jax", "jaxlib", "optax", "flax", "numpy")
 
 def main() -> int:
     """Print the report, and return 0 if each format matches a float32 step."""
+    argparse.ArgumentParser("python -m lowbit_optax", description=__doc__).parse_args()
     for package in _PACKAGES:
         print(f"{package:12} {_version(package)}")
     device = jax.devices()[0]

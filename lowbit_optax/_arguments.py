@@ -1,10 +1,17 @@
 """Checks of arguments that several functions share."""
 
+import inspect
 import math
+import reprlib
 import typing
 from collections.abc import Callable
 
 import numpy as np
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxother = _BRIEF.maxstring = 100
+brief = _BRIEF.repr
+"""Return the ``repr`` of any value in a few words, for errors."""
 
 
 def check_static_int(
@@ -19,7 +26,7 @@ def check_static_int(
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
-            f"{function}: {name} must be a static int, got {value!r}; with "
+            f"{function}: {name} must be a static int, got {brief(value)}; with "
             "optax.inject_hyperparams, add it to static_args"
         )
     if value < low or (high is not None and value > high):
@@ -44,7 +51,7 @@ def check_number(
     """
     is_number = isinstance(value, int | float | np.floating)
     if not is_number or isinstance(value, bool) or not is_accepted(value):
-        raise ValueError(f"{function}: {name} must be {accepted}, got {value!r}")
+        raise ValueError(f"{function}: {name} must be {accepted}, got {brief(value)}")
 
 
 def check_choice(function: str, name: str, value, choices: typing.Any) -> None:
@@ -74,15 +81,16 @@ def check_type(argument: str, value, kind, accepted: str) -> None:
     TypeError: pack: name must be a string, got 1
     """
     if not isinstance(value, kind):
-        raise TypeError(f"{argument} must be {accepted}, got {value!r}")
+        raise TypeError(f"{argument} must be {accepted}, got {brief(value)}")
 
 
 def check_transformation(function: str, name: str, tx) -> None:
     """Raise a TypeError unless an argument is an optax transformation."""
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
         return
-    hint = "; call it first, as in optax.adamw(1e-3)" if callable(tx) else ""
-    is_short = callable(tx) or isinstance(tx, int | float | str | None)
+    is_function = inspect.isroutine(tx) or isinstance(tx, type)
+    hint = "; call it first, as in optax.adamw(1e-3)" if is_function else ""
+    is_short = is_function or isinstance(tx, int | float | str | None)
     given = repr(tx) if is_short else f"a {type(tx).__name__}"
     raise TypeError(
         f"{function}: {name} must be an optax transformation, got {given}{hint}"

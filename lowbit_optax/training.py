@@ -1,6 +1,7 @@
 """flax's TrainState and nnx.Optimizer with direct steps; needs the ``flax`` extra."""
 
 import typing
+from collections.abc import Mapping
 
 import jax
 import optax
@@ -17,6 +18,7 @@ except ModuleNotFoundError as error:
         "pip install 'lowbit-optax[flax]'"
     ) from error
 
+from lowbit_optax._arguments import brief
 from lowbit_optax._step.kept_float32 import KeepFloat32, is_bias_or_norm
 from lowbit_optax.states.masters import from_master, with_master
 from lowbit_optax.transformations.direct import direct_updates
@@ -76,7 +78,7 @@ class TrainState(train_state.TrainState):
         >>> state.params["kernel"].dtype, state.params["bias"].dtype
         (dtype(bfloat16), dtype('float32'))
         """
-        overwrite = OVERWRITE_WITH_GRADIENT in params
+        overwrite = _overwrites(params)
         masters = params["params"] if overwrite else params
         trained, opt_state = from_master(tx, masters, param_dtype, keep_float32)
         params = {**params, "params": trained} if overwrite else trained
@@ -99,7 +101,7 @@ class TrainState(train_state.TrainState):
         Returns:
           The state with new ``step``, ``params`` and ``opt_state``.
         """
-        overwrite = OVERWRITE_WITH_GRADIENT in grads
+        overwrite = _overwrites(grads)
         of = lambda tree: tree["params"] if overwrite else tree
         params, opt_state = step(self.tx, of(self.params), self.opt_state, of(grads))
         if overwrite:
@@ -109,6 +111,10 @@ class TrainState(train_state.TrainState):
         return self.replace(
             step=self.step + 1, params=params, opt_state=opt_state, **kwargs
         )
+
+
+def _overwrites(tree) -> bool:
+    return isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree
 
 
 def cast_model(
@@ -144,6 +150,11 @@ def cast_model(
     (dtype(bfloat16), dtype('float32'))
     """
     master = nnx.state(model, wrt)
+    if not jax.tree.leaves(master):
+        raise ValueError(
+            "cast_model: model must be an nnx module with parameters of the type "
+            f"{brief(wrt)}, got {brief(model)}"
+        )
     params, _ = from_master(tx, master, param_dtype, keep_float32)
     start = with_master(tx, master)
     nnx.update(model, params)  # also changes the arrays in master

@@ -51,7 +51,7 @@ class InexactWeightsError(ValueError):
     """The weight format rounds weights that the inner transformation needs exactly."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Lowbit(Stepper):
     """The transformation that :func:`lowbit_optax.lowbit` returns.
 
@@ -78,6 +78,9 @@ class Lowbit(Stepper):
     param_shardings: ParamShardings = None
     warn: bool = True
     match_grad_dtype: bool = False
+
+    def __repr__(self) -> str:
+        return f"lowbit(weights={type(self.weights).__name__})"
 
     def init(self, params: optax.Params):
         """Return the initial state, in which each master equals its parameter."""
@@ -227,7 +230,8 @@ class Lowbit(Stepper):
         tree = residual.tree
         if name is None and isinstance(tree, tuple) and not tree:  # without blanks
             return leaves
-        residuals = trees.parts_of(names, treedef, tree, "residuals")
+        what = "residuals in the state"
+        residuals = trees.parts_of(names, treedef, tree, what)
         return list(map(StoredLeaf.with_residual, leaves, residuals))
 
     def _placed(self, leaves: list[StoredLeaf], treedef) -> list[StoredLeaf]:

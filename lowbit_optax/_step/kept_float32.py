@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowbit_optax._arguments import brief, check_type
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._step import trees
 from lowbit_optax._types import PyTree
@@ -85,10 +86,13 @@ def narrowed_dtypes(what: str, params, dtype, keep_float32: KeepFloat32):
       keep_float32: see :data:`KeepFloat32`.
     """
     narrow = float_dtype(what, dtype)
+    accepted = "a function (path, leaf) -> bool, or None"
+    function = what.partition(":")[0]
+    check_type(f"{function}: keep_float32", keep_float32, Callable | None, accepted)
 
     def choose(name: str, leaf) -> np.dtype:
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "ndim"):
-            raise TypeError(f"{what}: params{name} must be an array, got {leaf!r}")
+            raise TypeError(f"{what}: params{name} must be an array, got {brief(leaf)}")
         is_kept = keep_float32 is not None and keep_float32(name, leaf)
         is_narrowed = trees.is_float(leaf) and not is_kept
         return narrow if is_narrowed else leaf.dtype

@@ -15,6 +15,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lowbit_optax._arguments import brief
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import RandomBits
@@ -99,8 +100,7 @@ class StoredLeaf:
         if trees.describe(residual) != trees.describe(want):
             raise ValueError(
                 f"lowbit: residual of {name} must be {trees.describe(want)} for "
-                f"{self.format}, got {trees.describe(residual)}. Use the "
-                "transformation that made this state"
+                f"{self.format}, got {trees.describe(residual)}. {trees.OTHER_STATE}"
             )
         return dataclasses.replace(self, residual=residual)
 
@@ -122,7 +122,7 @@ class StoredLeaf:
                 "arrays"
             )
         if not hasattr(grad, "dtype"):
-            raise TypeError(f"{what} must be an array, got {grad!r}")
+            raise TypeError(f"{what} must be an array, got {brief(grad)}")
         if not trees.is_inexact(self.param):
             grad = jnp.zeros_like(_numbers(self.param), jnp.float32)
             return dataclasses.replace(self, grad=grad)
@@ -237,7 +237,7 @@ def format_of(
 ) -> WeightFormat | None:
     """Return the weight format of a leaf, or None for float32 and integer leaves."""
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-        raise TypeError(f"lowbit: params{name} must be an array, got {leaf!r}")
+        raise TypeError(f"lowbit: params{name} must be an array, got {brief(leaf)}")
     if trees.is_quantized(leaf):
         with trees.naming(name):
             leaf.check()

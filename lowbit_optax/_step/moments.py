@@ -256,8 +256,7 @@ class MomentPlan:
                 raise ValueError(
                     f"lowbit: moment {moment.slot.field!r} of params{moment.leaf} must "
                     f"be {want} for {moment.format or 'no format'}, got "
-                    f"{trees.describe(parts[i])}. Use the transformation that made "
-                    "this state"
+                    f"{trees.describe(parts[i])}. {trees.OTHER_STATE}"
                 )
         return list(map(uncontained, parts))
 
@@ -282,8 +281,7 @@ class MomentPlan:
                 raise ValueError(
                     f"lowbit: moment {jax.tree_util.keystr(path)} must be "
                     f"{trees.describe(want)} without moment formats, got "
-                    f"{trees.describe(part)}. Use the transformation that made this "
-                    "state"
+                    f"{trees.describe(part)}. {trees.OTHER_STATE}"
                 )
 
     @functools.cached_property

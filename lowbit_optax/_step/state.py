@@ -29,3 +29,26 @@ class LowbitState(typing.NamedTuple):
 def holds_lowbit(state) -> bool:
     """Return whether an optimizer state contains a :class:`LowbitState`."""
     return bool(trees.all_of(LowbitState, state))
+
+
+def check_made_by(what: str, tx, params, state) -> None:
+    """Raise a ValueError unless the wrappers of a transformation made a state.
+
+    Errors about a :class:`LowbitState` inside the wrappers name its leaves.
+
+    Args:
+      what: the name of ``tx`` in the message.
+      tx, params: the transformation, and its parameters.
+      state: the state that the user passed.
+    """
+    is_own = lambda x: isinstance(x, LowbitState)
+    hidden = lambda tree: jax.tree.map(lambda _: 0, tree, is_leaf=is_own)
+    made = jax.eval_shape(lambda params: tx.init(params), trees.abstract(params))
+    if jax.tree.structure(hidden(state)) == jax.tree.structure(hidden(made)):
+        return
+    where = trees.first_difference(trees.named_leaves(hidden(made))[0], hidden(state))
+    # Without the original error, which prints all arrays of the state.
+    raise ValueError(
+        f"{what} must have made the state for these params: its init returns "
+        f"{trees.outline(made)}, got {trees.outline(state)} ({where})"
+    ) from None

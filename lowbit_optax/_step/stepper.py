@@ -29,6 +29,15 @@ from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 class Stepper(abc.ABC):
     """A transformation that can return new parameters directly."""
 
+    def __repr__(self) -> str:
+        """Return a short name, because the bound methods of a transformation show it.
+
+        >>> import lowbit_optax
+        >>> lowbit_optax.kahan_sgd(0.1).init
+        <bound method Lowbit.init of lowbit(weights=KahanFormat)>
+        """
+        return type(self).__name__
+
     def __deepcopy__(self, memo) -> "Stepper":
         """Return itself, so that a deep copy of a tree equals the original."""
         del memo

@@ -1,14 +1,20 @@
 """Functions that read trees of parameters and state, and describe them in errors."""
 
 import contextlib
+import textwrap
 import typing
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax._arguments import brief
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax.formats.quantized_tensor import is_quantized
+
+OTHER_STATE = (
+    "The state belongs to a parameter of another shape, or to another transformation"
+)
 
 PyTree = typing.Any
 PyTreeDef = typing.Any
@@ -40,19 +46,34 @@ def parts_of(names: Sequence[str], treedef: PyTreeDef, tree: PyTree, what: str) 
     """
     try:
         return treedef.flatten_up_to(tree)
-    except (ValueError, TypeError) as error:
-        # A part can be None, so None does not count as missing.
-        with_path = jax.tree_util.tree_flatten_with_path(tree, lambda x: x is None)[0]
-        given = {jax.tree_util.keystr(path) for path, _ in with_path}
-        missing = [name for name in names if name not in given]
-        extra = sorted(given - set(names))
-        where = f"missing at {missing[0]}" if missing else "different node types"
-        if not missing and extra:
-            where = f"additional leaf at {extra[0]}"
+    except (ValueError, TypeError):
+        where = first_difference(names, tree)
+        given, wanted = map(_shortened, (jax.tree.structure(tree), treedef))
+        # The error of JAX prints all arrays of the tree.
         raise ValueError(
-            f"{what} must have the structure of params ({where}), got "
-            f"{jax.tree.structure(tree)} instead of {treedef}"
-        ) from error
+            f"{what} must have the structure of params ({where}), got {given} instead "
+            f"of {wanted}"
+        ) from None
+
+
+def first_difference(names: Sequence[str], tree: PyTree) -> str:
+    """Describe where a tree has other leaves than those with the given paths.
+
+    >>> first_difference(["['a']", "['b']"], {"b": 1})
+    "missing at ['a']"
+    """
+    # A part can be None, so None does not count as missing.
+    with_path = jax.tree_util.tree_flatten_with_path(tree, lambda x: x is None)[0]
+    given = {jax.tree_util.keystr(path) for path, _ in with_path}
+    missing = [name for name in names if name not in given]
+    extra = sorted(given - set(names))
+    if missing:
+        return f"missing at {missing[0]}"
+    return f"additional leaf at {extra[0]}" if extra else "different node types"
+
+
+def _shortened(x) -> str:
+    return textwrap.shorten(str(x), 300, placeholder=" ...")
 
 
 def leaves_of_prefix(what: str, prefix, params) -> list:
@@ -76,8 +97,9 @@ def leaves_of_prefix(what: str, prefix, params) -> list:
         return treedef.flatten_up_to(jax.tree.broadcast(prefix, like, is_leaf=is_leaf))
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{what} must have the structure of params, or of a prefix of it: {error}"
-        ) from error
+            f"{what} must have the structure of params, or of a prefix of it: "
+            f"{_shortened(error)}"
+        ) from None
 
 
 def all_of(kind, tree: PyTree) -> list:
@@ -165,7 +187,7 @@ def check_plain(function: str, name: str, leaf) -> None:
             f"{type(leaf).__name__}. Dequantize it first"
         )
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-        raise TypeError(f"{function}: params{name} must be an array, got {leaf!r}")
+        raise TypeError(f"{function}: params{name} must be an array, got {brief(leaf)}")
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax import formats
+from lowbit_optax._arguments import check_type
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.moment_slots import Moments
 from lowbit_optax._step.param_shardings import leaf_shardings
@@ -145,6 +146,8 @@ def lowbit_muon(
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
+    accepted = "a function (path, leaf) -> bool, or None"
+    check_type("lowbit_muon: is_matrix", is_matrix, Callable | None, accepted)
     labels = functools.partial(_labels, is_matrix)
     inner = optax.partition({"muon": muon, "adam": adam}, labels)
     weights = formats.extra_bits(8 if bits is None else bits)

@@ -155,7 +155,7 @@ def current_loss_scale(opt_state: OptState) -> jax.Array:
     return found[0].scale
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LossScaled(Stepper):
     """The configuration of one call of :func:`with_loss_scale`."""
 

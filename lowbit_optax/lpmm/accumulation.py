@@ -149,7 +149,7 @@ def accumulate_gradients(
     return Accumulation(inner, every, accumulators, seed).transformation
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Accumulation(Stepper):
     """The configuration of one call of :func:`accumulate_gradients`."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax._arguments import check_static_int
+from lowbit_optax._arguments import check_static_int, check_type
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import RandomBits, leaf_number, random_bits
@@ -75,11 +75,8 @@ def quantize_params(
     check_rounding("quantize_params: rounding", rounding)
     check_static_int("quantize_params", "min_size", min_size, 0)
     check_static_int("quantize_params", "seed", seed, 0, 2**32 - 1)
-    if stacked is not None and not callable(stacked):
-        raise TypeError(
-            "quantize_params: stacked must be None or a function of a leaf's path, got "
-            f"{stacked!r}"
-        )
+    accepted = "a function path -> bool, or None"
+    check_type("quantize_params: stacked", stacked, Callable | None, accepted)
     names, leaves, treedef = trees.named_leaves(params)
     draws: Sequence[RandomBits | None] = [None] * len(names)
     if rounding == "stochastic":

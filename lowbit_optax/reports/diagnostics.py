@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from lowbit_optax._arguments import check_transformation
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.landing import REPLACE, apply_leaf
 from lowbit_optax._numerics.rounding import to_float32
@@ -142,6 +143,7 @@ def step_report(
     >>> sorted(report.scalars())[:3]
     ['w/lost', 'w/moment_errors/mu', 'w/moment_errors/nu']
     """
+    check_transformation("step_report", "tx", tx)
     names, leaves, treedef = trees.named_leaves(params)
     given = trees.parts_of(names, treedef, grads, "grads")
     with context.reporting("step_report", _step_reports) as found:

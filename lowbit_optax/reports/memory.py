@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowbit_optax._arguments import check_transformation
+from lowbit_optax._arguments import check_transformation, check_type
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
@@ -292,6 +292,7 @@ def gradient_bytes(
     params: PyTree, dtype: np.dtype, stacked: Callable[[str], bool] | None
 ) -> list[tuple[int, int]]:
     """Return the bytes of each leaf's gradient, without release and with release."""
+    check_type("stacked", stacked, Callable | None, "a function path -> bool, or None")
     sizes = []
     for name, leaf in trees.by_path(params).items():
         whole = _nbytes(leaf) if trees.is_float(leaf) else 0

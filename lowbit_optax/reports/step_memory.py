@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax._arguments import check_type
+from lowbit_optax._arguments import check_transformation, check_type
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._step import trees
 from lowbit_optax._tables import Table, Tabular
@@ -18,6 +18,11 @@ from lowbit_optax.lpmm.gradients import value_and_grad
 from lowbit_optax.reports.memory import gradient_bytes, released
 from lowbit_optax.states.sharding import state_shardings
 from lowbit_optax.transformations.step import step as lowbit_step
+
+_ON_CPUS = """\
+XLA converts bfloat16 arrays to float32 on CPUs, so the step may need much less memory
+on a GPU or TPU. Pass shardings on a described device to compile for it; see
+docs/choosing.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +67,11 @@ class StepMemory(Tabular):
         parts = ("arguments", "temporary", "outputs", "in_place", "peak")
         both = self.predicted, self.compiled
         rows = [(part, *(f"{getattr(x, part):,}" for x in both)) for part in parts]
-        return Table(
-            f"bytes per device, compiled for {self.platform}",
-            [("", "predicted", "compiled"), *rows],
-            ["predicted temporary memory does not include activations"],
-        )
+        notes = ["predicted temporary memory does not include activations"]
+        if self.platform == "cpu":
+            notes.append(_ON_CPUS)
+        title = f"bytes per device, compiled for {self.platform}"
+        return Table(title, [("", "predicted", "compiled"), *rows], notes)
 
 
 def step_memory(
@@ -80,6 +85,9 @@ def step_memory(
     stacked: Callable[[str], bool] | None = None,
 ) -> StepMemory:
     """Compile a training step without running it, and report its memory.
+
+    Compiled for a CPU, a bfloat16 step needs more memory than on a GPU or TPU, because
+    XLA converts bfloat16 arrays to float32 there.
 
         predicted peak = params + state + batch + gradients + loss
 
@@ -117,6 +125,7 @@ def step_memory(
     >>> found.compiled.arguments == found.predicted.arguments
     True
     """
+    check_transformation("step_memory", "tx", tx)
     grad_dtype = float_dtype("step_memory: grad_dtype", grad_dtype)
     params, batch = trees.abstract(params), jax.tree.map(_abstract, batch)
     state = jax.eval_shape(tx.init, params)

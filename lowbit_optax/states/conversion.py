@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowbit_optax._arguments import check_transformation
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import DrawsToNearest, ToNearest
 from lowbit_optax._numerics.rounding import narrow_or_cast
@@ -119,6 +120,8 @@ def convert(
     >>> convert(params, state, optax.adamw(1e-3), lowbit)[0]
     Array([[0.100098, 0.100098, 0.100098]], dtype=bfloat16)
     """
+    check_transformation("convert", "from_tx", from_tx)
+    check_transformation("convert", "to_tx", to_tx)
     source = decoded_run(from_tx, params, state)
     shapes = _new_shapes(source, params, to_tx, dtype, keep_float32)
     names, leaves, treedef = trees.named_leaves(shapes)

@@ -24,7 +24,7 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.moments import MomentPlan
-from lowbit_optax._step.state import LowbitState
+from lowbit_optax._step.state import LowbitState, check_made_by
 from lowbit_optax._types import Transformation
 from lowbit_optax.formats.base import MomentFormat
 from lowbit_optax.formats.leaves import join_leaf
@@ -177,11 +177,9 @@ def decoded_run(tx: Transformation, params, state) -> DecodedRun:
     nodes, treedef = recorded_nodes(tx, params)
     try:
         stored = treedef.flatten_up_to(jax.tree.map(on_device, state))
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"state must be a state of from_tx for these params: {error}. Got "
-            f"{jax.tree.structure(state)}"
-        ) from error
+    except (ValueError, TypeError):
+        check_made_by("convert: from_tx", tx, params, state)
+        raise
     leaves, noise, parts = {}, {}, []
     for (path, node), part in zip(nodes, stored, strict=True):
         where = f"state{jax.tree_util.keystr(path)}"

@@ -3,6 +3,7 @@
 import jax
 from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
+from lowbit_optax._arguments import check_transformation
 from lowbit_optax._step import trees
 from lowbit_optax._types import PyTree, Transformation
 from lowbit_optax.states.host_memory import devices_of, with_memory_kind
@@ -58,6 +59,7 @@ def host_shardings(
     >>> state.residual.tree["w"].sharding.memory_kind, state.count.sharding.memory_kind
     ('pinned_host', 'device')
     """
+    check_transformation("host_shardings", "tx", tx)
     shapes = {name: tuple(x.shape) for name, x in trees.by_path(params).items()}
     state = jax.eval_shape(tx.init, trees.abstract(params))
     devices = _devices(params)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from lowbit_optax._arguments import check_transformation
+from lowbit_optax._arguments import brief, check_transformation
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.dtypes import dtype_of
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
@@ -190,6 +190,7 @@ def with_master(
     >>> master_weights(params, state)["w"]
     Array(0.1, dtype=float32)
     """
+    check_transformation("with_master", "tx", tx)
     held = [trees.named_leaves(master)[1]]
 
     def init(params: PyTree):
@@ -303,7 +304,7 @@ def _narrowed(format_: WeightFormat, dtype: np.dtype, master: jax.Array) -> jax.
 def _rounded(name: str, x, kind) -> jax.Array:
     """Return a float leaf in the dtype ``kind``, and other leaves unchanged."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise TypeError(f"from_master: params{name} must be an array, got {x!r}")
+        raise TypeError(f"from_master: params{name} must be an array, got {brief(x)}")
     if trees.is_quantized(x) or not trees.is_float(x):
         return x
     if trees.is_quantized(kind):
@@ -346,9 +347,11 @@ def _residuals(
                 continue
             if name not in params:
                 raise ValueError(
-                    f"master_weights: params must contain params{name}, which has a "
-                    "residual in the state; pass the parameters that you passed to "
-                    "tx.init, or nnx.state(model, nnx.Param) for an nnx model"
+                    "master_weights: params and state must have the same paths, but "
+                    f"the state has a residual of params{name}, and the first "
+                    f"parameter is params{next(iter(params), '')}. Pass the parameters "
+                    "that you passed to tx.init; for an nnx model, nnx.state(model, "
+                    "nnx.Param) and optimizer.opt_state, or nnx.as_pure of both"
                 )
             param = params[name]
             is_block_scaled = isinstance(param, BlockScaledTensor)

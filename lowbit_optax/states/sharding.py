@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Sequence
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from lowbit_optax._arguments import check_choice
+from lowbit_optax._arguments import check_choice, check_transformation
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.param_shardings import (
     leaf_shardings,
@@ -82,6 +82,7 @@ def state_shardings(
     >>> shardings.residual.tree["w"].spec, shardings.count.spec
     (P('data',), P())
     """
+    check_transformation("state_shardings", "tx", tx)
     check_choice("state_shardings", "uneven", uneven, Uneven)
     if mesh is None and not jax.sharding.get_mesh().empty:
         mesh = jax.sharding.get_mesh()

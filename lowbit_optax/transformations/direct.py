@@ -19,7 +19,7 @@ from lowbit_optax._step.stepper import Stepper, with_extra_args
 from lowbit_optax.transformations.step import guarded
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Direct(Stepper):
     """A transformation whose updates are new parameters.
 

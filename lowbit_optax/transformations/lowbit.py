@@ -99,7 +99,8 @@ def lowbit(
 
     Returns:
       A transformation whose ``update`` needs ``params``. By default, it returns float32
-      updates outside of ``optax.apply_if_finite``, and integer differences for quantized weights.
+      updates outside of ``optax.apply_if_finite``, and integer differences for
+      quantized weights.
 
     Raises:
       TypeError, ValueError: if an argument has a wrong type or value. ``init`` raises a

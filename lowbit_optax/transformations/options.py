@@ -53,8 +53,15 @@ def takes_options(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def checked(*args, **kwargs):
-        names = (x.name for x in parameters)
+        names = [x.name for x in parameters]
         for name, value in (dict(zip(names, args, strict=False)) | kwargs).items():
+            if name not in names:
+                raise TypeError(
+                    f"{function.__name__}: arguments must be among {', '.join(names)}, "
+                    f"got {name}. For other formats, use lowbit, as in "
+                    "lowbit_optax.lowbit(optax.adamw(1e-3), weights=lowbit_optax.kahan("
+                    "))"
+                )
             is_array = isinstance(value, jax.Array) and name in static
             # A mask that is called with a count, as a schedule is, returns a bool.
             if is_array or (name == "mask" and isinstance(value, bool)):

@@ -12,6 +12,7 @@ from lowbit_optax._numerics.landing import REPLACE, Landing, apply_leaf
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.direct_update import DirectUpdate
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
+from lowbit_optax._step.state import check_made_by
 from lowbit_optax._step.stepper import stepper_of, with_extra_args
 from lowbit_optax._step.wrapped import check_wrapper, step_wrapped
 from lowbit_optax._types import OptState, Params, PyTree, Transformation
@@ -141,6 +142,16 @@ def guarded(
     if stepper is not None:
         return stepper.run(params, state, grads, landing, extra_args, guard)
     tx = with_extra_args(tx)
+    try:
+        return _by_update(tx, params, state, grads, guard, landing, extra_args)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        # Wrappers raise many errors for the state of another transformation.
+        check_made_by("step: tx", tx, params, state)
+        raise
+
+
+def _by_update(tx, params, state, grads, guard, landing: Landing, extra_args):
+    """Run a step of a transformation that is not from this package."""
     if landing.is_direct:
         arguments = tx, params, state, grads, extra_args, apply_updates, guard
         direct = step_wrapped(*arguments)

@@ -41,6 +41,7 @@ QUANTIZED = lpmm.quantize_params({"w": W}, bits=8)
 SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
 MULTI_STEPS = optax.MultiSteps(ADAM, 3).gradient_transformation()
 LOW = lowbit_optax.lowbit(SGD, weights=lowbit_optax.extra_bits(8))
+CHAINED = optax.chain(optax.clip(1.0), LOW)
 SCALED = lowbit_optax.with_loss_scale(SGD, loss_scaling.backoff_scale())
 IN_FLOAT32 = lowbit_optax.accumulate_gradients(SGD, 2, min_size=10**9)
 LPMM = lowbit_optax.lpmm_sgd(0.1)
@@ -163,6 +164,21 @@ memory_report(MASTER, LOW)  # tx  dict  optax
 explain(LOW, LOW.init(W))  # params  LowbitState
 explain(MASTER, LOW)  # tx  dict  optax
 step(MASTER, LOW, LOW.init(W), W)  # tx  dict  optax
+step_report(MASTER, LOW, LOW.init(W), W)  # tx  dict  optax
+convert(LOW, SGD, MASTER, LOW.init(MASTER))  # from_tx  dict  optax
+with_master(MASTER, LOW)  # tx  dict  optax
+state_shardings(MASTER, LOW, jax.P())  # tx  dict  optax
+host_shardings(MASTER, LOW)  # tx  dict  optax
+step_memory(MASTER, LOW, jnp.sum)  # tx  dict  optax
+plan(1e9, MASTER)  # device_bytes  'bias'
+lowbit_adamw(1e-3, weights=kahan())  # lowbit_adamw  weights  lowbit_optax.lowbit
+kahan_adamw(1e-3, bits=8)  # kahan_adamw  bits  lowbit_optax.lowbit
+from_master(LOW, MASTER, keep_float32=['b'])  # from_master  keep_float32  ['b']
+memory_report(LOW, MASTER, dtype=BF16, keep_float32='b')  # keep_float32  'b'
+memory_report(LOW, MASTER, stacked=['w'])  # stacked  ['w']
+lowbit_muon(0.02, is_matrix=['w'])  # is_matrix  ['w']
+training.nnx_optimizer(MASTER, LOW)  # model  nnx  'bias'
+training.TrainState.create(apply_fn=None, params=LOW, tx=MASTER)  # tx  dict
 step(lowbit(ADAM), W, EMA.init(W), W)  # EmaOfParamsState  ScaleByAdamState
 step(lowbit(ADAM, moments='float32'), W, EMA.init(W), W)
     # EmaOfParamsState  ScaleByAdamState
@@ -178,6 +194,19 @@ release.value_and_update(jnp.sum, SGD, max_grad_norm=True)  # max_grad_norm  Tru
 release.value_and_update(jnp.sum, SGD, state_memory='host')
     # state_memory  'pinned_host'  'host'
 release.explain(jnp.sum, SGD, state_memory=None)  # state_memory  'pinned_host'  None
+""",
+    "states of other transformations and parameters": r"""
+step(CHAINED, MASTER, LOW.init(MASTER), MASTER)  # LowbitState  EmptyState
+step(MULTI_STEPS, MASTER, LOW.init(MASTER), MASTER)  # MultiStepsState  LowbitState
+step(SGD, MASTER, LOW.init(MASTER), MASTER)  # EmptyState  LowbitState
+convert(MASTER, LOW.init(MASTER), CHAINED, LOW)  # from_tx  LowbitState  EmptyState
+convert(MASTER, LOW.init(MASTER), ADAM, LOW)  # from_tx  LowbitState
+convert(MASTER, CHAINED.init(MASTER), LOW, ADAM)  # from_tx  LowbitState  tuple
+step(LOW, {'w': NARROW_W['w'][:8]}, LOW.init(NARROW_W), {'w': NARROW_W['w'][:8]})
+    # params['w']  shape
+step(lowbit(ADAM), W[0, :8], lowbit(ADAM).init(W[0]), W[0, :8])
+    # moment  shape
+master_weights(NARROW_W['w'], LOW.init(NARROW_W))  # params['w']  paths
 """,
     "shardings": r"""
 state_shardings(LOW, NARROW_W, {'w': 'x'}, mesh=MESH)  # params['w']  'x'  NamedSharding
@@ -392,3 +421,5 @@ def test_errors_name_the_argument_and_its_value():
                 before = r"(?<![\w.-])" if part[0].isdigit() else r"(?<!\w)"
                 whole = rf"{before}{re.escape(part)}(?!\w)"
                 assert re.search(whole, str(error.value)), (code, part)
+            # Arrays and parameters in a message would hide what it says.
+            assert len(str(error.value)) < 1000, code
