@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
 
 from lowbit_optax._arguments import brief
 from lowbit_optax._step.kept_float32 import KeepFloat32, is_bias_or_norm
+from lowbit_optax._types import PyTree
 from lowbit_optax.states.masters import from_master, with_master
 from lowbit_optax.transformations.direct import direct_updates
 from lowbit_optax.transformations.step import step
@@ -49,7 +50,7 @@ class TrainState(train_state.TrainState):
         tx: optax.GradientTransformation,
         param_dtype: jax.typing.DTypeLike | None = None,
         keep_float32: KeepFloat32 = is_bias_or_norm,
-        **kwargs,
+        **kwargs: typing.Any,
     ) -> typing.Self:
         """Create a state at step 0 from float32 parameters.
 
@@ -91,7 +92,7 @@ class TrainState(train_state.TrainState):
             **kwargs,
         )
 
-    def apply_gradients(self, *, grads, **kwargs) -> typing.Self:
+    def apply_gradients(self, *, grads: PyTree, **kwargs: typing.Any) -> typing.Self:
         """Run one optimizer step.
 
         Args:
@@ -168,7 +169,7 @@ def nnx_optimizer(
     wrt: typing.Any = nnx.Param,
     param_dtype: jax.typing.DTypeLike | None = None,
     keep_float32: KeepFloat32 = is_bias_or_norm,
-) -> nnx.Optimizer:
+) -> "nnx.Optimizer[typing.Any]":
     """Cast an nnx model to bfloat16, and create an ``nnx.Optimizer``.
 
     Args:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -44,7 +45,9 @@ class Cast(MomentFormat):
         return rounding_.to_float32(stored)
 
 
-def cast(dtype, *, rounding: Rounding = "stochastic") -> MomentFormat:
+def cast(
+    dtype: jax.typing.DTypeLike, *, rounding: Rounding = "stochastic"
+) -> MomentFormat:
     """Store moments in bfloat16, float16 or float8.
 
         m' = round(m, dtype)

@@ -26,7 +26,7 @@ class Scaling:
         raise NotImplementedError
 
     def next(
-        self, scale: jax.Array, state, largest: jax.Array, finite: jax.Array
+        self, scale: jax.Array, state: typing.Any, largest: jax.Array, finite: jax.Array
     ) -> tuple[jax.Array, typing.Any]:
         """Return the next scale, and the state of the scaling after a step.
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from lowbit_optax._step import trees
 from lowbit_optax._step.guard import UNGUARDED
 from lowbit_optax._step.multi_steps import check_multi_steps_around
 from lowbit_optax._step.stepper import Stepper, check_state
-from lowbit_optax._types import OptState, Transformation
+from lowbit_optax._types import Function, OptState, Transformation
 from lowbit_optax.loss_scaling.scales import Scaling
 from lowbit_optax.loss_scaling.sizes import Sizes
 from lowbit_optax.transformations.step import guarded
@@ -92,7 +91,7 @@ def with_loss_scale(
     return LossScaled(inner, scaling).transformation
 
 
-def scaled_value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
+def scaled_value_and_grad(loss_fn: Function, has_aux: bool = False) -> Function:
     """Differentiate the scaled loss, like ``jax.value_and_grad``.
 
     Args:

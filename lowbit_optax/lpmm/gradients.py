@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.straight_through import with_tangent_of
+from lowbit_optax._types import Function
 from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
 from lowbit_optax.formats.quantized_leaf import QuantizedWeight
@@ -16,11 +16,11 @@ from lowbit_optax.lpmm.quantization import dequantize
 
 
 def value_and_grad(
-    loss_fn: Callable,
+    loss_fn: Function,
     dtype: jax.typing.DTypeLike = jnp.float32,
     has_aux: bool = False,
     lazy: bool = False,
-) -> Callable:
+) -> Function:
     """Return a function like ``jax.value_and_grad`` for quantised parameters.
 
         loss(dequantize(params)),  d loss / d dequantize(params)

@@ -121,11 +121,11 @@ class Formats:
             value = getattr(self, field.name)
             check_type(f"Formats: {field.name}", value, FloatFormat, "a FloatFormat")
 
-    def forward(self, is_low) -> FloatFormat:
+    def forward(self, is_low: typing.Any) -> FloatFormat:
         """Return the low or high format for forward tensors."""
         return self.low if is_low else self.high
 
-    def backward(self, is_low) -> FloatFormat:
+    def backward(self, is_low: typing.Any) -> FloatFormat:
         """Return the low or high format for cotangents."""
         backward = self.low_backward if is_low else self.high_backward
         return typing.cast(FloatFormat, backward)
@@ -199,7 +199,7 @@ class Assignment:
         share = lambda low, sizes: jnp.sum(jnp.where(low, sizes, jnp.float32(0)))
         return share(self.low, forward) + share(self.low_backward, backward)
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the assignment to a JSON file, which :func:`load` reads."""
         levels = self._levels()
         document = {
@@ -238,7 +238,7 @@ class Assignment:
         return np.asarray(self.low).tolist(), np.asarray(self.low_backward).tolist()
 
 
-def load(path: str | os.PathLike) -> Assignment:
+def load(path: str | os.PathLike[str]) -> Assignment:
     """Read an assignment that :meth:`Assignment.save` wrote.
 
     Args:

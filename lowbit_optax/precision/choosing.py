@@ -8,20 +8,22 @@ import dataclasses
 import random
 import typing
 import warnings
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lowbit_optax._arguments import check_choice
+from lowbit_optax._types import Function, PyTree
 from lowbit_optax.precision.assignment import HFP8, Assignment, Formats, PrecisionPlan
 from lowbit_optax.precision.tensor_search import TensorSearch
 
 Order = typing.Literal["decreasing", "increasing", "random"]
 
 
-def trace(loss_fn: Callable, params, *batch, has_aux: bool = False) -> PrecisionPlan:
+def trace(
+    loss_fn: Function, params: PyTree, *batch: PyTree, has_aux: bool = False
+) -> PrecisionPlan:
     """Find the tensors of a loss, in groups that are separated by matrix products.
 
     The loss is traced, but not computed. Its tensors are the parameters, the results of

@@ -20,6 +20,7 @@ from lowbit_optax._jaxprs.graph import Call, Node, bind
 from lowbit_optax._jaxprs.program import LossProgram
 from lowbit_optax._numerics import rounding
 from lowbit_optax._numerics.float_format import FloatFormat
+from lowbit_optax._types import Function, PyTree
 from lowbit_optax.precision.assignment import Assignment
 from lowbit_optax.precision.tensor_search import TensorSearch
 
@@ -61,7 +62,11 @@ class Product:
 
 
 def products(
-    loss_fn: Callable, assignment: Assignment, params, *batch, has_aux: bool = False
+    loss_fn: Function,
+    assignment: Assignment,
+    params: PyTree,
+    *batch: PyTree,
+    has_aux: bool = False,
 ) -> list[Product]:
     """List the matrix products of a loss and its gradient, without computing them.
 

@@ -17,6 +17,7 @@ from lowbit_optax._jaxprs.graph import Call, Node, as_closed_jaxpr, run, value_o
 from lowbit_optax._jaxprs.program import LossProgram, ScanCall, Segment
 from lowbit_optax._numerics.float_format import FloatFormat
 from lowbit_optax._numerics.straight_through import with_tangent_of
+from lowbit_optax._types import Function
 from lowbit_optax.precision.assignment import Assignment, check_same
 from lowbit_optax.precision.products import native_products
 from lowbit_optax.precision.tensor_rounding import (
@@ -31,14 +32,14 @@ Products = typing.Literal["emulated", "native"]
 
 
 def apply(
-    loss_fn: Callable,
+    loss_fn: Function,
     assignment: Assignment,
     *,
     has_aux: bool = False,
     seed: jax.Array | int | None = None,
     stored: bool = False,
     products: Products = "emulated",
-) -> Callable:
+) -> Function:
     """Return a loss that rounds each tensor and each cotangent to its format.
 
     With operators f_i, parameters theta_i and values v_i, the loss and its gradient are

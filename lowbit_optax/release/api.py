@@ -12,7 +12,7 @@ import optax
 from lowbit_optax._arguments import check_choice, check_number
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._tables import Explanation
-from lowbit_optax._types import OptState, Params
+from lowbit_optax._types import Function, OptState, Params
 from lowbit_optax.release.plan import loss_scaled, plan_release
 from lowbit_optax.release.released_step import released_step
 from lowbit_optax.release.traced_loss import trace_loss
@@ -156,14 +156,14 @@ def value_and_update(
 
 
 def explain(
-    loss_fn: Callable,
+    loss_fn: Function,
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
     overflow: Overflow = "exact",
     state_memory: StateMemory = "device",
     grad_dtype: jax.typing.DTypeLike = jnp.float32,
-) -> Callable:
+) -> Function:
     """Report when :func:`value_and_update` updates each parameter, without running it.
 
     Args:
@@ -272,12 +272,12 @@ def named_after(loss_fn: Callable, with_update: Callable) -> Callable:
 
 
 def host_shardings(
-    loss_fn: Callable,
+    loss_fn: Function,
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
     grad_dtype: jax.typing.DTypeLike = jnp.float32,
-) -> Callable:
+) -> Function:
     """Return shardings that place optimizer state in host memory before the first step.
 
     With ``state_memory="pinned_host"``, the state of stacks that are updated layer by

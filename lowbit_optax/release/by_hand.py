@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
 from lowbit_optax._step import trees
-from lowbit_optax._types import OptState, Params
+from lowbit_optax._types import Function, OptState, Params, PyTree
 from lowbit_optax.formats.quantized_leaf import NotAnArray
 from lowbit_optax.release import wrappers
 from lowbit_optax.release.api import named_after
@@ -29,7 +29,7 @@ from lowbit_optax.transformations.step import step
 
 
 def value_and_update_layers(
-    loss_fn: Callable, tx: optax.GradientTransformation, *, has_aux: bool = False
+    loss_fn: Function, tx: optax.GradientTransformation, *, has_aux: bool = False
 ) -> Callable[
     typing.Concatenate[Params, OptState, ...], tuple[typing.Any, Params, OptState]
 ]:
@@ -172,7 +172,7 @@ class Handle(NotAnArray):
 jax.tree_util.register_pytree_node(Handle, Handle._refuse, Handle._refuse)
 
 
-def released(layer, activations):
+def released(layer: PyTree, activations: PyTree) -> tuple[PyTree, PyTree]:
     """Open a layer, which the backward pass updates once its gradient is complete.
 
     Pass the activations that the layer reads, and use the returned ones. When the
@@ -211,15 +211,15 @@ def released(layer, activations):
 
 
 def scan(
-    body: Callable,
-    init,
-    layers,
-    xs=None,
+    body: Function,
+    init: PyTree,
+    layers: PyTree,
+    xs: PyTree = None,
     *,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
-):
+) -> tuple[PyTree, PyTree]:
     """Run ``jax.lax.scan`` over layers, and update each layer in the backward loop.
 
     The backward loop carries the stacked parameters and their state. For each layer it

@@ -112,7 +112,11 @@ class StepReport(Tabular):
 
 
 def step_report(
-    tx: Transformation, params: PyTree, state: OptState, grads: PyTree, **extra_args
+    tx: Transformation,
+    params: PyTree,
+    state: OptState,
+    grads: PyTree,
+    **extra_args: typing.Any,
 ) -> StepReport:
     """Report how rounding would affect the next step, without running the step.
 

@@ -1,5 +1,7 @@
 """``explain``: whether a kernel or XLA updates each parameter."""
 
+import typing
+
 import jax
 
 from lowbit_optax._arguments import check_transformation
@@ -12,7 +14,9 @@ from lowbit_optax._tables import Explanation
 from lowbit_optax._types import PyTree, Transformation
 
 
-def explain(tx: Transformation, params: PyTree, **extra_args) -> Explanation:
+def explain(
+    tx: Transformation, params: PyTree, **extra_args: typing.Any
+) -> Explanation:
     """Report whether a kernel or XLA updates each parameter, without running a step.
 
     The report is for the mesh from ``jax.set_mesh``, or for JAX's default backend if no

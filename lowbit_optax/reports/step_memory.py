@@ -13,7 +13,7 @@ from lowbit_optax._arguments import check_transformation, check_type
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._step import trees
 from lowbit_optax._tables import Table, Tabular
-from lowbit_optax._types import PyTree, Transformation
+from lowbit_optax._types import Function, PyTree, Transformation
 from lowbit_optax.lpmm.gradients import value_and_grad
 from lowbit_optax.reports.memory import gradient_bytes, released
 from lowbit_optax.states.sharding import state_shardings
@@ -77,8 +77,8 @@ class StepMemory(Tabular):
 def step_memory(
     tx: Transformation,
     params: PyTree,
-    loss_fn: Callable,
-    *batch,
+    loss_fn: Function,
+    *batch: PyTree,
     release: bool = False,
     shardings: typing.Any = None,
     grad_dtype: jax.typing.DTypeLike = jnp.bfloat16,

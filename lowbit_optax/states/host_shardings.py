@@ -18,7 +18,7 @@ from lowbit_optax.states.state_leaves import (
 def host_shardings(
     tx: Transformation,
     params: PyTree,
-    shardings=None,
+    shardings: PyTree = None,
     *,
     mesh: Mesh | AbstractMesh | None = None,
     uneven: Uneven = "error",

@@ -30,7 +30,7 @@ _LARGEST_UNIT = 4096
 def state_shardings(
     tx: Transformation,
     params: PyTree,
-    shardings=None,
+    shardings: PyTree = None,
     *,
     mesh: Mesh | AbstractMesh | None = None,
     uneven: Uneven = "error",

@@ -22,7 +22,11 @@ from lowbit_optax.states.host_step import step_by_group
 
 
 def step(
-    tx: Transformation, params: Params, opt_state: OptState, grads: PyTree, **extra_args
+    tx: Transformation,
+    params: Params,
+    opt_state: OptState,
+    grads: PyTree,
+    **extra_args: typing.Any,
 ) -> tuple[Params, OptState]:
     """Run one optimizer step and return the new parameters and optimizer state.
 

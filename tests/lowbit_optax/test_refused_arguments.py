@@ -17,6 +17,7 @@ from lowbit_optax import (
     precision,
     release,
     reports,
+    training,
     transformations,
 )
 from lowbit_optax.precision import FloatFormat
@@ -29,7 +30,7 @@ MODULES = [
     transformations,
 ]
 PUBLIC = {name: getattr(module, name) for module in MODULES for name in module.__all__}
-PUBLIC |= dict(emulation=emulation)
+PUBLIC |= dict(emulation=emulation, training=training)
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 E4M3B11 = jnp.float8_e4m3b11fnuz
 W, NARROW = jnp.ones((64, 64)), jnp.ones(3, BF16)
