@@ -187,9 +187,7 @@ def test_a_sum_that_float32_rounds_to_a_tie_keeps_its_compensation():
 
 def test_a_weight_that_overflows_has_no_compensation():
     w, update = jnp.full(2, 3e38, jnp.bfloat16), jnp.full(2, 3e38)
-    new, kept, _ = advance(
-        lowbit_optax.kahan(), w, jnp.zeros(2, jnp.bfloat16), update
-    )
+    new, kept, _ = advance(lowbit_optax.kahan(), w, jnp.zeros(2, jnp.bfloat16), update)
     assert jnp.isinf(new).all()
     np.testing.assert_array_equal(kept, 0)
 
