@@ -75,10 +75,11 @@ class _Run:
         updates, new_state = traced.outputs
         _, leaves, treedef = trees.named_leaves(self.params)
 
-        def after(old, node: Node, apply: Callable = lambda _, value: value):
-            value = self._value(node)
-            is_ours = node in traced.found  # and already selected by its own guard
-            return value if is_ours else choose(apply(old, value), old)
+        def after(old, nodes, apply: Callable = lambda _, value: value):
+            value = jax.tree.map(self._value, nodes)
+            if traced.found.keys() >= set(jax.tree.leaves(nodes)):
+                return value  # already selected by its own guard
+            return choose(apply(old, value), old)
 
         new = [after(*x, self.apply_update) for x in zip(leaves, updates, strict=True)]
         old_state = jax.tree.leaves(self.state)

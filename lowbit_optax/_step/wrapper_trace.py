@@ -101,6 +101,8 @@ class WrapperTrace:
         found = {}
         if len(old_state) != len(new_state):
             return {}
+        # A gradient of a frozen quantised weight may be a tree of float0 arrays.
+        updates = jax.tree.leaves(updates)
         before: list[Node | None] = [*[None] * len(updates), *old_state]
         for node, old in zip([*updates, *new_state], before, strict=True):
             result = _result(node, old, self.graph)

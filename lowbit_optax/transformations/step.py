@@ -12,7 +12,7 @@ from lowbit_optax._numerics.landing import REPLACE, Landing, apply_leaf
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.direct_update import DirectUpdate
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
-from lowbit_optax._step.state import check_made_by
+from lowbit_optax._step.state import LowbitState, check_made_by
 from lowbit_optax._step.stepper import stepper_of, with_extra_args
 from lowbit_optax._step.wrapped import check_wrapper, step_wrapped
 from lowbit_optax._types import OptState, Params, PyTree, Transformation
@@ -104,7 +104,10 @@ def apply_updates(params: Params, updates: PyTree) -> Params:
         if param is None:
             return None
         if is_quantized(param):
-            return optax.apply_updates(param, update)
+            # Only this package's transformations return differences of codes.
+            arrays = jax.tree.leaves(update) if is_quantized(update) else []
+            is_trained = arrays and arrays[0].dtype != jax.dtypes.float0
+            return optax.apply_updates(param, update) if is_trained else param
         if isinstance(update, DirectUpdate):
             return param + update
         if not trees.is_inexact(jnp.asarray(param)):
@@ -163,6 +166,7 @@ def _by_update(tx, params, state, grads, guard, landing: Landing, extra_args):
             return direct
     else:
         check_wrapper(tx, params, state, grads, extra_args)
+    _check_frozen(params, state)
     # Other transformations also run in skipped steps, which drop the results.
     grads = guard.unscaled(grads)
     new, new_state = tx.update(grads, state, params, **extra_args)
@@ -171,3 +175,19 @@ def _by_update(tx, params, state, grads, guard, landing: Landing, extra_args):
     else:
         new = guard.updates(new)
     return new, guard.chosen(new_state, state)
+
+
+def _check_frozen(params, state) -> None:
+    """Raise a TypeError if no transformation of this package updates quantised weights.
+
+    ``optax.masked`` and ``partition`` may freeze them.
+    """
+    leaves = trees.by_path(params).items()
+    name = next((name for name, x in leaves if is_quantized(x)), None)
+    owners = LowbitState, optax.MaskedState
+    if name is not None and not trees.all_of(owners, state):
+        raise TypeError(
+            f"step: params{name} is quantised, and optax cannot update it. Use a "
+            "transformation of lowbit_optax, such as lpmm.lpmm_adam, or freeze the "
+            "weight with optax.partition and optax.set_to_zero"
+        )

@@ -18,9 +18,11 @@ from lowbit_optax import (
     host_shardings,
     lowbit,
     lowbit_adamw,
+    lpmm,
     memory_report,
     with_loss_scale,
 )
+from lowbit_optax.block_scaling import block_scale
 from lowbit_optax.loss_scaling import backoff_scale
 from lowbit_optax.transformations.regularization import regularize
 
@@ -160,3 +162,40 @@ def test_averages_and_penalties_include_complex_leaves():
     zeros = jax.tree.map(jnp.zeros_like, run)
     got, _ = penalty.update(zeros, penalty.init(run), run)
     np.testing.assert_allclose(got["c"], 2 * COMPLEX.conj(), rtol=1e-6)
+
+
+FROZEN = {"base": "frozen", "lora": "trained"}
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.partition({"frozen": optax.set_to_zero(), "trained": ADAMW}, FROZEN),
+        optax.partition({"frozen": optax.set_to_zero(), "trained": PLAIN}, FROZEN),
+        optax.masked(ADAMW, {"base": False, "lora": True}),
+    ],
+    ids=["partition", "optax", "masked"],
+)
+def test_quantised_weights_can_be_frozen(tx):
+    w = jnp.linspace(-1, 1, 64 * 32).reshape(64, 32)
+    for base in (lpmm.quantize_params(w, min_size=0), block_scale(w, min_size=0)):
+        params = {"base": base, "lora": jnp.zeros((8, 8), jnp.bfloat16)}
+        loss = lambda params: jnp.sum(params["lora"].astype(jnp.float32))
+        integers = jax.grad(loss, allow_int=True)(params)
+        state = tx.init(params)
+        for grads in (integers, integers | {"base": w}):
+            moved, _ = jax.jit(functools.partial(lowbit_optax.step, tx))(
+                params, state, grads
+            )
+            updates, _ = tx.update(grads, state, params)
+            applied = lowbit_optax.apply_updates(params, updates)
+            for new in (moved, applied):
+                assert_same_bits(new["base"], base)
+                assert not np.array_equal(new["lora"], params["lora"])
+
+
+def test_optax_alone_cannot_train_quantised_weights():
+    params = {"w": lpmm.quantize_params(jnp.ones((64, 32)), min_size=0)}
+    tx = optax.sgd(1.0)
+    with pytest.raises(TypeError, match=r"params\['w'\] is quantised"):
+        lowbit_optax.step(tx, params, tx.init(params), {"w": jnp.ones((64, 32))})
