@@ -26,12 +26,10 @@ def _row(moments) -> Row:
     return format_rows.of(format_rows.muon, moments=moments, base=BASE)
 
 
-def _codes(**options) -> Row:
-    """Return a row with these options for both first moments.
-
-    Without a code, Muon's momentum is linear and AdamW's first moment is companded.
-    """
-    return _row({"mu": block_quantized(8, **options), "nu": block_quantized(8)})
+def _companded(rounding: str) -> Row:
+    """Return a row with AdamW's code for both first moments."""
+    first = block_quantized(8, code="companded", rounding=rounding)
+    return _row({"mu": first, "nu": block_quantized(8)})
 
 
 ROWS = {
@@ -39,11 +37,8 @@ ROWS = {
     "float32 momentum": _row("float32"),
     "bfloat16 momentum": _row(lowbit_optax.cast(jnp.bfloat16)),
     "8 bits, the default": _row(None),
-    "linear, nearest": _codes(rounding="nearest"),
-    "the same, blocks of 128": _codes(rounding="nearest", block_size=128),
-    "linear, stochastic": _codes(rounding="stochastic"),
-    "companded, nearest": _codes(code="companded", rounding="nearest"),
-    "companded, stochastic": _codes(code="companded", rounding="stochastic"),
+    "companded, nearest": _companded("nearest"),
+    "companded, stochastic": _companded("stochastic"),
 }
 
 
