@@ -20,10 +20,12 @@ from benchmarks.programs import large_training
 from benchmarks.records import gaps, shown
 from benchmarks.training import (
     compute_optimal,
+    digit_moments,
     four_bit_muon,
     pareto,
     reinforcement,
     resnet_cifar,
+    rounding_errors,
     shakespeare,
 )
 
@@ -312,6 +314,24 @@ def _four_bit_muon(record):
     yield from four_bit_muon.text(record).splitlines()
 
 
+def _digit_moments(record):
+    runs = record["runs"].items()
+    found = gaps(
+        {name: x["training"]["values"] for name, x in runs}, digit_moments.BASE
+    )
+    for name, gap in found.items():
+        size = record["runs"][name]["bytes_per_parameter"]
+        yield f"| {size:.2f} | {shown(gap, 5)} |"
+    yield shown(record["runs"][digit_moments.BASE]["training"], 5)
+
+
+def _rounding_errors(record):
+    for name, found in record["linear"].items():
+        if name.startswith(("bfloat16", "float8")):
+            cells = (shown(found[str(rate)], 2) for rate in rounding_errors.RATES)
+            yield f"| {name} | {' | '.join(cells)} |"
+
+
 def _resnet_cifar(record):
     yield from resnet_cifar.text(record).splitlines()
 
@@ -332,6 +352,8 @@ FIGURES = [
     ("training/compute_optimal", "accuracy", _compute_optimal),
     ("training/compute_optimal_large", "accuracy", _compute_optimal),
     ("training/four_bit_muon", "accuracy", _four_bit_muon),
+    ("training/digit_moments", "accuracy", _digit_moments),
+    ("training/rounding_errors", "accuracy", _rounding_errors),
     ("training/resnet_cifar", "accuracy", _resnet_cifar),
     ("training/shakespeare", "accuracy", _shakespeare),
     ("training/reinforcement", "reinforcement", _reinforcement),
