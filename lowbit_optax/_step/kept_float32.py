@@ -4,6 +4,7 @@
 functions.
 """
 
+import math
 import re
 import typing
 from collections.abc import Callable
@@ -22,16 +23,21 @@ KeepFloat32 = Callable[[str, typing.Any], bool] | None
 
 _NORM = re.compile(r"norm(?!al)|^ln(_|\d|$)")
 
+_MOST_VECTORS = 1024
+"""Leaves with more vectors along their last axis are matrices in all but name."""
+
 
 def is_bias_or_norm(path: str, leaf) -> bool:
     """Return whether a leaf belongs to a bias or a normalisation.
 
     This is the default of ``keep_float32``. It returns True for leaves with fewer than
-    two axes, leaves whose name ends with ``bias`` or is ``scale``, and all leaves of a
-    module whose name contains ``norm`` or is similar to ``ln_1``. These include biases
-    of attention layers with an axis of heads and an axis of features, and scales that
-    are stacked over layers. Such leaves use a small part of a model's memory. The
-    function returns False for matrices, convolutions and embeddings.
+    two axes. It also returns True for leaves of at most 1,024 vectors whose name ends
+    with ``bias`` or is ``scale``, or whose name or innermost module contains ``norm``
+    or is similar to ``ln_1``. These include biases of attention layers with an axis of
+    heads and an axis of features, and scales that are stacked over layers. Such leaves
+    use a small part of a model's memory. The function returns False for matrices,
+    convolutions and embeddings, also inside a normalisation: leaves of other modules,
+    such as ``['norm1']['linear']['kernel']``, and leaves named ``kernel``.
 
     Args:
       path: path of the leaf, as ``jax.tree_util.keystr`` returns it.
@@ -48,8 +54,9 @@ def is_bias_or_norm(path: str, leaf) -> bool:
     # Paths in nnx end with .value.
     words = [x for x in re.findall(r"\w+", path.lower()) if x != "value"]
     name = words[-1] if words else ""
-    is_small = leaf.ndim < 2 or name.endswith("bias") or name == "scale"
-    return is_small or any(map(_NORM.search, words))
+    is_named = name.endswith("bias") or name == "scale"
+    is_named = is_named or (name != "kernel" and any(map(_NORM.search, words[-2:])))
+    return leaf.ndim < 2 or (is_named and math.prod(leaf.shape[:-1]) <= _MOST_VECTORS)
 
 
 def param_dtypes(

@@ -171,6 +171,12 @@ class MemoryReport(Tabular):
 
     def _notes(self) -> list[str]:
         notes = []
+        wide = [leaf.name for leaf in self.leaves if leaf.dtype == "float32"]
+        if 0 < self.float32_params < self.total.size:
+            notes.append(
+                f"parameters stored in float32: {some(wide)}\n(without keep_float32, "
+                "from_master casts no vectors, biases and normalisations)"
+            )
         share = self.float32_params / max(self.total.size, 1)
         if share >= _NOTABLE_SHARE:
             wide = sum(leaf.total for leaf in self.leaves if leaf.dtype == "float32")

@@ -213,6 +213,7 @@ def test_float32_shapes_are_reported_in_the_dtypes_that_they_will_have():
     params, _ = lowbit_optax.from_master(tx, jax.tree.map(jnp.zeros_like, shapes))
     report = memory_report(tx, shapes, dtype=jnp.bfloat16)
     assert report == memory_report(tx, params)
+    assert "parameters stored in float32: ['bias']\n" in str(report)
     assert {leaf.name: leaf.dtype for leaf in report.leaves} == {
         "['bias']": "float32",
         "['w']": "bfloat16",

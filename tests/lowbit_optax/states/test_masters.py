@@ -236,6 +236,21 @@ def test_stacked_normalisations_and_biases_stay_float32(path, is_kept):
     assert is_bias_or_norm(path, jnp.ones(64))
 
 
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [
+        ("['norm1']['linear']['kernel']", (3072, 18432)),
+        (".blocks[0].norm1.linear.weight", (18432, 3072)),
+        ("['AdaLayerNorm_0']['kernel']", (64, 384)),
+        ("['RMSNorm_0']['Dense_0']['kernel']", (64, 64)),
+        ("['relative_position_bias']", (16, 2048, 2048)),
+        ("['norm']['weight']", (2048, 2048)),
+    ],
+)
+def test_matrices_of_normalisations_and_large_biases_are_narrowed(path, shape):
+    assert not is_bias_or_norm(path, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
 def _linen_attention():
     layer = linen.MultiHeadDotProductAttention(num_heads=2, normalize_qk=True)
     x = jnp.ones((1, 4, 16))
