@@ -78,6 +78,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from lowbit_optax._jaxprs.not_fused import not_fused
 from lowbit_optax._jaxprs.traced_once import traced_once
 
 COUNTERS = 2**32
@@ -291,7 +292,7 @@ def _keys(*numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
     keys, seconds = (jnp.uint32(start) for start in _START)
     for number in numbers:
         keys, seconds = take_in(keys, seconds, number)
-    return keys, seconds
+    return not_fused(keys, seconds)
 
 
 def leaf_number(path: str) -> int:

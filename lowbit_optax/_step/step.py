@@ -131,6 +131,10 @@ class Step(LeafStep):
             return list(map(context.layerwise(self.guard.unscaled), wide))
         return self.guard.unscaled(wide)
 
+    def unscaled_leaf(self, number: int) -> StoredLeaf:
+        """Return a leaf whose gradient the guard has unscaled; see ``grads``."""
+        return dataclasses.replace(self.leaves[number], grad=self.grads[number])
+
     @property
     def structure(self) -> trees.PyTreeDef:
         """The structure of the parts of the inner state."""

@@ -49,6 +49,7 @@ class LeafBody:
       landing: whether the leaf's result is the new parameter or an update.
       is_guarded: whether the first scalars after the keys belong to a guard: the factor
         for the gradients, and whether the step happens.
+      is_unscaled: whether the gradient was multiplied by this factor before.
       from_stored: the program for the result, if it is computed from rounded moments.
         Its inputs are these moments, decoded, followed by the inputs of ``program``,
         whose output 0 is not used.
@@ -64,6 +65,7 @@ class LeafBody:
     moments: tuple[MomentRows, ...]
     landing: Landing
     is_guarded: bool = False
+    is_unscaled: bool = False
     takes_error: int | None = None
     from_stored: Program | None = None
     is_differentiable: bool = False
@@ -256,7 +258,7 @@ class LeafBody:
         is_wide = not (is_narrow(grad.dtype) or is_narrow(param.dtype))
         if self.weight.has_scales or not is_wide:
             grad = grad.astype(jnp.float32)
-        if self.is_guarded:
+        if self.is_guarded and not self.is_unscaled:
             grad = grad * decode_scalar(scalars[KEYS], np.dtype(np.float32))
         join = self._rounding(self.weight, self.weight.master)
         master = join(param, residual, prepared.get(0))

@@ -87,7 +87,7 @@ class KernelPlan:
         """
         return {
             i: x.body.arrays(
-                step.leaves[i],
+                step.unscaled_leaf(i) if x.body.is_unscaled else step.leaves[i],
                 [step.parts[part] for part in x.parts],
                 [n.aval if values is None else values[n] for n in x.outside],
             )
@@ -99,16 +99,10 @@ class KernelPlan:
         return self.reasons | self.tpu_refusals if on_tpus else self.reasons
 
     def only_blocks(self) -> "KernelPlan":
-        """Return a plan with the leaves that XLA updates block by block on a CPU.
-
-        It is empty for a guarded step, because blocks would change the order of
-        operations that :meth:`.Guard.unscaled` preserves on CPUs.
-        """
-        large = {}
-        if not self.traced.step.guard.scalars:
-            leaves = self.arrays(self.traced.step)
-            fits = lambda x: not (x.stacked or needs_loop(x.shape))
-            large = {i: self.kernels[i] for i, x in leaves.items() if fits(x)}
+        """Return a plan with the leaves that XLA updates block by block on a CPU."""
+        params = self.traced.step.params
+        fits = lambda i: not needs_loop(params[i].shape)
+        large = {i: x for i, x in self.kernels.items() if fits(i)}
         return dataclasses.replace(self, kernels=large)
 
     @functools.cached_property
@@ -241,6 +235,7 @@ class _Planner:
             moments=moments,
             landing=step.landing.of(leaf.param, leaf.grad),
             is_guarded=bool(step.guard.scalars),
+            is_unscaled=bool(step.guard.scalars) and self.is_exact,
             takes_error=takes_error,
             from_stored=from_stored,
         )

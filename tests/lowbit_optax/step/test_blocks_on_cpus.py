@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from exact_steps import MOMENTUM, dyadic_series, normal, trained
+from exact_steps import MOMENTUM, QUICK, dyadic_series, normal, trained
 from jax.sharding import AxisType
 from optimizers import ALL_FORMATS, BFLOAT16_MOMENTS, apply, assert_same_bits
 
 import lowbit_optax
-from lowbit_optax import block_quantized
+from lowbit_optax import block_quantized, extra_bits, lowbit
+from lowbit_optax.loss_scaling import static_scale
 from pallas_kernels.fused_update import blocked, joined
 
 pytestmark = pytest.mark.standard_promotion
@@ -79,6 +80,38 @@ def test_a_step_that_is_skipped_inside_is_the_same():
     (params, state), want = both(TWO, advance=advance, inner=inner)
     assert_same_bits((params, state), want)
     assert bool(jnp.isfinite(params["w"]).all())
+
+
+WRAPPERS = {
+    "finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "scaled": lambda tx: lowbit_optax.with_loss_scale(tx, static_scale(0.5)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("advance", [lowbit_optax.step, apply], ids=["step", "update"])
+def test_guarded_steps_are_the_same_and_skip(wrap, advance):
+    options = dict(weights=extra_bits(8), moments=block_quantized(8))
+
+    def make(**places):
+        return wrap(lowbit(MOMENTUM, **options, **places, min_size=0))
+
+    def skipping(tx, params, state, grads):
+        bad = grads | {"b": grads["b"].at[0].set(jnp.nan)}
+        skipped, state = advance(tx, params, state, bad)
+        return (*advance(tx, skipped, state, grads), skipped)
+
+    series = dyadic_series(TWO, 1, bits=8)
+    with jax.set_mesh(ONE_DEVICE):
+        results = []
+        for implementation in (None, "xla"):
+            tx = make(implementation=implementation)
+            run = jax.jit(functools.partial(skipping, tx), compiler_options=QUICK)
+            results.append(run(TWO, tx.init(TWO), series[0]))
+    assert_same_bits(*results)
+    new, _, skipped = results[0]
+    assert_same_bits(skipped, TWO)
+    assert not jnp.array_equal(new["w"], TWO["w"])
 
 
 def test_batches_of_steps_are_the_same():
