@@ -13,12 +13,15 @@ and :mod:`lowbit_optax._step.wrapped` reads the operations around the markers.
 """
 
 import abc
+import contextlib
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Sequence
 
 import jax
 import optax
+from jax.core import Tracer
 from jax.extend.core import Primitive
 
 from lowbit_optax._numerics.landing import ADD, ADD_LIKE_GRADS, Landing
@@ -120,14 +123,38 @@ def with_extra_args(tx) -> optax.GradientTransformationExtraArgs:
     >>> updates, _ = tx.update(params, tx.init(params), params, value=1.0, other=2.0)
     """
     parameters = inspect.signature(tx.update).parameters
-    if any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
-        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    takes_all = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
 
     def update(updates, state, params=None, **extra_args):
-        accepted = {name: x for name, x in extra_args.items() if name in parameters}
-        return tx.update(updates, state, params, **accepted)
+        accepted = {n: x for n, x in extra_args.items() if takes_all or n in parameters}
+        arguments = updates, state, params
+        leaves = jax.tree.leaves((arguments, accepted))
+        is_eager = not any(isinstance(x, Tracer) for x in leaves)
+        is_plain = context.current() == context.StepContext()
+        if is_eager and is_plain and trees.all_of(_CONDITIONAL, state):
+            # A schedule may need concrete values. An extra argument may be a function.
+            with contextlib.suppress(TypeError):
+                return _compiled(tx.update)(*arguments, **accepted)
+        return tx.update(*arguments, **accepted)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+_CONDITIONAL = (
+    optax.ApplyIfFiniteState,
+    optax.ConditionallyMaskState,
+    optax.ConditionallyTransformState,
+    optax.MultiStepsState,
+)
+"""States of transformations that create a conditional with new closures in every step.
+
+Outside of jit, JAX would trace and compile this conditional in every step.
+"""
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(update: Callable) -> Callable:
+    return jax.jit(update)
 
 
 def check_state(function: str, state, kind: type) -> None:
