@@ -1,0 +1,1 @@
+"""The figures and pictures of the README and of the landing page."""
