@@ -63,7 +63,7 @@ def text(record: dict) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     args = records.Options(__doc__).parse_args(argv)
-    records.run(__name__, args, measure, text, ran="counted from shapes")
+    records.run(__name__, args, measure, text, ran="CPU, from shapes alone")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def draw_bits(record, top, bottom):
     top.axis("off")
     labels = ("parameter", "master or residual", "first moment", "second moment")
     colors = (FRACTION, RESIDUAL, "#56b4e9", "#cc79a7")
-    for y, (name, bits, size) in enumerate(STORED):
+    for y, (_, bits, size) in enumerate(STORED):
         left = 0.0
         for width, color, label in zip(bits, colors, labels, strict=True):
             style = {"color": color, "edgecolor": "white", "height": 0.66}
