@@ -54,7 +54,7 @@ def billions(bytes_per_parameter: float, gigabytes: float) -> float:
 def text(record: dict) -> str:
     sizes = record["bytes_per_parameter"]
     rows = [
-        (f"{memory} GB", *(f"{billions(sizes[x], memory):.1f} B" for x in COLUMNS))
+        (f"{memory} GB", *(f"{billions(sizes[x], memory):.1f}" for x in COLUMNS))
         for memory in MEMORY
     ]
     rows.append(("bytes per parameter", *(f"{sizes[x]:.1f}" for x in COLUMNS)))
