@@ -57,7 +57,7 @@ TPU kernels support only the primitives that are also in
 Mosaic GPU's compiler does not support them.
 """
 
-_ONE_TO_ONE = frozenset({p.copy_p, p.stop_gradient_p})
+_ONE_TO_ONE = frozenset({p.copy_p, p.name_p, p.stop_gradient_p})
 
 
 def is_elementwise(primitive) -> bool:

@@ -45,7 +45,10 @@ EXPENSIVE = frozenset(
 A conditional without them becomes a selection, because computing all branches is cheap.
 """
 
-_ZERO_OF_ZERO = (p.broadcast_in_dim_p, p.square_p)
+UNCHANGED = frozenset(
+    {"name", "pvary", "reshard", "sharding_constraint", "stop_gradient"}
+)
+"""Names of primitives whose result has the values of their only operand."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -265,10 +268,22 @@ def is_by_platform(primitive: core.Primitive, params: Mapping) -> bool:
 def scalar_of(node: Node) -> Node | None:
     """Return the node if it is a scalar, the scalar that it broadcasts, or None."""
     while not node.is_scalar:
-        if node.call is None or node.call.primitive is not p.broadcast_in_dim_p:
+        if node.call is None or not _is_one_of(node.call, "broadcast_in_dim"):
             return None
         (node,) = node.call.inputs
     return node
+
+
+def before_identities(node: Node) -> Node:
+    """Return the node that a node equals after operations that change no value."""
+    while node.call is not None and _is_one_of(node.call):
+        (node,) = node.call.inputs
+    return node
+
+
+def _is_one_of(call: Call, *names: str) -> bool:
+    """Return whether a call has one of these names, or changes no value."""
+    return call.primitive.name in UNCHANGED or call.primitive.name in names
 
 
 def is_constant_number(node: Node) -> bool:
@@ -279,7 +294,7 @@ def is_constant_number(node: Node) -> bool:
 def is_zero(node: Node) -> bool:
     """Return whether a node is 0 everywhere, for all inputs."""
     while node.call is not None:
-        if node.call.primitive not in _ZERO_OF_ZERO:
+        if not _is_one_of(node.call, "broadcast_in_dim", "square"):
             return False
         (node,) = node.call.inputs
     return is_constant_number(node) and not np.any(np.asarray(node.constant))

@@ -16,6 +16,7 @@ import optax
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.graph import (
+    UNCHANGED,
     Call,
     Graph,
     Node,
@@ -29,12 +30,10 @@ from lowbit_optax._step import trees
 from lowbit_optax._step.state import holds_lowbit
 from lowbit_optax._step.stepper import update_p
 
-_MOVES = frozenset(
-    {
-        "concatenate", "dynamic_slice", "optimization_barrier", "reshape", "reshard",
-        "sharding_constraint", "slice", "split", "squeeze", "transpose",
-    }
-)  # fmt: skip
+_MOVES = UNCHANGED | {
+    "concatenate", "device_put", "dynamic_slice", "optimization_barrier", "reshape",
+    "rev", "slice", "split", "squeeze", "stack", "transpose", "unstack",
+}  # fmt: skip
 """Operations that move the elements of arrays without changing them."""
 
 

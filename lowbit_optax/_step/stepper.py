@@ -23,10 +23,12 @@ import jax
 import optax
 from jax.core import Tracer
 from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from lowbit_optax._numerics.landing import ADD, ADD_LIKE_GRADS, Landing
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
+from lowbit_optax._step.leaf import StoredLeaf
 
 
 class Stepper(abc.ABC):
@@ -157,6 +159,19 @@ def _compiled(update: Callable) -> Callable:
     return jax.jit(update)
 
 
+def split_extra_args(extra_args: dict) -> tuple[dict, dict]:
+    """Return the arguments that consist of arrays, and all other arguments.
+
+    >>> split_extra_args({"value": jax.numpy.ones(()), "name": "x", "value_fn": abs})
+    ({'value': Array(1., dtype=float32)}, {'name': 'x', 'value_fn': <built-in ...>})
+    """
+    is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
+    is_traced = lambda x: all(map(is_array, jax.tree.leaves(x)))
+    traced = {name: x for name, x in extra_args.items() if is_traced(x)}
+    static = {name: x for name, x in extra_args.items() if name not in traced}
+    return traced, static
+
+
 def check_state(function: str, state, kind: type) -> None:
     """Raise a TypeError unless a state has the type that ``init`` returns."""
     if not isinstance(state, kind):
@@ -202,13 +217,30 @@ def _check_dtypes(updates, grads) -> None:
 
 
 update_p = Primitive("lowbit_update")
-"""Marks the place of an update in a trace; it is never executed."""
+"""Marks the place of an update in a trace."""
 update_p.multiple_results = True
 
 
 @update_p.def_abstract_eval
 def _results_of_update(*avals, results: int, **_):
     return list(avals[:results])
+
+
+def _run_marked(*leaves, results: int, structure, with_held, static, **_):
+    """Run a marked update.
+
+    The step does not run markers. But if a wrapper contains ``jax.jit(tx.update)``, JAX
+    caches the trace with the marker, and runs it when the function is called again.
+    """
+    grads, state, params, traced, held = structure.unflatten(leaves)
+    arguments = params, state, grads, ADD_LIKE_GRADS, traced | static()
+    found = jax.tree.leaves(with_held(held).run(*arguments))
+    like = zip(found, leaves[:results], strict=True)
+    return [x.astype(old.dtype) for x, old in like]
+
+
+update_p.def_impl(_run_marked)
+mlir.register_lowering(update_p, mlir.lower_fun(_run_marked, multiple_results=True))
 
 
 def marked(
@@ -229,9 +261,13 @@ def marked(
       held: the traced values that the transformation contains.
       grads, state, params, extra_args: the arguments of the update.
     """
-    functions = {name: x for name, x in extra_args.items() if callable(x)}
-    extra_args = {name: x for name, x in extra_args.items() if name not in functions}
-    arguments = grads, state, params, extra_args, held
+    if params is not None:
+        names, given, treedef = trees.named_leaves(params)
+        parts = trees.parts_of(names, treedef, grads, "grads")
+        for name, leaf, grad in zip(names, given, parts, strict=True):
+            StoredLeaf(name, leaf, None).with_grad(grad)  # raises errors
+    traced, static = split_extra_args(extra_args)
+    arguments = grads, state, params, traced, held
     leaves, structure = jax.tree.flatten(arguments)
     updates = len(jax.tree.leaves(grads))
     results, of_results = jax.tree.flatten((grads, state))
@@ -242,6 +278,6 @@ def marked(
         stepper=stepper,
         with_held=with_held,
         structure=structure,
-        functions=functions,
+        static=lambda: static,
     )
     return jax.tree.unflatten(of_results, found)

@@ -31,7 +31,11 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.state import holds_lowbit
-from lowbit_optax._step.stepper import stepper_of, with_extra_args
+from lowbit_optax._step.stepper import (
+    split_extra_args,
+    stepper_of,
+    with_extra_args,
+)
 from lowbit_optax._step.wrapper_trace import InnerStep, WrapperTrace, trace_wrapper
 
 
@@ -125,7 +129,7 @@ class _Run:
         state, params, extra_args = map(
             values, (inner.state, inner.params, inner.extra_args)
         )
-        extra_args = extra_args | inner.call.params["functions"]
+        extra_args = extra_args | inner.call.params["static"]()
         with context.changed(of_wrappers=tuple(self._known.values())):
             new, new_state = run(params, state, grads, REPLACE, extra_args, guard)
         return [*trees.named_leaves(new)[1], *jax.tree.leaves(new_state)]
@@ -245,7 +249,10 @@ def is_direct(tx, params, state, extra_args: dict) -> bool | None:
     found = []
     value = {"value": jax.ShapeDtypeStruct((), jnp.float32)}
 
-    def step(params, state, extra_args):
+    traced, static = split_extra_args(value | extra_args)
+
+    def step(params, state, traced):
+        extra_args = traced | static
         _, leaves, treedef = trees.named_leaves(params)
         grads = treedef.unflatten(jnp.zeros(x.shape, jnp.float32) for x in leaves)
         if stepper is not None:
@@ -257,7 +264,7 @@ def is_direct(tx, params, state, extra_args: dict) -> bool | None:
 
     # The transformation may need arguments that are not given here.
     with context.changed(is_analysed=True), contextlib.suppress(TypeError):
-        jax.eval_shape(step, params, state, value | extra_args)
+        jax.eval_shape(step, params, state, traced)
     return any(found) or stepper is not None
 
 

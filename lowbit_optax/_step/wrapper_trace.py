@@ -15,7 +15,15 @@ from jax import lax
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars, program_of
-from lowbit_optax._jaxprs.graph import Call, Graph, Node, is_zero, made_of, scalar_of
+from lowbit_optax._jaxprs.graph import (
+    Call,
+    Graph,
+    Node,
+    before_identities,
+    is_zero,
+    made_of,
+    scalar_of,
+)
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.backends import NEEDS_VALUES
 from lowbit_optax._step.changed_updates import check_state, check_updates
@@ -214,7 +222,7 @@ def _result(
     if which is None:
         return None
     for case, other, holds in zip(cases, cases[::-1], (False, True), strict=True):
-        is_kept = is_zero(other) if old is None else other is old
+        is_kept = is_zero(other) if old is None else before_identities(other) is old
         found = _result(case, old, graph) if is_kept else None
         if found is not None:
             condition = which if holds else graph.apply(lax.bitwise_not, which)

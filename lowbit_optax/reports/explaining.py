@@ -8,7 +8,7 @@ from lowbit_optax._arguments import check_transformation
 from lowbit_optax._step import backends, context, trees
 from lowbit_optax._step.changed_updates import ChangedUpdateError
 from lowbit_optax._step.state import holds_lowbit
-from lowbit_optax._step.stepper import with_extra_args
+from lowbit_optax._step.stepper import split_extra_args, with_extra_args
 from lowbit_optax._step.wrapped import is_direct
 from lowbit_optax._tables import Explanation
 from lowbit_optax._types import PyTree, Transformation
@@ -52,7 +52,10 @@ def explain(
     """
     found = Explanation()
 
-    def update(grads, state, params, extra_args):
+    traced, static = split_extra_args(extra_args)
+
+    def update(grads, state, params, traced):
+        extra_args = traced | static
         with context.reporting("explain", backends.explained) as texts:
             updates = with_extra_args(tx).update(grads, state, params, **extra_args)
         found.update(texts)
@@ -70,5 +73,5 @@ def explain(
     wide = lambda x: jax.ShapeDtypeStruct(x.shape, "float32")
     like = lambda x: wide(x) if trees.is_quantized(x) else x
     grads = jax.tree.map(like, shapes, is_leaf=trees.is_quantized)
-    jax.eval_shape(update, grads, state, shapes, extra_args)
+    jax.eval_shape(update, grads, state, shapes, traced)
     return found

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.elementwise import without_zero
@@ -103,6 +104,10 @@ ZEROS = {
     "an array": (lambda x: jnp.zeros(4), True),
     "its square": (lambda x: jnp.square(jnp.zeros(4)), True),
     "negative": (lambda x: jnp.full(4, -0.0), True),
+    "named": (
+        lambda x: checkpoint_name(jax.lax.stop_gradient(jnp.zeros(4)), "x"),
+        True,
+    ),
     "one": (lambda x: jnp.ones(4), False),
     "an input": (lambda x: x, False),
     "a product with it": (lambda x: x * 0, False),  # NaN where x is infinite

@@ -102,6 +102,14 @@ def test_a_bad_gradient_of_one_leaf(bad, match, advance):
         _fail(tx, advance, _grads(bias=bad))
 
 
+@ADVANCES
+@pytest.mark.parametrize("bad", [None, jnp.ones(8, jnp.int32), jnp.ones(7)], ids=str)
+def test_a_bad_gradient_behind_a_wrapper(bad, advance):
+    tx = optax.chain(optax.identity(), lowbit_optax.kahan_adamw(0.1))
+    with pytest.raises((ValueError, TypeError), match=f"gradient of params{BIAS}"):
+        _fail(tx, advance, _grads(bias=bad))
+
+
 @pytest.mark.parametrize(
     ("dtype", "bits", "most"),
     [

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from optax import contrib
 from optimizers import jitted, matching_grad_dtype, normal, weights_only
 
@@ -42,6 +43,12 @@ def every_other(step):
 def products(updates, params=None):
     del params
     return jax.tree.map(lambda x: x * jnp.sum(x @ x.T), updates)
+
+
+def same(x):
+    """Returns an array after operations that do not change it."""
+    x = jax.device_put(jax.lax.stop_gradient(checkpoint_name(x, "x")))
+    return jnp.stack([jax.lax.optimization_barrier(x)[::-1][::-1], x])[0]
 
 
 def arguments(state, grads):
@@ -117,6 +124,9 @@ PASS_ON = {
         tx, optax.monitor({"n": optax.measure_with_ema(optax.tree.norm, 0.9)})
     ),
     "snapshot after": lambda tx: optax.chain(tx, optax.snapshot("n", optax.tree.norm)),
+    "operations that change no value": lambda tx: optax.chain(
+        tx, optax.stateless_with_tree_map(lambda update, _: same(update))
+    ),
     "split_real_and_imaginary": contrib.split_real_and_imaginary,
     "with_loss_scale": lambda tx: lowbit_optax.with_loss_scale(
         tx, lowbit_optax.loss_scaling.static_scale(1.0)

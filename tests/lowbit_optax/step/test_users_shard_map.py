@@ -93,3 +93,37 @@ def test_kernels_for_tpus_draw_the_same_bits():
 def test_untyped_shards_draw_the_same_bits_as_they_may_be_replicas():
     _, shards = sharded("xla", check_vma=False)
     assert all(different(x) == 1 for x in shards.values())
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.MultiSteps(tx, 2),
+        lambda tx: optax.conditionally_mask(tx, lambda count: count % 2 == 1),
+    ],
+    ids=["MultiSteps", "conditionally_mask"],
+)
+def test_wrappers_with_conditionals_step_on_each_shard(wrap):
+    tx = wrap(lowbit_optax.kahan_sgd(0.5, 0.9, moments="float32"))
+    params = {"w": jnp.linspace(-1, 1, 32, dtype=jnp.bfloat16).reshape(8, 4)}
+    state = tx.init(params)
+    mesh = jax.make_mesh((2,), ("a",), (AxisType.Auto,), devices=jax.devices()[:2])
+    specs = jax.tree.map(lambda x: P("a") if x.ndim else P(), (params, state))
+
+    def two_steps(params, state):
+        for _ in range(2):
+            params, state = lowbit_optax.step(tx, params, state, params)
+        return params, state
+
+    run = lambda is_typed: jax.jit(
+        jax.shard_map(
+            two_steps,
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=specs,
+            check_vma=is_typed,
+        )
+    )(params, state)
+    got = run(is_typed=True)
+    assert_same_bits(got, run(is_typed=False))
+    assert (got[0]["w"] != params["w"]).any()

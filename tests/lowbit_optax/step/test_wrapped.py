@@ -178,7 +178,8 @@ def test_wrappers_work_in_each_order_or_say_which_one_to_use(outer):
 
 
 def test_every_wrapper_passes_extra_arguments_on():
-    def update(updates, state, params=None, *, times, **_):
+    def update(updates, state, params=None, *, times, sign="+", **_):
+        times = {"+": times, "-": -times}[sign]
         return jax.tree.map(lambda grad: -times * grad, updates), state
 
     inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
@@ -186,14 +187,26 @@ def test_every_wrapper_passes_extra_arguments_on():
     multi_steps = optax.MultiSteps(alone, 1)
     params, grads = jnp.ones(4, jnp.bfloat16), jnp.full(4, 0.125, jnp.bfloat16)
     for tx in (
+        optax.apply_if_finite(alone, 2),
         multi_steps.gradient_transformation(),
         weights_only(optax.MultiSteps(inner, 1), lowbit_optax.kahan()),
         lowbit_optax.accumulate_gradients(multi_steps, 1),
         lowbit_optax.direct_updates(multi_steps),
     ):
         state = tx.init(params)
-        new, _ = lowbit_optax.step(tx, params, state, grads, times=3.0, other=1)
-        assert new.tolist() == [0.625] * 4
+        extra = {"times": jnp.float32(3), "sign": "-", "other": None}
+        new, _ = lowbit_optax.step(tx, params, state, grads, **extra)
+        assert new.tolist() == [1.375] * 4
+
+
+def test_a_compiled_update_that_a_wrapper_has_traced_still_runs():
+    inner = lowbit_optax.kahan_sgd(0.5)
+    update = jax.jit(inner.update)
+    tx = optax.chain(CLIP, optax.GradientTransformation(inner.init, update))
+    params, grads = {"b": jnp.ones(8, jnp.bfloat16)}, {"b": jnp.ones(8)}
+    lowbit_optax.step(tx, params, tx.init(params), grads)
+    arguments = grads, inner.init(params), params
+    assert_same_bits(update(*arguments), inner.update(*arguments))
 
 
 def loss_scaled(learning_rate):
