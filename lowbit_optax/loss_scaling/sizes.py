@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
 
 
@@ -43,7 +44,7 @@ def _largest_magnitude(x: jax.Array) -> jax.Array:
     floats ignores NaNs. The bit pattern of a NaN is larger than the pattern of any
     number.
     """
-    wide = jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+    wide = jnp.abs(x.astype(jnp.float32) if is_narrow(x.dtype) else x)
     patterns = lax.bitcast_convert_type(wide, f"uint{8 * wide.dtype.itemsize}")
     largest = lax.bitcast_convert_type(jnp.max(patterns), wide.dtype)
     return largest.astype(jnp.float32)

@@ -48,7 +48,7 @@ def takes_options(function: _Function) -> _Function:
         for name, kind in Options.__annotations__.items()
     ]
     parameters = [*own, *options]
-    numbers = re.compile(r"\b(float|int|ScalarOrSchedule|DTypeLike)\b")
+    numbers = re.compile(r"\b(float|ScalarOrSchedule|DTypeLike)\b")
     static = {x.name for x in parameters if not numbers.search(str(x.annotation))}
 
     @functools.wraps(function)

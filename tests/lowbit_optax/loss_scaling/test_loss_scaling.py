@@ -52,6 +52,19 @@ def spoilt(grads, value=np.inf):
     return grads | {"w": grads["w"].at[3, 4].set(value)}
 
 
+@pytest.mark.parametrize("name", SCALINGS)
+def test_no_dtype_is_promoted_by_accident(name):
+    params = parameters()
+    tx = with_loss_scale(lowbit_optax.kahan_sgd(0.5), SCALINGS[name])
+    with jax.numpy_dtype_promotion("strict"):
+        state = tx.init(params)
+        step = functools.partial(lowbit_optax.step, tx)
+        for advance in (step, lambda *args: tx.update(args[2], *args[1::-1])):
+            new, new_state = jax.eval_shape(advance, params, state, params)
+            assert new_state.scale.dtype == jnp.float32
+        assert new["w"].dtype == jnp.float32
+
+
 def test_backoff_follows_its_rule_step_by_step():
     scaling = backoff_scale(8.0, period=3, smallest=2.0, largest=16.0)
     overflows = np.array([0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0], bool)

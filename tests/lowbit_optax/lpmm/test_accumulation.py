@@ -191,3 +191,14 @@ def test_no_gradient_is_kept_in_full_precision():
     assert codes["w"].nbytes + scales["w"].nbytes == 2048 * 64 + 64 * 2
     assert codes["b"].dtype == jnp.float32
     assert all(map(is_blank, (scales["b"], codes["n"], scales["n"])))
+
+
+def test_float64_gradients_add_up():
+    tx = lowbit_optax.accumulate_gradients(optax.sgd(0.5), 2, min_size=0)
+    with jax.enable_x64(True):
+        params = jnp.linspace(-1, 1, 64, dtype=jnp.float64).reshape(8, 8)
+        state, first = tx.init(params), params
+        for _ in range(2):
+            params, state = lowbit_optax.step(tx, params, state, jnp.ones_like(params))
+        assert params.dtype == jnp.float64
+        np.testing.assert_allclose(params, first - 1, atol=1e-3)

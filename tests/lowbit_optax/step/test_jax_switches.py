@@ -1,6 +1,7 @@
 """JAX's debugging switches find no mistakes in this package."""
 
 import functools
+import inspect
 
 import jax
 import jax.export
@@ -59,6 +60,18 @@ def test_debugging_switches_find_no_mistakes(tx, switch):
             return
         released = release.value_and_update(loss, tx)
         jax.jit(released).trace(PARAMS, state, jnp.float32(1))
+
+
+@pytest.mark.parametrize("make", [lowbit_optax.kahan_adamw, lowbit_optax.lowbit_muon])
+def test_injected_hyperparameters_do_not_leak(make):
+    static = {"ns_steps"} & inspect.signature(make).parameters.keys()
+    inject = optax.inject_hyperparams(make, static, hyperparam_dtype=jnp.float32)
+    tx = inject(0.01)
+    params = {"w": jnp.ones((8, 8), jnp.bfloat16)}
+    with jax.checking_leaks():
+        state = jax.eval_shape(tx.init, params)
+        step = functools.partial(lowbit_optax.step, tx)
+        jax.eval_shape(step, params, state, params)
 
 
 @pytest.mark.parametrize("name", ["8 bits", "accumulated"])
