@@ -63,7 +63,9 @@ def convert(
     Scalars of the state, such as counts, hyperparameters and loss scales, keep their
     values. A new count, for example of a schedule, starts at the number of steps that
     the run has made. Other new scalars start with their initial values. If a mask
-    excludes a parameter, its moments are dropped.
+    excludes a parameter, its moments are dropped. New sums of gradients, as in
+    ``optax.MultiSteps`` and :func:`accumulate_gradients`, start at zero, and sums that
+    only ``from_tx`` keeps are dropped, so convert right after an update.
 
     These conversions are exact, bit for bit:
 

@@ -15,6 +15,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 
 from lowbit_optax.states.state_leaves import (
     StateLeaf,
@@ -27,6 +28,13 @@ _REMEDY = (
     "schedules, clipping, weight decay, masks and wrappers may differ. To change the "
     "optimizer, use master_weights and from_master"
 )
+
+
+_COUNTS = frozenset({".count", ".gradient_step", ".step"})
+"""Fields that count steps."""
+
+_SUMS = frozenset({"acc_grads", "accumulators"})
+"""Fields of wrappers that sum the gradients between two updates."""
 
 
 class Place(typing.NamedTuple):
@@ -48,9 +56,10 @@ class Place(typing.NamedTuple):
 def matched(params, given, wanted, steps, initial: Callable[[list[int]], list]):
     """Return a tree like ``wanted`` with the arrays of ``given`` in their places.
 
-    Scalars that are missing in ``given`` start with their initial values, except that a
-    count continues the first count of ``given``, or ``steps``. Arrays of ``given`` are
-    dropped if ``wanted`` leaves out their parameter, for example due to a mask.
+    Scalars and sums of gradients that are missing in ``given`` start with their initial
+    values, except that a count continues the first count of ``given``, or ``steps``.
+    Arrays of ``given`` are dropped if ``wanted`` has no such sums, or leaves out their
+    parameter, for example due to a mask.
 
     Args:
       params: tree of arrays or ShapeDtypeStructs.
@@ -68,13 +77,15 @@ def matched(params, given, wanted, steps, initial: Callable[[list[int]], list]):
         held[place].append(leaf)
     asked = list(_places(params, wanted))
     _check_moments(held, asked)
-    counts = [same[0].leaf for place, same in held.items() if place.field == ".count"]
+    # The counts of this package are unsigned, and belong to random numbers.
+    is_count = lambda x: x.field == ".count" and held[x][0].leaf.dtype == jnp.int32
+    counts = [held[place][0].leaf for place in held if is_count(place)]
     steps = counts[0] if counts else steps
     found = []
-    for place, _ in asked:
+    for place, want in asked:
         if held[place]:
             found.append(held[place].pop(0).leaf)
-        elif place.field == ".count" and steps is not None:
+        elif place.field in _COUNTS and steps and steps.dtype == want.leaf.dtype:
             found.append(steps.copied())
         else:
             found.append(None)
@@ -105,6 +116,12 @@ def _places(params, state) -> Iterator[tuple[Place, StateLeaf]]:
         yield Place(record, jax.tree_util.keystr(field), owner), leaf
 
 
+def _sum_of(leaf: StateLeaf) -> str | None:
+    """Return the field of the sums to which a leaf belongs, or None."""
+    names = (getattr(key, "name", None) for key in leaf.field)
+    return next((name for name in names if name in _SUMS), None)
+
+
 def _check_moments(held: Mapping[Place, list], asked: Sequence) -> None:
     """Raise a ValueError unless both states have the same moments.
 
@@ -114,9 +131,14 @@ def _check_moments(held: Mapping[Place, list], asked: Sequence) -> None:
     for place, leaf in asked:
         of_asked[place].append(leaf)
     fields = {place[:2] for place in of_asked}
+    sums = [
+        {_sum_of(x) for same in of.values() for x in same} for of in (held, of_asked)
+    ]
+    of_both = {None} | (sums[0] & sums[1])
     for place, leaves in [*of_asked.items(), *held.items()]:
         counts = len(held.get(place, ())), len(of_asked.get(place, ()))
         is_left_out = not counts[1] and place[:2] in fields
+        is_left_out = is_left_out or _sum_of(leaves[-1]) not in of_both
         if place.owner is None or counts[0] == counts[1] or is_left_out:
             continue
         both = "from_tx", "to_tx"

@@ -253,6 +253,34 @@ def test_wrappers_keep_their_state(wrap):
     assert_same_bits(numbers(wide[1]), numbers(state))
 
 
+SUMMING = {
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "MultiSteps that skips": lambda tx: optax.MultiSteps(
+        tx, 2, should_skip_update_fn=optax.skip_not_finite
+    ),
+    "accumulate_gradients": lambda tx: lowbit_optax.accumulate_gradients(tx, 2),
+    "conditionally_mask": lambda tx: optax.conditionally_mask(
+        tx, lambda step: step < 3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMMING)
+def test_wrappers_that_sum_gradients_are_added_and_removed(name):
+    wrap, tx = SUMMING[name], lowbit_optax.kahan_sgd(0.1, 0.9)
+    params = {"w": jnp.linspace(-1, 1, 32, dtype=BF16).reshape(8, 4)}
+    held = lowbit_optax.step(tx, params, tx.init(params), params)
+    there = convert(*held, tx, wrap(tx))
+    assert spec_of(there) == spec_of((params, wrap(tx).init(params)))
+    assert_same_bits(convert(*there, wrap(tx), tx), held)
+    other = SUMMING["MultiSteps"](optax.adamw(0.1))
+    _, state = convert(params, FLOAT32.init(params), FLOAT32, other)
+    again = SUMMING[name](optax.adamw(0.1))
+    _, state = convert(*convert(params, state, other, again), again, other)
+    assert spec_of(state) == spec_of(other.init(params))
+    assert not state.acc_grads["w"].any()
+
+
 def test_lowbit_may_move_to_another_place_in_the_chain():
     clip = optax.clip_by_global_norm(1.0)
     outer = optax.chain(clip, lowbit(optax.sgd(0.1, 0.9), min_size=0))
@@ -265,6 +293,10 @@ def test_lowbit_may_move_to_another_place_in_the_chain():
     assert_same_bits(back, held)
 
 
+SUMMED = [
+    lowbit_optax.accumulate_gradients(optax.sgd(0.1), 2, min_size=size)
+    for size in (0, 10**9)
+]
 MASK = {"kernel": True, "bias": False}
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 10)
 CHANGES = {
@@ -448,9 +480,12 @@ REFUSED = {
         _sgd(), _sgd(), optax.sgd(0.1), {},
         r"from_tx keeps state.*\.trace\['bias'\], which to_tx does not.*from_master",
     ),
-    "one accumulator more": (
-        _sgd(), _sgd(), optax.MultiSteps(_sgd(), 2), {},
-        r"to_tx keeps state.*acc_grads\['bias'\], which from_tx does not",
+    "one average more": (
+        _sgd(), _sgd(), optax.chain(optax.ema(0.9), _sgd()), {},
+        r"to_tx keeps state.*ema\['bias'\], which from_tx does not",
+    ),
+    "sums in another format": (
+        SUMMED[0], SUMMED[0], SUMMED[1], {}, r"accumulators.*\['bias'\]"
     ),
     "a state of another transformation": (
         FLOAT32, _adamw(kahan()), FLOAT32, {}, "state.* LowbitState.*from_tx"
