@@ -93,30 +93,25 @@ def value_and_update_layers(
         check_params(params, accepts_quantized=False)
         is_layer = lambda x: x is not params
         with_path, structure = jax.tree_util.tree_flatten_with_path(params, is_layer)
-        try:
-            states = structure.flatten_up_to(opt_state)
-        except ValueError as error:
-            raise ValueError(
-                "release: opt_state must contain tx.init(layer) for each of the "
-                f"{len(with_path)} layers of params, got {trees.outline(opt_state)}"
-            ) from error
-        handles = [
-            Handle(tx, jax.tree_util.keystr(path), params, state)
-            for (path, params), state in zip(with_path, states, strict=True)
-        ]
+        names = [jax.tree_util.keystr(path) for path, _ in with_path]
+        what = "release: opt_state, which has tx.init(layer) for each layer,"
+        states = trees.parts_of(names, structure, opt_state, what)
+        old = [(layer, own) for (_, layer), own in zip(with_path, states, strict=True)]
+        handles: list[Handle] = []
 
         def function(floats):
-            for handle, own in zip(handles, floats, strict=True):
-                handle._floats, handle._trace = own, get_opaque_trace_state()
+            handles.extend(map(functools.partial(Handle, tx), names, floats))
             result = loss_fn(structure.unflatten(handles), *args, **kwargs)
             check_result(result, has_aux)
             return result[0] if has_aux else result, result
 
-        floats = [handle._floats for handle in handles]
+        floats = [tuple(map(as_floats, pair)) for pair in old]
         loss, pull, value = jax.vjp(function, floats, has_aux=True)
-        new = list(map(Handle._after, handles, *pull(jnp.ones_like(loss))))
-        params, opt_state = (structure.unflatten(x[n] for x in new) for n in range(2))
-        return value, params, opt_state
+        (new,) = pull(jnp.ones_like(loss))
+        # The cotangents of a layer without a gradient are zeros.
+        for n, handle in enumerate(handles):
+            old[n] = tuple(map(as_state, new[n])) if handle._is_updated else old[n]
+        return value, *(structure.unflatten(each) for each in zip(*old, strict=True))
 
     return named_after(loss_fn, with_update)
 
@@ -127,13 +122,13 @@ class Handle(NotAnArray):
     Args:
       tx: the transformation that updates the layer.
       name: the path of the layer.
-      params, state: the parameters and their state. Integers travel as floats.
+      floats: the parameters and their state.
     """
 
-    def __init__(self, tx, name: str, params, state):
-        self._tx, self._name, self._old = tx, name, (params, state)
-        self._floats = as_floats(params), as_floats(state)
-        self._trace, self._is_open, self._is_updated = None, False, False
+    def __init__(self, tx, name: str, floats: tuple[FloatState, FloatState]):
+        self._tx, self._name, self._floats = tx, name, floats
+        self._trace = get_opaque_trace_state()
+        self._is_open = self._is_updated = False
 
     def _refusal(self, what: str) -> str:
         return (
@@ -144,21 +139,11 @@ class Handle(NotAnArray):
 
     def _update(self, params: FloatState, state, gradients: FloatState) -> tuple:
         self._is_updated = True
-        old = as_state(params), state
-        update = functools.partial(step, self._tx)
-        arguments = *old, as_state(gradients)
-        wrappers.check_reduced(update, *arguments)
-        new = wrappers.with_old_integers(old, update(*arguments))
-        wrappers.check_kept("(params, state)", old, new)
-        return as_floats(new[0]), new[1]
-
-    def _after(self, floats) -> tuple:
-        """Return new parameters and state, or the old ones if no rule ran.
-
-        Args:
-          floats: the cotangents, which are zeros if no rule ran.
-        """
-        return tuple(map(as_state, floats)) if self._is_updated else self._old
+        update, old = functools.partial(step, self._tx), (as_state(params), state)
+        gradients = as_state(gradients)
+        wrappers.check_reduced(update, *old, gradients)
+        new, state = wrappers.kept(old, update(*old, gradients))
+        return as_floats(new), state
 
     def _open(self) -> tuple[FloatState, FloatState]:
         if get_opaque_trace_state() != self._trace:
@@ -268,7 +253,8 @@ def scan(
             f"release: the state of params{layers._name} must be stacked, like "
             "jax.vmap(tx.init)(layers), because release.scan updates each layer"
         )
-    one = jax.tree.map(lambda x: jax.eval_shape(lambda: x[0]), (layers._old[0], xs))
+    params = as_state(stacks)
+    one = jax.tree.map(lambda x: jax.eval_shape(lambda: x[0]), (params, xs))
     converted, shared = jax.closure_convert(body, init, *one)
 
     def with_shared(shared, carry, layer, codes, x):
@@ -282,5 +268,5 @@ def scan(
         return jax.tree.leaves(new), ((), rest), token
 
     with_codes = FloatState(((), state.floats), state.dtypes)
-    loop = ReleasedLoop(with_shared, update, trees.by_path(layers._old[0]), how)
+    loop = ReleasedLoop(with_shared, update, trees.named_leaves(params)[0], how)
     return loop(Operands(shared, init, arrays, with_codes, xs))[:2]

@@ -15,7 +15,7 @@ from lowbit_optax.release.float_state import as_floats, as_state
 from lowbit_optax.release.parts import Part
 from lowbit_optax.release.plan import ReleasePlan, loss_scaled, without_scale
 from lowbit_optax.release.traced_loss import TracedLoss
-from lowbit_optax.release.wrappers import check_kept, with_old_integers
+from lowbit_optax.release.wrappers import kept
 from lowbit_optax.states.host_memory import on_device, placed, placed_like
 from lowbit_optax.transformations.step import guarded
 
@@ -169,8 +169,7 @@ def _updating(
         before = part.structure.unflatten(before)
         old = loss.tree_of(values), before
         new = guarded(tx, *old, loss.tree_of(found), guard, REPLACE, {})
-        new, new_state = with_old_integers(old, new)
-        check_kept("state", before, new_state)
+        new, new_state = kept(old, new)
         names = [leaf.name for leaf in loss.leaves]
         new = dict(zip(names, loss.treedef.flatten_up_to(new), strict=True))
         by_number = dict(zip(part.numbers, jax.tree.leaves(new_state), strict=True))

@@ -1,6 +1,5 @@
 """A ``jax.custom_vjp`` wrapper whose backward rule runs the optimizer."""
 
-import itertools
 import typing
 from collections.abc import Callable
 
@@ -55,7 +54,6 @@ def released(update: Update, params, state: FloatState, activations):
         gradients, later = tied(cotangents)
         old = params, as_state(state)
         new = update(*old, gradients)
-        check_kept("(params, state)", old, new)
         (new_params, new_state), later = tied((new, later))
         return new_params, as_floats(new_state), later
 
@@ -63,47 +61,39 @@ def released(update: Update, params, state: FloatState, activations):
     return identity(params, state, activations)
 
 
-def with_old_integers(old: tuple, new: tuple) -> tuple:
+def kept(old: tuple, new: tuple) -> tuple:
     """Return new parameters and state, with the old ones of leaves without a gradient.
 
     optax's transformations change integers and booleans, and the dtypes of their state.
 
     Args:
       old, new: ``(params, state)`` before and after a step.
-    """
-    names, leaves, treedef = trees.named_leaves(old[0])
-    still = [not trees.is_float(leaf) for leaf in leaves]
-    if not any(still):
-        return new
-    either = lambda is_old, x, y: x if is_old else y
-    params = map(either, still, leaves, treedef.flatten_up_to(new[0]))
-    owners = set(itertools.compress(names, still))
-    own = [part.owner in owners for part in state_leaves(*old)]
-    state = map(either, own, *map(jax.tree.leaves, (old[1], new[1])))
-    return treedef.unflatten(params), jax.tree.structure(old[1]).unflatten(state)
-
-
-def check_kept(name: str, old, new) -> None:
-    """Check that an update kept a tree's structure, shapes and dtypes.
 
     Raises:
-      TypeError: if it did not. The message names the leaf.
+      TypeError: if the step changed the structure of the state, or a shape or dtype.
     """
-    with_path, structure = jax.tree_util.tree_flatten_with_path(old)
-    if jax.tree.structure(new) != structure:
-        found = jax.tree.structure(new)
+    if jax.tree.structure(new[1]) != (structure := jax.tree.structure(old[1])):
         raise TypeError(
-            f"release: update must return {name} with its structure, {structure}, got "
-            f"{found}"
+            f"release: tx.update must keep the structure of its state, {structure}, "
+            f"got {jax.tree.structure(new[1])}"
         )
-    for (path, x), y in zip(with_path, jax.tree.leaves(new), strict=True):
-        was, made = jax.typeof(x), jax.typeof(y)
-        if (was.shape, was.dtype) != (made.shape, made.dtype):
+    names, leaves, treedef = trees.named_leaves(old[0])
+    still = {
+        x for x, leaf in zip(names, leaves, strict=True) if not trees.is_float(leaf)
+    }
+    pairs = zip(leaves, treedef.flatten_up_to(new[0]), strict=True)
+    params = treedef.unflatten(y if trees.is_float(x) else x for x, y in pairs)
+    state = []
+    for part, leaf in zip(state_leaves(*old), jax.tree.leaves(new[1]), strict=True):
+        x, y = part.leaf, part.leaf if part.owner in still else leaf
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
             raise TypeError(
-                "release: update must keep shapes and dtypes, but "
-                f"{name}{jax.tree_util.keystr(path)} was {was.str_short()} and became "
-                f"{made.str_short()}"
+                "release: tx.update must keep shapes and dtypes of its state, but state"
+                f"{jax.tree_util.keystr(part.path)} was {trees.describe(x)} and became "
+                f"{trees.describe(y)}"
             )
+        state.append(y)
+    return params, structure.unflatten(state)
 
 
 def check_reduced(step: Callable, *arguments) -> None:
