@@ -139,11 +139,11 @@ class Handle(NotAnArray):
 
     def _update(self, params: FloatState, state, gradients: FloatState) -> tuple:
         self._is_updated = True
-        update, old = functools.partial(step, self._tx), (as_state(params), state)
-        gradients = as_state(gradients)
-        wrappers.check_reduced(update, *old, gradients)
-        new, state = wrappers.kept(old, update(*old, gradients))
-        return as_floats(new), state
+        update = functools.partial(step, self._tx)
+        arguments = as_state(params), state, as_state(gradients)
+        wrappers.check_reduced(update, *arguments)
+        new, new_state = update(*arguments)
+        return as_floats(new), wrappers.kept(state, new_state)
 
     def _open(self) -> tuple[FloatState, FloatState]:
         if get_opaque_trace_state() != self._trace:

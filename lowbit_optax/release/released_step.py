@@ -167,9 +167,10 @@ def _updating(
         }
         before = (on_device(numbered.get(n, state[n])) for n in part.numbers)
         before = part.structure.unflatten(before)
-        old = loss.tree_of(values), before
-        new = guarded(tx, *old, loss.tree_of(found), guard, REPLACE, {})
-        new, new_state = kept(old, new)
+        new, new_state = guarded(
+            tx, loss.tree_of(values), before, loss.tree_of(found), guard, REPLACE, {}
+        )
+        new_state = kept(before, new_state)
         names = [leaf.name for leaf in loss.leaves]
         new = dict(zip(names, loss.treedef.flatten_up_to(new), strict=True))
         by_number = dict(zip(part.numbers, jax.tree.leaves(new_state), strict=True))

@@ -10,7 +10,6 @@ from jax.extend import core
 from lowbit_optax._step import trees
 from lowbit_optax.release.barriers import tied
 from lowbit_optax.release.float_state import FloatState, as_floats, as_state
-from lowbit_optax.states.state_leaves import state_leaves
 
 Update = Callable[[typing.Any, typing.Any, typing.Any], tuple]
 
@@ -52,8 +51,7 @@ def released(update: Update, params, state: FloatState, activations):
         # Cotangents of earlier layers depend on the old parameters, and must be
         # computed before the parameters are overwritten.
         gradients, later = tied(cotangents)
-        old = params, as_state(state)
-        new = update(*old, gradients)
+        new = update(params, as_state(state), gradients)
         (new_params, new_state), later = tied((new, later))
         return new_params, as_floats(new_state), later
 
@@ -61,39 +59,33 @@ def released(update: Update, params, state: FloatState, activations):
     return identity(params, state, activations)
 
 
-def kept(old: tuple, new: tuple) -> tuple:
-    """Return new parameters and state, with the old ones of leaves without a gradient.
+def kept(old, new):
+    """Return a new state that has the dtypes of the old state.
 
-    optax's transformations change integers and booleans, and the dtypes of their state.
-
-    Args:
-      old, new: ``(params, state)`` before and after a step.
+    optax's moments of integers are integers before the first step. Then they are floats
+    that remain zero, because integers have no gradient.
 
     Raises:
-      TypeError: if the step changed the structure of the state, or a shape or dtype.
+      TypeError: if the step changed the structure of the state, a shape, or the dtype
+        of floats.
     """
-    if jax.tree.structure(new[1]) != (structure := jax.tree.structure(old[1])):
+    structure, state = jax.tree.structure(old), []
+    if jax.tree.structure(new) != structure:
         raise TypeError(
             f"release: tx.update must keep the structure of its state, {structure}, "
-            f"got {jax.tree.structure(new[1])}"
+            f"got {jax.tree.structure(new)}"
         )
-    names, leaves, treedef = trees.named_leaves(old[0])
-    still = {
-        x for x, leaf in zip(names, leaves, strict=True) if not trees.is_float(leaf)
-    }
-    pairs = zip(leaves, treedef.flatten_up_to(new[0]), strict=True)
-    params = treedef.unflatten(y if trees.is_float(x) else x for x, y in pairs)
-    state = []
-    for part, leaf in zip(state_leaves(*old), jax.tree.leaves(new[1]), strict=True):
-        x, y = part.leaf, part.leaf if part.owner in still else leaf
+    pairs = zip(jax.tree.leaves_with_path(old), jax.tree.leaves(new), strict=True)
+    for (path, x), y in pairs:
+        y = y if trees.is_inexact(x) else y.astype(x.dtype)
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             raise TypeError(
                 "release: tx.update must keep shapes and dtypes of its state, but state"
-                f"{jax.tree_util.keystr(part.path)} was {trees.describe(x)} and became "
+                f"{jax.tree_util.keystr(path)} was {trees.describe(x)} and became "
                 f"{trees.describe(y)}"
             )
         state.append(y)
-    return params, structure.unflatten(state)
+    return structure.unflatten(state)
 
 
 def check_reduced(step: Callable, *arguments) -> None:

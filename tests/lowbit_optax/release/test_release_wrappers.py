@@ -370,6 +370,8 @@ def test_integers_and_booleans_keep_their_values_and_state(tx):
     params = {
         "layer": {"w": weights(), "order": jnp.arange(5), "flag": jnp.bool_(True)}
     }
+    if tx is TX:  # optax does not support PRNG keys
+        params["layer"]["key"] = jax.random.key(0)
     state, (x,) = tx.init(params["layer"]), released.batches(1)[0]
 
     def loss_fn(params, x):
@@ -386,3 +388,4 @@ def test_integers_and_booleans_keep_their_values_and_state(tx):
             if {"order", "flag"} & {getattr(key, "key", "") for key in path}:
                 assert_same_bits(y, x)
         assert (got[0]["w"] != params["layer"]["w"]).any()
+        assert tx is not TX or got[0]["key"] == params["layer"]["key"]
