@@ -15,6 +15,8 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from lowbit_optax._arguments import check_choice
 from lowbit_optax._numerics import float_layouts
@@ -31,24 +33,27 @@ from lowbit_optax.formats.base import (
 from lowbit_optax.formats.plain import Significand, rounded, significand_of, why_not
 
 Arithmetic = typing.Literal["float32", "param"]
-_NAME = re.compile(r"compensation(?:_of_(\d+)_bits)?")
+_NAME = re.compile(r"(wide_)?compensation(?:_of_(\d+)_bits)?")
+
+_EXPONENT = np.uint32(0x7F800000)
+"""The exponent's bits in the pattern of a float32 number."""
 
 
 def kahan_named(name: str, param, residual) -> WeightFormat | None:
     """Return the Kahan format whose residuals have this name, or None.
 
-    A state does not record how its parameters were rounded. The returned format assumes
-    stochastic rounding, whose errors are up to twice as large as those of nearest
-    rounding, so that no valid compensation is ignored.
+    The name of a wide compensation does not record how its parameters were rounded. The
+    returned format assumes stochastic rounding, whose errors are the largest.
     """
     found = _NAME.fullmatch(name)
     if found is None:
         return None
-    if found[1] is not None:
-        significand = Significand(int(found[1]) - 9, saturates=False)
-        return KahanFormat("stochastic", significand=significand)
-    same = residual.dtype == param.dtype
-    return KahanFormat("stochastic", arithmetic="param" if same else "float32")
+    rounding = "stochastic" if found[1] else "nearest"
+    if found[2] is not None:
+        significand = Significand(int(found[2]) - 9, saturates=False)
+        return KahanFormat(rounding, significand=significand)
+    same = found[1] and residual.dtype == param.dtype
+    return KahanFormat(rounding, arithmetic="param" if same else "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +74,15 @@ class KahanFormat(WeightFormat):
     @property
     def residual_name(self):
         # Weights with fewer bits have larger compensations.
+        name = "compensation" if self._is_half else "wide_compensation"
         if self.significand is None:
-            return "compensation"
-        return f"compensation_of_{9 + self.significand.bits}_bits"
+            return name
+        return f"{name}_of_{9 + self.significand.bits}_bits"
+
+    @property
+    def _is_half(self) -> bool:
+        """Whether no compensation is larger than half a spacing of its weight."""
+        return self.rounding == "nearest" and self.arithmetic == "float32"
 
     def check(self, dtype):
         return why_not(self.significand, dtype)
@@ -133,17 +144,20 @@ class KahanFormat(WeightFormat):
         """Return the compensation as float32, or 0 if it cannot belong to this weight.
 
         If the compensation is larger than any rounding error of the weight, the weight
-        was changed outside of the optimizer.
+        was changed outside of the optimizer. The spacing of weights depends on the
+        power of two below them.
         """
         layout = float_layouts.layout_of(dtype)
         bits = self.significand.bits if self.significand else layout.mantissa_bits
         spacing = 2.0**-bits  # relative to a power of two
         smallest = 2.0 ** (1 - layout.bias - layout.mantissa_bits)
-        if self.rounding == "nearest" and self.arithmetic == "float32":
+        if self._is_half:
             # The limit is half a spacing, plus errors of float32 and the compensation.
             of_error = self.significand.bits if self.significand else 7
             spacing, smallest = spacing * (0.5 + 0.5 * 2.0**-of_error), smallest / 2
-        largest = jnp.abs(weight) * jnp.float32(spacing)
+        exponent = lax.bitcast_convert_type(weight, jnp.uint32) & _EXPONENT
+        power = lax.bitcast_convert_type(exponent, jnp.float32)
+        largest = power * jnp.float32(spacing)
         if not layout.same_exponent:
             largest = jnp.maximum(largest, jnp.float32(smallest))
         error = rounding_.to_float32(residual)

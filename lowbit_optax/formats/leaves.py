@@ -94,7 +94,7 @@ def format_named(name: str, param, residual) -> WeightFormat:
       ValueError: if no format uses this name.
 
     >>> x = jnp.ones(4, jnp.bfloat16)
-    >>> format_named("compensation", x, x).arithmetic
+    >>> format_named("wide_compensation", x, x).arithmetic
     'param'
     """
     if isinstance(param, BlockScaledTensor):
