@@ -30,6 +30,7 @@ from lowbit_optax._step.context import layerwise
 from lowbit_optax._step.leaf import StoredLeaf, on_whole_units
 from lowbit_optax._step.moment_slots import MomentChoice, Slot, find_slots
 from lowbit_optax._step.parallel_trees import (
+    check_container,
     in_parallel_trees,
     leaf_by_leaf,
     uncontained,
@@ -258,6 +259,9 @@ class MomentPlan:
                     f"be {want} for {moment.format or 'no format'}, got "
                     f"{trees.describe(parts[i])}. {trees.OTHER_STATE}"
                 )
+        for leaf, stored in zip(leaves, given, strict=True):
+            if isinstance(leaf, Slot):
+                check_container(leaf.format, stored, f"lowbit: moment {leaf.field!r}")
         return list(map(uncontained, parts))
 
     def _check_float32(self, state) -> None:

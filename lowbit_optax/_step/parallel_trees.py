@@ -32,7 +32,7 @@ def in_parallel_trees(
         x if isinstance(x, QuantizedMoment) else QuantizedMoment(x, old)
         for x, old in zip(parts, blanks, strict=True)
     ]
-    return QuantizedMoment(
+    return format_.container(
         treedef.unflatten(x.codes for x in pairs),
         treedef.unflatten(x.scales for x in pairs),
     )
@@ -48,6 +48,24 @@ def leaf_by_leaf(names: Sequence[str], treedef, stored, what: str) -> list:
         QuantizedMoment(x, None if is_blank(scale) else scale)
         for x, scale in zip(codes, scales, strict=True)
     ]
+
+
+def check_container(format_: MomentFormat | None, stored, what: str) -> None:
+    """Raise a ValueError unless the moments of one field are stored in this format.
+
+    The message begins with ``what``.
+    """
+    if format_ is None or not format_.has_scales:
+        return
+    want, given = (
+        getattr(x, "_fields", [x]) for x in (format_.container, type(stored))
+    )
+    if want != given:
+        raise ValueError(
+            f"{what} must be stored as {want[0]}, got {given[0]}. Use the "
+            "transformation that made this state, or move the state to this format "
+            "with lowbit_optax.convert"
+        )
 
 
 def uncontained(part):

@@ -4,7 +4,9 @@
 chooses the code of each moment, and the arrays that store it.
 """
 
+import collections
 import dataclasses
+import functools
 import math
 import operator
 import typing
@@ -35,8 +37,9 @@ _SCALES = ("bfloat16", "power_of_two")
 class QuantizedMoment(typing.NamedTuple):
     """Codes and scales of moments, as two trees with the structure of the parameters.
 
-    The field names end with the version of :mod:`pallas_kernels.layout`, so that a
-    checkpoint with another layout is not mistaken for this one.
+    The field names contain the version of :mod:`pallas_kernels.layout`. In a state, the
+    class is a :meth:`BlockQuantized.container`, whose first name also contains the
+    format. Therefore, a checkpoint in another format is not mistaken for this one.
 
     Args:
       codes_v2: for each moment, uint32 words with the shape ``packed_shape(shape,
@@ -50,6 +53,21 @@ class QuantizedMoment(typing.NamedTuple):
 
     codes = property(operator.itemgetter(0), doc="The words.")
     scales = property(operator.itemgetter(1), doc="The scales.")
+
+    def __reduce__(self):
+        return _unpickled, (type(self)._fields[0], *self)
+
+
+@functools.lru_cache(maxsize=4096)
+def _container(codes: str) -> type[QuantizedMoment]:
+    """Return the class of moments whose codes have this field name."""
+    fields = collections.namedtuple("QuantizedMoment", [codes, "scales_v2"])
+    return type("QuantizedMoment", (fields, QuantizedMoment), {"__slots__": ()})
+
+
+def _unpickled(codes: str, *trees) -> QuantizedMoment:
+    is_named = codes != QuantizedMoment._fields[0]
+    return (_container(codes) if is_named else QuantizedMoment)(*trees)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +94,14 @@ class BlockQuantized(MomentFormat):
         sign = "signed" if self.signed else "unsigned"
         text = f"{self.bits}-bit {sign} {code!r} codes, blocks of {self.block_size}, "
         return text + f"{scale} scales"
+
+    @property
+    def container(self) -> type[QuantizedMoment]:
+        """The class of these moments in a state, which names their format."""
+        code, scale = self._code_and_scale
+        sign = "signed" if self.signed else "unsigned"
+        how = f"{self.bits}_bit_{sign}_{code}_{self.block_size}_{scale}"
+        return _container(f"{QuantizedMoment._fields[0]}_{how}")
 
     @property
     def smallest_share(self):

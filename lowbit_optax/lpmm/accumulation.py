@@ -25,6 +25,7 @@ from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded, neutral_update
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.moment_slots import NoSuchMomentError
 from lowbit_optax._step.parallel_trees import (
+    check_container,
     in_parallel_trees,
     leaf_by_leaf,
     uncontained,
@@ -308,7 +309,8 @@ class _Call:
     def _stored(self) -> list:
         """The accumulators in the state, and zeros for leaves that do not change."""
         names, _, treedef = self._named
-        stored = self.state.accumulators
+        stored, format_ = self.state.accumulators, self.config.accumulators.format
+        check_container(format_, stored, "accumulate_gradients: the sum of gradients")
         parts = leaf_by_leaf(names, treedef, stored, "accumulators")
         return list(map(uncontained, parts))
 

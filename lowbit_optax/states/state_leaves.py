@@ -67,12 +67,12 @@ class StateLeaf:
             return "blank"
         if "residual" in names or last == _SCALES:
             return "residual" if "residual" in names else "scales"
-        return "codes" if last == _CODES else None
+        return "codes" if last.startswith(_CODES) else None
 
     @property
     def moment_field(self) -> str:
         """Name of the field, such as ``mu`` in ``[0].mu.codes_v2``, or ""."""
-        names = [x for x in self.attributes if x not in (_CODES, _SCALES)]
+        names = [x for x in self.attributes if not x.startswith((_CODES, _SCALES))]
         return names[-1] if names else ""
 
 

@@ -152,6 +152,42 @@ def test_a_checkpoint_of_other_weights_is_an_error_before_it_is_used(
         _trace_a_step(resumed, *store(tmp_path, held, like))
 
 
+EIGHT = block_quantized(8)
+OTHER_MOMENTS = {
+    "code": (EIGHT, {"mu": EIGHT, "nu": block_quantized(8, code="log")}),
+    "scale": (EIGHT, block_quantized(8, scale="power_of_two")),
+    # In this shape, blocks of 32 and 64 values have equally many scales.
+    "block size": (EIGHT, block_quantized(8, block_size=64)),
+}
+
+
+@STORES
+@pytest.mark.parametrize("part", ["moments", "accumulators"])
+@pytest.mark.parametrize(
+    ("saved", "resumed"), OTHER_MOMENTS.values(), ids=OTHER_MOMENTS
+)
+def test_a_checkpoint_of_other_codes_is_an_error_before_it_is_used(
+    tmp_path, store, part, saved, resumed
+):
+    params = {"kernel": jnp.ones((8, 4), jnp.bfloat16)}
+
+    def transformation(moments):
+        if part == "moments":
+            return _adamw(extra_bits(8), moments)
+        return lowbit_optax.accumulate_gradients(optax.sgd(0.1), 2, moments, min_size=0)
+
+    if part == "accumulators" and not isinstance(resumed, type(EIGHT)):
+        resumed = block_quantized(8, code="linear")
+    saved, resumed = map(transformation, (saved, resumed))
+    held, like = ((params, jax.jit(tx.init)(params)) for tx in (saved, resumed))
+    same = lambda x: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)]
+    assert same(held) == same(like)
+    with pytest.raises((ValueError, TypeError)):
+        store(tmp_path, held, like)
+    with pytest.raises(ValueError, match="codes_v2"):
+        _trace_a_step(resumed, *held)
+
+
 OTHER_FORMATS = {
     "codes": (
         _adamw(kahan(), block_quantized(8, code="linear")),
