@@ -17,6 +17,12 @@ weight would keep changing between both neighbours, because one step of the mome
 leads from one to the other. For a weight that should not move, the mean squared error
 would be a sixth of the squared spacing instead of a twelfth.
 
+If the learning rate falls, the momentum moves the weight less than this. If c is the
+same for all elements, as in SGD, and falls to ``c r`` in the next step, the target is
+``w + c r m / (a - b r)``, which is exact if c falls by the same ratio in every later
+step. For Adam, r counts as 1, which loses the share ``(1 - r) / (1 - b r)`` of each
+error.
+
 The momentum stores errors in units of the learning rate. If the learning rate more than
 doubles, the momentum would move the weight by several times the error, so :func:`fed`
 reduces the momentum. A second inner update with the same gradient returns the next c.
@@ -37,11 +43,11 @@ class Feedback(typing.NamedTuple):
 
     Args:
       part: the part of the inner state to which errors are added.
-      rate: the change of the part per unit of error, ``(a - b) / c``.
+      rate: the change of the part per unit of error, ``1 / reach``.
       growth: ``MOST_GROWTH c / c_next``; infinite or NaN if the next update does not
         depend on the momentum.
       reach: the distance by which one unit of the part will still move the weight,
-        ``c / (a - b)``.
+        ``c r / (a - b r)``.
     """
 
     part: int
@@ -57,14 +63,13 @@ class Feedback(typing.NamedTuple):
 def ahead_of(moment: jax.Array, reach: jax.Array) -> jax.Array:
     """Return how far a new momentum will still move the weight, ``c m / (a - b)``.
 
-    The result is NaN where :func:`fed` adds no error.
+    The result is 0 where :func:`fed` adds no error.
 
     >>> import jax.numpy as jnp
-    >>> ahead_of(jnp.float32([1.0, 0.0]), jnp.float32(-0.25))
-    Array([-0.25,  nan], dtype=float32)
+    >>> ahead_of(jnp.float32([1.0, 0.5]), jnp.float32(-0.25))
+    Array([-0.25 , -0.125], dtype=float32)
     """
-    ahead = moment * reach
-    return jnp.where(ahead == jnp.float32(0), jnp.float32(jnp.nan), ahead)
+    return moment * reach
 
 
 def fed(

@@ -139,12 +139,20 @@ class InnerUpdate:
                 "their moment"
             ) from None
         a = linear_factor(update, nodes.masters[number], graph, strict=False)
-        slow = ONE if a is None else graph.apply(lax.add, a, ONE)
-        slow = slow if b is None else graph.apply(lax.sub, slow, b)
         growth = most = constant(np.float32(MOST_GROWTH))
         if c_next is not None:
             growth = graph.apply(lax.mul, c, most)
             growth = graph.apply(lax.mul, growth, inverse(c_next, graph))
+            if c.is_scalar and c_next.is_scalar:
+                # If c falls by this ratio in each step, the moment will move the weight
+                # by c ratio / (a - b ratio). For other c, a kernel would compute the
+                # ratio of each element.
+                ratio = graph.apply(lax.div, c_next, c)
+                ratio = graph.apply(lax.min, ratio, ONE)
+                c = graph.apply(lax.mul, c, ratio)
+                b = None if b is None else graph.apply(lax.mul, b, ratio)
+        slow = ONE if a is None else graph.apply(lax.add, a, ONE)
+        slow = slow if b is None else graph.apply(lax.sub, slow, b)
         rate = graph.apply(lax.mul, slow, inverse(c, graph))
         reach = graph.apply(lax.mul, c, graph.apply(lax.div, ONE, slow))
         return Feedback(part, rate, growth, reach)

@@ -211,7 +211,7 @@ class WeightFormat:
           landing: how the new parameter replaces the old one; see
             :mod:`lowbit_optax._numerics.landing`.
           ahead: for formats with ``error_feedback``, the distance that the momentum
-            will still move the new master, or NaN if errors are not fed back.
+            will still move the new master, or 0 or NaN if errors are not fed back.
 
         Returns:
           ``(new param, new residual, result)``. The result is the value that the step

@@ -175,7 +175,8 @@ class StochasticRounding(WeightFormat):
         bits = layout.mantissa_bits if significand is None else significand.bits
         words = words_toward(master, ahead, layout, bits)
         # On explicit axes, a selection needs sharded words, but these are not sharded.
-        lost = jnp.where(jnp.isnan(ahead), jnp.uint32(2**32 - 1), jnp.uint32(0))
+        is_known = jnp.abs(ahead) > jnp.float32(0)  # False for NaN
+        lost = jnp.where(is_known, jnp.uint32(0), jnp.uint32(2**32 - 1))
         words = (words & ~lost) | (random.words(master.shape) & lost)
         return rounded(significand, master, dtype, words)
 
@@ -279,7 +280,9 @@ def stochastic_rounding(
       error_feedback: the field of the inner state that receives the rounding error:
         ``"mu"`` for Adam and similar optimizers, ``"trace"`` for SGD with momentum.
         Updates that are too small for float32 also accumulate in it. The learning rate
-        may fall as fast as you like. If a schedule more than doubles it in one step, or
+        may fall: SGD still returns the whole error if it falls by a constant factor r
+        in each step, and Adam loses the share ``(1 - r) / (1 - b1 r)`` of each error.
+        If a schedule more than doubles it in one step, or
         raises it from 0, this step scales the moment down in proportion. If you set
         the learning rate yourself between two steps, do not double it. Leaves of rank 0
         do not use error feedback.

@@ -20,6 +20,7 @@ from lowbit_optax import block_quantized, cast, lowbit, stochastic_rounding
 pytestmark = pytest.mark.standard_promotion
 
 SHAPE = (64, 64)
+SPACING = 2.0**-7  # between bfloat16 numbers from 1 to 2
 # The weight decay is large enough to be visible.
 ADAMW = functools.partial(optax.adamw, weight_decay=10.0)
 
@@ -187,3 +188,23 @@ def test_released_steps_are_the_same():
     tx = feeding(optax.sgd(2.0**-4, momentum=0.5), "trace", moments=block_quantized(8))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 64)), jnp.float32)
     assert_equal_steps(loss_fn, tx, params, [(x,), (-x,)], in_loop=["['w']"])
+
+
+@pytest.mark.parametrize("ratio", [0.9, 0.99])
+def test_errors_return_to_the_weight_while_the_rate_falls(ratio):
+    """After one gradient, the moment moves the weight by ten times its rate."""
+    rate = lambda count: jnp.float32(ratio) ** count.astype(jnp.float32)
+    tx = lowbit_optax.sr_sgd(
+        rate, 0.9, error_feedback="trace", moments="float32", warn=False
+    )
+    random = np.random.default_rng(0)
+    start = jnp.asarray(random.uniform(1, 1.99, 4096), jnp.bfloat16)
+    grads = jnp.asarray(random.standard_normal(4096) * SPACING, jnp.float32)
+    scales = jnp.zeros(300).at[0].set(1.0)
+    step = lambda run, x: (lowbit_optax.step(tx, *run, x * grads), None)
+    run = jax.jit(lambda run: jax.lax.scan(step, run, scales)[0])
+    params, _ = run((start, tx.init(start)))
+    exact = start.astype(jnp.float32) - grads / (1 - 0.9 * ratio)
+    errors = (params.astype(jnp.float32) - exact) / SPACING
+    assert abs(jnp.mean(errors * jnp.sign(grads))) < 0.03
+    assert jnp.sqrt(jnp.mean(errors**2)) < 0.31  # 0.289 for rounding to nearest
