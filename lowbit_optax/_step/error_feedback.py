@@ -88,7 +88,8 @@ def fed(
     # With a learning rate of 0, the change is infinite or NaN. If a weight has had no
     # gradient yet, as in unused rows of an embedding, Adam multiplies the moment by 1 /
     # eps, so a low-bit moment would move the weight much further than the error.
-    is_known = (jnp.abs(change) < jnp.float32(jnp.inf)) & (moment != jnp.float32(0))
+    largest = jnp.float32(jnp.finfo(jnp.float32).max)
+    is_known = (jnp.abs(change) <= largest) & (moment != jnp.float32(0))
     moment = jnp.where(is_known, moment + change, moment)
     factor = jnp.abs(growth)
     return moment * jnp.where(factor < jnp.float32(1), factor, jnp.float32(1))

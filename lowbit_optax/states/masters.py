@@ -113,9 +113,9 @@ def from_master(
       them, whose residuals store the bits that rounding removed.
 
     Raises:
-      ValueError: if the weight format does not support the dtype of a leaf, or if
-        ``dtype`` is narrower than the weights and ``tx`` has no weight format to keep
-        their low bits.
+      ValueError: if the weight format does not support the dtype of a leaf, if a weight
+        is too large for its new dtype, or if ``dtype`` is narrower than the weights and
+        ``tx`` has no weight format to keep their low bits.
       TypeError: if ``tx`` is not a transformation, if a leaf is not an array, or if
         ``dtype`` is not a floating-point dtype.
 
@@ -320,7 +320,20 @@ def _rounded(name: str, x, kind) -> jax.Array:
             f"from_master: dtype for params{name}, {trees.describe(x)}, must be one of "
             f"{', '.join(map(str, NARROW_DTYPES))} and float32, got {dtype}"
         )
-    return traced_once(narrowed, dtype)(x)
+    new = traced_once(narrowed, dtype)(x)
+    if _is_concrete(new) and traced_once(_overflows)(x, new):
+        raise ValueError(
+            f"from_master: params{name} must have no magnitudes above "
+            f"{float(jnp.finfo(dtype).max):.6g} in {dtype}, got "
+            f"{float(jnp.max(jnp.abs(x), initial=0, where=jnp.isfinite(x))):.6g}. "
+            "Pass jnp.bfloat16, or a tree of dtypes in which this leaf is float32"
+        )
+    return new
+
+
+def _overflows(x: jax.Array, new: jax.Array) -> jax.Array:
+    """Return whether a finite number is not finite in a narrower dtype."""
+    return jnp.any(jnp.isfinite(x) & ~jnp.isfinite(new))
 
 
 def _residuals(

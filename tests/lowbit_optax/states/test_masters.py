@@ -350,3 +350,19 @@ def test_two_states_of_one_parameter_raise_an_error_that_names_both(tx, both):
     halves = {"w": tx, "b": lowbit_optax.kahan_sgd(0.5)}
     halves = optax.MultiSteps(optax.partition(halves, {"w": "w", "b": "b"}), 2)
     assert master_weights(params, halves.init(params))["w"].dtype == jnp.float32
+
+
+NARROW_RANGES = {jnp.float16: 1e6, jnp.float8_e4m3fn: 1e3, jnp.float8_e5m2: 1e6}
+
+
+@pytest.mark.parametrize("dtype", NARROW_RANGES, ids=lambda x: x.__name__)
+def test_weights_that_would_become_infinite_raise_an_error_with_their_name(dtype):
+    large = NARROW_RANGES[dtype]
+    params = {"fine": jnp.ones((4, 4)), "large": jnp.full((4, 4), large)}
+    tx = lowbit_optax.lowbit(optax.sgd(0.1))
+    message = rf"params\['large'\].*{np.dtype(dtype)}, got {re.escape(f'{large:.6g}')}"
+    with pytest.raises(ValueError, match=message):
+        from_master(tx, params, dtype)
+    # Infinities of the user stay, and bfloat16 has the range of float32.
+    from_master(tx, {"given": params["fine"].at[0, 0].set(jnp.inf)}, jnp.float16)
+    from_master(tx, params, jnp.bfloat16)

@@ -74,6 +74,15 @@ def test_injected_hyperparameters_do_not_leak(make):
         jax.eval_shape(step, params, state, params)
 
 
+@pytest.mark.parametrize("switch", [jax.debug_nans, jax.debug_infs])
+def test_a_step_without_jit_computes_only_numbers(switch):
+    weights = lowbit_optax.stochastic_rounding(error_feedback="mu")
+    tx = adamw(0.01, weights, block_quantized(8))
+    params, grads = PARAMS["kernel"], GRADS["kernel"]
+    with switch(True):
+        lowbit_optax.step(tx, params, tx.init(params), grads)
+
+
 @pytest.mark.parametrize("name", ["8 bits", "accumulated"])
 def test_a_step_is_exported_for_several_platforms(name):
     tx, platforms = TRANSFORMATIONS[name], ["cpu", "cuda", "tpu"]
