@@ -21,7 +21,6 @@ _PACKAGES = ("lowbit-optax", "jax", "jaxlib", "optax", "flax", "numpy")
 
 def main() -> int:
     """Print the report, and return 0 if each format matches a float32 step."""
-    argparse.ArgumentParser("python -m lowbit_optax", description=__doc__).parse_args()
     for package in _PACKAGES:
         print(f"{package:12} {_version(package)}")
     device = jax.devices()[0]
@@ -66,4 +65,5 @@ def _check(tx) -> str | None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser("python -m lowbit_optax", description=__doc__).parse_args()
     sys.exit(main())

@@ -13,6 +13,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from lowbit_optax._arguments import check_type
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.dtypes import dtype_of
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
@@ -166,6 +167,8 @@ def split_array(
             f"split_array: dtype must be one of {', '.join(map(str, NARROW_DTYPES))}, "
             f"got {dtype}"
         )
+    accepted = "a weight format, such as lowbit_optax.kahan()"
+    check_type("split_array: weight_format", weight_format, WeightFormat, accepted)
     why = weight_format.check(dtype)
     if why:
         raise ValueError(f"split_array: {why}")
@@ -199,6 +202,7 @@ def join_array(split: SplitArray) -> jax.Array:
     >>> join_array(split_array(0.1, jnp.float16, lowbit_optax.extra_bits(13)))
     Array(0.1, dtype=float32)
     """
+    check_type("join_array: split", split, SplitArray, "a SplitArray")
     return traced_once(join_leaf, split.weight_format)(split.param, split.residual)
 
 

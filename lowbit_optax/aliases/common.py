@@ -48,6 +48,10 @@ def checked(
     given = inspect.signature(make).bind(*args, **kwargs).arguments
     check_learning_rate(alias, given["learning_rate"])
     check_numbers(alias, **{name: given[name] for name in _NUMBERS if name in given})
+    for name in ("b1", "b2"):
+        decay = given.get(name)
+        if isinstance(decay, int | float) and not 0 <= decay < 1:
+            raise ValueError(f"{alias}: {name} must be from 0 to below 1, got {decay}")
     check_moment_dtype(alias, "mu_dtype", given["mu_dtype"], "mu", moments)
     return make(*args, **kwargs)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax._arguments import check_choice, check_number
+from lowbit_optax._arguments import check_choice, check_number, check_transformation
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._tables import Explanation
 from lowbit_optax._types import Function, OptState, Params
@@ -229,6 +229,7 @@ def _planned(loss_fn: Callable, tx, has_aux: bool, grad_dtype) -> Callable:
 
 
 def _check_options(overflow: str, state_memory: str, tx, max_grad_norm) -> None:
+    check_transformation("release", "tx", tx)
     check_choice("release", "state_memory", state_memory, StateMemory)
     check_choice("release", "overflow", overflow, Overflow)
     if overflow == "exact":

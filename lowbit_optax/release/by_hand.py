@@ -15,6 +15,7 @@ import optax
 from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
+from lowbit_optax._arguments import check_transformation
 from lowbit_optax._step import trees
 from lowbit_optax._types import Function, OptState, Params, PyTree
 from lowbit_optax.formats.quantized_leaf import NotAnArray
@@ -83,6 +84,7 @@ def value_and_update_layers(
     >>> states[0].count
     Array(1, dtype=uint32)
     """
+    check_transformation("release", "tx", tx)
     if loss_scaled(tx) is not None:
         raise ValueError(
             "release: value_and_update_layers does not support with_loss_scale; use "

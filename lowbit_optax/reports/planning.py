@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lowbit_optax._arguments import check_number
+from lowbit_optax._arguments import brief, check_number
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._step.engine import InexactWeightsError
 from lowbit_optax._step.kept_float32 import (
@@ -353,5 +353,5 @@ def _check_optimizer(optimizer) -> None:
         raise TypeError(
             "plan: optimizer must be a function of the learning rate that returns an "
             "optax transformation, such as optax.adamw or lambda rate: optax.sgd(rate, "
-            f"0.9), got {optimizer!r}"
+            f"0.9), got {brief(optimizer)}"
         )

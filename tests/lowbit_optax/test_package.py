@@ -1,5 +1,7 @@
 """``import lowbit_optax`` provides all modules, and only one of them needs flax."""
 
+import runpy
+import sys
 import textwrap
 
 import jax
@@ -93,3 +95,13 @@ def test_the_check_of_an_installation_takes_one_step_in_each_format(
     monkeypatch.setattr(lowbit_optax, "kahan_adamw", lambda rate: make(rate / 2))
     assert __main__.main() == 1
     assert "WRONG: 0.50 of the step" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_help_explains_the_check_without_running_it(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lowbit_optax", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("lowbit_optax", run_name="__main__")
+    found = capsys.readouterr().out
+    assert "Check an installation" in found
+    assert jax.__version__ not in found

@@ -127,6 +127,8 @@ lowbit(SGD, moments=kahan())  # moments  KahanFormat
 lowbit(SGD, moments='lower')  # moments  'lower'  'float32'
 lowbit(SGD, moments={'mu': 8})  # moments  8  block_quantized
 extra_bits_adamw(1e-3, bits=22)  # bits  22
+lowbit_adamw(1e-3, b2=1.5)  # b2  1.5  0
+lowbit_lion(1e-3, b1=-0.1)  # b1  -0.1  0
 """,
     "parameters of a transformation": r"""
 kahan_sgd(0.1).init({'w': 'text'})  # params['w']  'text'
@@ -274,6 +276,7 @@ released(jnp.sum, SGD, overflow='layer')  # overflow  with_loss_scale
 released(jnp.sum, SCALED, overflow='layer', max_grad_norm=1.0)
     # overflow  max_grad_norm  1.0
 released(jnp.sum, optax.chain(SCALED))  # state[0]
+released(SGD, jnp.sum)  # tx  optax  <function
 release.value_and_update(jnp.sum, SCALED)(W, LOW.init(W))  # LowbitState  LossScaleState
 """,
     "the 16-bit unit": r"""
@@ -342,6 +345,8 @@ from_master(LOW, {'w': 'x'})  # params['w']  'x'
 from_master(LOW, {'w': [1.0]}, BF16)  # params['w'][0]  1.0
 master_weights(NARROW_W, SGD.init(NARROW_W))  # LowbitState  state  params['w']
 split_array(W, F32, kahan())  # dtype  float32
+split_array(W, BF16, cast(BF16))  # weight_format  Cast
+join_array(W)  # split  SplitArray
 split_array(W, None, kahan())  # dtype  None
 split_array(W, F16, extra_bits(16))  # 0  13  16
 split_array(W[0] * 1j, BF16, kahan())  # complex64[64]
