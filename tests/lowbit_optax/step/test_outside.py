@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from exact_steps import normal, trained
-from optimizers import apply, gradient_series, spec_of
+from optimizers import apply, gradient_series, spec_of, weights_only
 
 import lowbit_optax
 
@@ -100,3 +100,24 @@ def test_random_numbers_are_xlas_and_so_is_the_update():
     inner = optax.noisy_sgd(0.01, key=0)
     with pytest.raises(ValueError, match=r"erf_inv .* is not among the elementwise"):
         trained("pallas", params, gradient_series(params, 1), inner=inner)
+
+
+def test_an_update_may_read_ten_scalars():
+    """A polynomial uses each of its coefficients differently."""
+    numbers = np.float32([0.5, -0.3, 0.7, 0.2, -0.9, 0.4, 0.6, -0.8, 0.1, 0.35])
+
+    def update(updates, state, params=None, *, numbers):
+        horner = lambda x: functools.reduce(
+            lambda y, n: y * x + n, numbers[1:], numbers[0]
+        )
+        return jax.tree.map(horner, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    params = jnp.zeros((64, 64), jnp.bfloat16)
+    grads = jnp.linspace(-1, 1, 4096).reshape(64, 64)
+    for implementation in ("xla", "pallas", "tpu", None):
+        tx = weights_only(inner, lowbit_optax.kahan(), implementation=implementation)
+        step = jax.jit(functools.partial(lowbit_optax.step, tx))
+        held = step(params, tx.init(params), grads, numbers=list(numbers))
+        masters = lowbit_optax.master_weights(*held)
+        np.testing.assert_allclose(masters, np.polyval(numbers, grads), atol=2e-5)
