@@ -1,6 +1,7 @@
 """``factored_adamw`` is AdamW with Adafactor's second moment."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -280,3 +281,14 @@ def test_kernels_sum_unscaled_gradients():
 def test_one_axis_cannot_be_factored():
     with pytest.raises(ValueError, match=r"min_dim_size_to_factor .* 2, got 1"):
         scale_by_factored_adam(min_dim_size_to_factor=1)
+
+
+def test_the_defaults_are_those_of_optax():
+    pairs = [
+        (lowbit_optax.scale_by_factored_adam, optax.scale_by_adam),
+        (lowbit_optax.factored_adamw, optax.adamw),
+    ]
+    for ours, optaxs in pairs:
+        ours, optaxs = (inspect.signature(x).parameters for x in (ours, optaxs))
+        for name in ours.keys() & optaxs.keys():
+            assert ours[name].default == optaxs[name].default, name

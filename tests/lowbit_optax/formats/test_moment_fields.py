@@ -295,3 +295,16 @@ def test_coarser_first_moments_make_updates_too_long_and_others_do_not(large):
             assert longer < 1.4, (firsts[i], seconds[j])
         elif large == 1000:
             assert longer > 2.0, (firsts[i], seconds[j])
+
+
+def test_a_class_of_the_users_with_a_name_of_optax_is_unknown():
+    class ScaleByAdamState(typing.NamedTuple):
+        mu: typing.Any
+        nu: typing.Any
+
+    zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
+    init = lambda params: ScaleByAdamState(zeros(params), zeros(params))
+    update = lambda updates, state, params: (updates, state)
+    tx = lowbit_optax.lowbit(optax.GradientTransformation(init, update), min_size=0)
+    state = tx.init(jnp.ones((8, 8), jnp.bfloat16)).inner_state
+    assert state.mu.dtype == state.nu.dtype == jnp.float32

@@ -165,3 +165,10 @@ def test_a_compiled_step_takes_little_memory(
     if blocked.DROPS_BARRIERS:
         bytes_per_parameter += copied
     assert memory.temp_size_in_bytes < bytes_per_parameter * rows * 1024
+
+
+def test_vectors_of_thousands_of_elements_have_the_bits_of_each_alone(real_blocks):
+    lengths = (4090, 8192, 12_290, 16_380)
+    params = {str(n): normal((n,), seed=n) for n in lengths}
+    options = dict(weights=lowbit_optax.kahan(), moments=BFLOAT16_MOMENTS)
+    assert_same_bits(*both(params, **options))

@@ -129,3 +129,17 @@ def test_only_floats_are_averaged():
     weights = {"w": jnp.zeros((64, 64)), "step": jnp.int32(1)}
     average, _ = lowbit_optax.step(ema, average, ema.init(average), weights)
     assert (float(average["w"][0, 0]), int(average["step"])) == (0, 0)
+
+
+def test_noise_of_averages_and_optimizers_is_independent():
+    # Both move a quarter of a spacing, from the same parameters and with default seeds.
+    rounding = lowbit_optax.stochastic_rounding()
+    sgd = lowbit_optax.lowbit(optax.sgd(1.0), weights=rounding, moments="float32")
+    ema = ema_of_params(0.5, debias=False, weights=rounding)
+    params = jnp.ones((64, 64), jnp.bfloat16)
+    moved = [
+        lowbit_optax.step(tx, params, tx.init(params), jnp.full((64, 64), input))[0]
+        for tx, input in ((sgd, -(2.0**-9)), (ema, 1 + 2.0**-8))
+    ]
+    noise = np.corrcoef(*(np.asarray(x, np.float32).ravel() for x in moved))
+    assert abs(noise[0, 1]) < 0.1
