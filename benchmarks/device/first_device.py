@@ -90,7 +90,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--draw",
         action="store_true",
-        help="only write the tables of docs/hardware.md from the stored records",
+        help="only write the tables of docs/hardware_h200.md from the stored records",
     )
     return parser.parse_args(argv)
 

@@ -1,7 +1,7 @@
 """Render the records of ``first_device`` as Markdown.
 
 ``section`` renders the records of one device. ``drawn`` renders the records in
-``docs/evidence`` at the end of ``docs/hardware.md``.
+``docs/evidence`` in ``docs/hardware_h200.md``.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from benchmarks import ROOT, records
 
-PAGE = ROOT / "docs" / "hardware.md"
+PAGE = ROOT / "docs" / "hardware_h200.md"
 RECORDS = ROOT / "docs" / "evidence"
 MARK = "<!-- From here on: python -m benchmarks first_device --draw -->\n"
 
@@ -197,19 +197,21 @@ def times_table(jobs: list[dict]) -> str:
     rows = []
     for job in jobs:
         matrices, gpt2 = map(job["trials"].get, ("16x4096", "gpt2"))
-        row = [job["name"], *(_cell(matrices, per(f"{x}_bytes")) for x in _BYTES)]
+        sizes = (_cell(matrices, per(f"{x}_bytes")) for x in _BYTES)
+        row = [job["name"], ", ".join(sizes)]
         for found in (matrices, gpt2):
             row += [_cell(found, show("ps_per_parameter", 2))]
             row += [_cell(found, show("gb_per_s", 0))]
         rows.append(row)
     text = (
-        "Bytes and picoseconds (ps) are per parameter; lower is better. Times are "
-        "medians of seven measurements of 0.1 s. Python calls the step on 16 matrices "
+        "Bytes are per parameter. Times are milliseconds for a billion parameters, "
+        "medians of seven measurements of 0.1 s; lower is better. "
+        "Python calls the step on 16 matrices "
         "of 4096 x 4096, and a loop on the device calls it on GPT-2's 148 leaves. "
         "GB/s is the number of bytes that a step must move, divided by its time."
     )
-    heads = ["AdamW", "bytes stored", "bytes moved"]
-    heads += ["16 matrices, ps", "16 matrices, GB/s", "GPT-2, ps", "GPT-2, GB/s"]
+    heads = ["AdamW", "bytes stored, moved"]
+    heads += ["16 matrices, ms", "16 matrices, GB/s", "GPT-2, ms", "GPT-2, GB/s"]
     return f"{_filled(text)}\n\n" + records.table(heads, rows)
 
 
@@ -225,8 +227,7 @@ def training_table(jobs: list[dict]) -> str:
         rows.append(
             [
                 job["name"],
-                _cell(found, lambda f: f"{f['first_loss']:.2f}"),
-                _cell(found, lambda f: f"{f['last_loss']:.3f}"),
+                _cell(found, lambda f: f"{f['first_loss']:.2f}, {f['last_loss']:.3f}"),
                 _cell(found, lambda f: f"{f['tokens_per_second']:,.0f}"),
                 _cell(found, lambda f: f"{f['stored_bytes'] / 2**30:.2f}"),
                 _cell(found, peak),
@@ -236,8 +237,7 @@ def training_table(jobs: list[dict]) -> str:
     return records.table(
         [
             "AdamW",
-            "first loss",
-            "loss, last ten steps",
+            "loss, first step and last ten",
             "tokens per second",
             "parameters and state, GiB",
             "peak memory, GiB",

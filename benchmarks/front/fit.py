@@ -28,6 +28,11 @@ COLUMNS = {
     "`factored_adamw`, release": ("factored_adamw", True),
 }
 """The row of the plan of each column, and whether the step releases gradients."""
+MORE = {
+    "`extra_bits_adamw`": ("extra_bits", False),
+    "`lpmm_adam`, release": ("lpmm, 12 bits", True),
+}
+"""Rows of the plan that only ``docs/choosing.md`` shows."""
 
 
 def measure(args) -> dict:
@@ -39,7 +44,7 @@ def measure(args) -> dict:
     size = planned["lowbit"].report.total.size
     master = lowbit_optax.memory_report(optax.adamw(1e-4), shapes).total
     found = {MASTER: master.float32_master / size + 2}
-    for name, row in COLUMNS.items():
+    for name, row in (COLUMNS | MORE).items():
         if row is not None:
             formats, release = row
             found[name] = planned[formats].bytes_per_device(release) / size

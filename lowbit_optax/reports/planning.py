@@ -48,7 +48,7 @@ _RESERVED = 0.75  # the share of a GPU's memory that JAX allocates by default
 
 _OTHERS = """\
 Optimizers with a factored second moment, such as optax.adafactor, need less; see
-docs/choosing.md."""
+docs/other_optimizers.md."""
 
 
 @dataclasses.dataclass(frozen=True)

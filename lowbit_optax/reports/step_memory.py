@@ -22,7 +22,7 @@ from lowbit_optax.transformations.step import step as lowbit_step
 _ON_CPUS = """\
 XLA converts bfloat16 arrays to float32 on CPUs, so the step may need much less memory
 on a GPU or TPU. Pass shardings on a described device to compile for it; see
-docs/choosing.md."""
+docs/memory.md."""
 
 
 @dataclasses.dataclass(frozen=True)
