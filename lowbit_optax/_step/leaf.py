@@ -7,6 +7,7 @@ inner update, and ``landed`` to store the result.
 
 import dataclasses
 import functools
+import math
 import typing
 
 import jax
@@ -238,6 +239,7 @@ def format_of(
     """Return the weight format of a leaf, or None for float32 and integer leaves."""
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise TypeError(f"lowbit: params{name} must be an array, got {brief(leaf)}")
+    min_size = min_size_of_shard(min_size, leaf)
     if trees.is_quantized(leaf):
         with trees.naming(name):
             leaf.check()
@@ -321,6 +323,15 @@ def axes_of_shards(leaf) -> tuple[str, ...]:
     arrays = [x for x in jax.tree.leaves(leaf) if isinstance(x, jax.Array)]
     varying = {name for x in arrays for name in jax.typeof(x).manual_axis_type.varying}
     return tuple(n for n in mesh.manual_axes if n in varying and mesh.shape[n] > 1)
+
+
+def min_size_of_shard(min_size: int, leaf) -> int:
+    """Return the size of a shard of a leaf with ``min_size`` elements.
+
+    In the user's ``jax.shard_map``, the shapes of leaves are the shapes of shards.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return -(-min_size // math.prod(mesh.shape[n] for n in axes_of_shards(leaf)))
 
 
 def number_of_shard(axes: tuple[str, ...]) -> jax.Array:

@@ -27,7 +27,7 @@ from lowbit_optax._numerics.random_bits import Draws, RandomBits
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import trees
 from lowbit_optax._step.context import layerwise
-from lowbit_optax._step.leaf import StoredLeaf, on_whole_units
+from lowbit_optax._step.leaf import StoredLeaf, min_size_of_shard, on_whole_units
 from lowbit_optax._step.moment_slots import MomentChoice, Slot, find_slots
 from lowbit_optax._step.parallel_trees import (
     check_container,
@@ -311,7 +311,8 @@ class MomentPlan:
                     continue
                 format_ = slot.format
                 if format_ is not None:
-                    format_ = format_.for_leaf(like.shape, self.min_size)
+                    min_size = min_size_of_shard(self.min_size, param)
+                    format_ = format_.for_leaf(like.shape, min_size)
                 found[i] = MomentStorage(name, like.shape, slot, format_, numbers[name])
                 numbers[name] += format_ is not None
         return found

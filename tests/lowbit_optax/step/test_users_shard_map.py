@@ -127,3 +127,21 @@ def test_wrappers_with_conditionals_step_on_each_shard(wrap):
     got = run(is_typed=True)
     assert_same_bits(got, run(is_typed=False))
     assert (got[0]["w"] != params["w"]).any()
+
+
+def test_min_size_counts_the_elements_of_all_shards():
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    tx, found = lowbit(optax.adamw(0.01)), {}
+
+    def start(params):
+        state = tx.init(params)
+        found.update(dict(jax.tree_util.tree_leaves_with_path(state)))
+        return jax.tree.map(lambda x: x, params)
+
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    jax.eval_shape(
+        jax.shard_map(start, mesh=mesh, in_specs=P("a"), out_specs=P("a")), params
+    )
+    packed = [x for x in found.values() if x.dtype == jnp.uint32 and x.ndim]
+    assert len(packed) == 3  # the residual, mu and nu
+    assert not [x for x in found.values() if x.dtype == jnp.float32]
