@@ -156,8 +156,8 @@ class Sums(LeafStep):
             return None
         grad = context.layerwise(self.guard.unscaled)(self.leaves[number].wide_grad())
         draws = Draws(self.random[number], ACCUMULATOR_STREAM)
-        total = grad.astype(jnp.float32) + self._decoded(number)
-        new = encoded(total, format_, draws)
+        total = self._decoded(number)
+        new = encoded(grad.astype(total.dtype) + total, format_, draws)
         return self.guard.chosen(new, part)
 
     def decoded(self) -> list:
