@@ -119,6 +119,13 @@ def test_rows_and_matrices_without_gradients_do_not_move():
     assert found[8, 4] != 0
 
 
+def test_axes_of_the_least_length_are_factored():
+    init = lambda shape: jax.eval_shape(SMALL().init, jnp.zeros(shape))
+    size = lambda shape: sum(x.size for x in jax.tree.leaves(init(shape)))
+    assert size((8, 40)) < 1.5 * 8 * 40
+    assert size((7, 40)) >= 2 * 7 * 40
+
+
 def test_an_optimizer_without_leaves_works():
     tx = SMALL()
     updates, _ = tx.update({}, tx.init({}))

@@ -186,6 +186,21 @@ def test_an_update_that_is_not_float32_warns_on_gpus_too():
     assert found["['layers']"] == "XLA: its update is bfloat16"
 
 
+def test_kernels_update_leaves_and_layers_from_a_size_on():
+    shapes = {
+        "least": (64, 64),
+        "fewer": (64, 63),
+        "least layer": (2**15 + 1, 256, 256),
+        "smaller layer": (2**16, 256, 255),
+    }
+    params = {n: jax.ShapeDtypeStruct(x, jnp.bfloat16) for n, x in shapes.items()}
+    tx = lowbit_optax.lowbit_adamw(1e-3, min_size=0)
+    with mesh_of("NVIDIA H200"):
+        found = lowbit_optax.explain(tx, params)
+    by_xla = {name for name in shapes if found[f"['{name}']"].startswith("XLA")}
+    assert by_xla == {"fewer", "smaller layer"}
+
+
 def test_cpus_cause_no_warning():
     tx = lowbit_optax.lowbit_adamw(1e-3)
     with warnings.catch_warnings():
