@@ -119,8 +119,10 @@ def test_other_moments_have_words_of_their_own():
     draws = Draws(random)
     for number in (0, 1, 2):
         half = np.asarray(draws.halves((100,), number))
-        leading = np.asarray(draws.twelve((100,), number)) >> 20
-        np.testing.assert_array_equal(leading, half >> 4)
+        words = np.asarray(draws.twelve((100,), number))
+        np.testing.assert_array_equal(words >> 20, half >> 4)
+        # The mean must not be less than one half.
+        np.testing.assert_array_equal(words & 0xFFFF, 0x8000)
 
 
 def test_no_two_uses_of_a_leaf_have_a_stream_in_common():
