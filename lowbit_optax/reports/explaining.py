@@ -62,7 +62,7 @@ def explain(
         return updates
 
     check_transformation("explain", "tx", tx)
-    shapes = trees.abstract(params)
+    shapes = jax.eval_shape(lambda tree: tree, params)  # keeps shardings
     state = jax.eval_shape(tx.init, shapes)
     if not holds_lowbit(state):
         return found

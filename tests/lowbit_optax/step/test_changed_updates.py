@@ -1,5 +1,7 @@
 """Wrappers in optax around lowbit train as in float32, or ``step`` raises an error."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -229,6 +231,24 @@ def test_wrappers_that_change_updates_are_refused(name):
         train_step = release.value_and_update(loss_fn, tx)
         with pytest.raises(ValueError, match="inside"):
             train_step(PARAMS, tx.init(PARAMS))
+
+
+def test_each_kind_of_change_is_refused_while_tracing():
+    tx = lowbit(optax.sgd(RATE))
+    changes = {
+        "a factor": optax.scale(0.5),
+        "a term": optax.stateless_with_tree_map(lambda u, _: u + jnp.float32(1)),
+        "a decay": optax.add_decayed_weights(0.5),
+        "a cast": REFUSED_AFTER["a cast"](),
+        "a function": optax.scale_by_sign(),
+    }
+    for name, after in changes.items():
+        changed = optax.chain(tx, after)
+        step = functools.partial(lowbit_optax.step, changed)
+        state = jax.eval_shape(changed.init, PARAMS)
+        with pytest.raises(ValueError, match="inside"):
+            jax.eval_shape(step, PARAMS, state, PARAMS)
+            pytest.fail(name)
 
 
 REPORTED = [f"{name} after" for name in AFTER]

@@ -201,6 +201,17 @@ def test_kernels_update_leaves_and_layers_from_a_size_on():
     assert by_xla == {"fewer", "smaller layer"}
 
 
+def test_layers_on_several_devices_have_no_loop_of_kernels():
+    mesh = _mesh("gpu", AxisType.Explicit)
+    tx, shape = lowbit_optax.lowbit_adamw(1e-3), (2**18, 256, 256)
+    with jax.sharding.use_abstract_mesh(mesh):
+        for spec, has_kernel in ((P(None, None, "a"), True), (P("a"), False)):
+            place = NamedSharding(mesh, spec)
+            params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)}
+            found = lowbit_optax.explain(tx, params)["['w']"]
+            assert found.startswith("XLA") != has_kernel, (spec, found)
+
+
 def test_cpus_cause_no_warning():
     tx = lowbit_optax.lowbit_adamw(1e-3)
     with warnings.catch_warnings():
