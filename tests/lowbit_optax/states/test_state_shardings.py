@@ -146,6 +146,9 @@ def test_shards_that_do_not_divide_name_the_leaf_and_the_remedy():
     assert "another axis" in message
     assert "uneven='other_axis'" in message
     assert "'replicate'" in message
+    options = dict(mesh=_mesh(), uneven="replicate")
+    found = state_shardings(_adamw(), params, jax.P("x"), **options)
+    assert found.residual.tree["block"]["w"].is_fully_replicated
 
 
 def test_an_axis_that_is_sharded_takes_no_second_mesh_axis():

@@ -235,20 +235,19 @@ def test_wrappers_that_change_updates_are_refused(name):
 
 def test_each_kind_of_change_is_refused_while_tracing():
     tx = lowbit(optax.sgd(RATE))
-    changes = {
-        "a factor": optax.scale(0.5),
-        "a term": optax.stateless_with_tree_map(lambda u, _: u + jnp.float32(1)),
-        "a decay": optax.add_decayed_weights(0.5),
-        "a cast": REFUSED_AFTER["a cast"](),
-        "a function": optax.scale_by_sign(),
-    }
-    for name, after in changes.items():
+    changes = [
+        optax.scale(0.5),
+        optax.stateless_with_tree_map(lambda update, _: update + jnp.float32(1)),
+        optax.add_decayed_weights(0.5),
+        REFUSED_AFTER["a cast"](),
+        optax.scale_by_sign(),
+    ]
+    for after in changes:
         changed = optax.chain(tx, after)
         step = functools.partial(lowbit_optax.step, changed)
         state = jax.eval_shape(changed.init, PARAMS)
         with pytest.raises(ValueError, match="inside"):
             jax.eval_shape(step, PARAMS, state, PARAMS)
-            pytest.fail(name)
 
 
 REPORTED = [f"{name} after" for name in AFTER]
