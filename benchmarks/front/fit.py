@@ -62,7 +62,6 @@ def text(record: dict) -> str:
         (f"{memory} GB", *(f"{billions(sizes[x], memory):.1f}" for x in COLUMNS))
         for memory in MEMORY
     ]
-    rows.append(("bytes per parameter", *(f"{sizes[x]:.1f}" for x in COLUMNS)))
     return records.table(["GPU memory", *COLUMNS], rows)
 
 

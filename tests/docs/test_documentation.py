@@ -56,14 +56,16 @@ def test_links_lead_to_existing_files():
 
 
 @pytest.mark.standard_promotion
-def test_readme_s_program_runs():
-    (program,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S
-    )
-    names = {}
-    exec(program, names)
-    assert names["state"].step == 1
-    assert names["state"].params["kernel"].dtype == "bfloat16"
+def test_readme_s_program_runs_before_and_after_its_diff():
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    found = []
+    for program in (" -", " +"):
+        lines = [x[1:] for x in diff.splitlines() if x[:1] in program]
+        names = {}
+        exec("\n".join(lines), names)
+        assert names["state"].step == 1
+        found.append(str(names["state"].params["kernel"].dtype))
+    assert found == ["float32", "bfloat16"]
 
 
 def test_every_page_is_in_the_navigation():

@@ -1,4 +1,4 @@
-"""The figures in the README match the pages that document the measurements."""
+"""The figures in the README match the records of the measurements."""
 
 import json
 import re
@@ -8,45 +8,66 @@ from places import ROOT
 from benchmarks.records import shown
 
 README = (ROOT / "README.md").read_text()
+EVIDENCE = ROOT / "docs" / "evidence"
 
 
-def _page(name: str) -> str:
-    return (ROOT / "docs" / name).read_text()
-
-
-def _table(head: str) -> list[list[str]]:
-    """Returns the cells of the table whose header begins with ``head``."""
+def _rows(head: str) -> dict[str, list[str]]:
+    """Return the rows of the table whose header begins with ``head``, by first cell."""
     (block,) = re.findall(
-        rf"^\| {head} .*\n\|[-|]+\n((?:\|.*\n)+)", README, re.MULTILINE
+        rf"^\| ?{head}.*\n\|[-|]+\n((?:\|.*\n)+)", README, re.MULTILINE
     )
-    return [row.strip("| ").split(" | ") for row in block.splitlines()]
+    rows = [row.strip("| ").split(" | ") for row in block.splitlines()]
+    return {name: cells for name, *cells in rows}
 
 
-def test_losses_are_those_of_the_experiment_with_the_most_seeds():
+def _jobs(record: str, section: str) -> dict[str, dict]:
+    """Return the figures of each finished job for GPT-2, by its name."""
+    jobs = json.loads((EVIDENCE / record).read_text())["jobs"]
+    done = [x for x in jobs if x["section"] == section and x["status"] == "done"]
+    return {
+        job["name"]: trial["figures"]
+        for job in done
+        for name, trial in job["trials"].items()
+        if name in ("gpt2", "GPT-2")
+    }
+
+
+STEPS = _jobs("first_device_nvidia_h200.json", "step_times")
+RUNS = _jobs("first_device_nvidia_h200_second.json", "training")
+BOTH = "optax, float32 master", "lowbit_adamw"
+
+
+def test_the_first_table_matches_the_records():
+    rows = _rows("\\| AdamW, float32 master")
     path = ROOT / "benchmarks" / "training" / "shakespeare.json"
     runs = json.loads(path.read_text())["runs"]
-    gap = lambda name: shown(runs[name]["gaps"]["validation"], 4)
-    names = [("lowbit",), ("Kahan",), (), ("LPMM, 12 bits",)]
-    names += [("factored", "factored, no extra bits"), ("bfloat16, nearest",)]
-    for row, of_row in zip(_table("optimizer"), names, strict=True):
-        assert re.findall(r"-?0\.\d+ ± 0\.\d+", row[2]) == list(map(gap, of_row)), row
+    loss = rows["loss minus the float32 loss, nats"]
+    assert loss[1] == shown(runs["lowbit"]["gaps"]["validation"], 4)
+    assert len(runs["lowbit"]["gaps"]["validation"]["values"]) == 4
+    assert "four seeds" in loss[2]
+    stored = [STEPS[x]["stored_bytes"] / STEPS[x]["parameters"] for x in BOTH]
+    assert rows["bytes per parameter"][:2] == [f"{x:.3g}" for x in stored]
+    for name, text in (
+        (
+            "GPT-2 124M: weights and state, GiB",
+            lambda x: f"{x['stored_bytes'] / 2**30:.2f}",
+        ),
+        ("GPT-2 124M: tokens per second", lambda x: f"{x['tokens_per_second']:,.0f}"),
+    ):
+        assert rows[name][:2] == [text(RUNS[x]) for x in BOTH]
+    times = [f"{STEPS[x]['ps_per_parameter']:.2f}" for x in BOTH]
+    assert rows["step of GPT-2, ms per billion parameters"][:2] == times
 
 
-def test_times_and_errors_match_the_pages_of_the_device_and_the_peers():
-    peers, device = _page("peers.md"), _page("hardware.md")
-    rows = _table("library")
-    assert len(rows) == 7
-    for library, _, time, *errors in rows:
-        assert all(f"| {error} |" in peers for error in errors), library
-        for figure in re.findall(r"\d+\.\d+", time):
-            assert f"| {figure} |" in device, library
+def test_times_of_other_libraries_match_the_record():
+    rows = _rows("AdamW \\| bytes")
+    names = (*BOTH, "flashoptim_jax")
+    times = [f"{STEPS[x]['ps_per_parameter']:.2f}" for x in names]
+    assert [cells[1] for cells in rows.values()][:3] == times
+    assert {cells[1] for cells in rows.values()} == {*times, "not measured"}
 
 
-def test_large_models_match_the_compiled_ones():
-    rows = _page("claims.md").partition("## Large models")[2]
-    for billions in re.findall(r"(\d+\.\d) billion", README):
-        assert f"| {billions} |" in rows
-    peaks = re.findall(r"\d+\.\d\d(?= \|$)", rows, re.MULTILINE)
-    named = set(re.findall(r"(\d+\.\d) GiB", README.partition("## Install")[0]))
-    assert len(named) == 2
-    assert named <= {f"{float(x):.1f}" for x in peaks}
+def test_bytes_of_other_libraries_match_the_page_of_the_peers():
+    peers = (ROOT / "docs" / "peers.md").read_text()
+    for name, cells in _rows("AdamW \\| bytes").items():
+        assert f"| {float(cells[0]):.2f} |" in peers, name
