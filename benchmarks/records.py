@@ -260,7 +260,7 @@ def listing(heads: Sequence[str], *columns: dict[str, dict], digits: int = 4) ->
 
 def comparison(spreads: dict[str, dict], gaps: dict[str, dict], digits: int = 4) -> str:
     """Return a Markdown table of the results of :func:`compared`, one row per run."""
-    heads = [head for figure in gaps for head in (figure, "minus float32's")]
+    heads = [head for figure in gaps for head in (figure, "minus float32")]
     columns = [of[figure] for figure in gaps for of in (spreads, gaps)]
     return listing(heads, *columns, digits=digits)
 

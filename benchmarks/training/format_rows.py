@@ -217,5 +217,5 @@ def table(runs: dict, base_of: Callable[[str], str], heads: dict[str, str]) -> s
         lines.append(line)
     columns = ["format", "seeds", "bytes per parameter"]
     for head in heads.values():
-        columns += [head, "loss minus float32's"]
+        columns += [head, "minus float32 loss"]
     return records.table(columns, lines)

@@ -157,7 +157,7 @@ ROWS = {
     "4 bits": Row(of_package(4), _in_blocks(4)),
     "4 bits, least error": Row(at_bound, lambda rows, columns: 4),
     "4 bits on a grid, top singular part with 8 bits": Row(grasp, _of_grasp),
-    "float32, normalised": Row(None, lambda rows, columns: 32, True),
+    "float32, normalized": Row(None, lambda rows, columns: 32, True),
     "MuonQ": Row(muonq, _of_muonq, True),
 }
 
@@ -260,7 +260,7 @@ def measure(args) -> dict:
 
 
 def text(record: dict) -> str:
-    heads = ["momentum", "bits per value", "held-out loss", "loss minus float32's"]
+    heads = ["momentum", "bits per value", "held-out loss", "minus float32 loss"]
     lines = [
         [
             name,

@@ -114,8 +114,9 @@ def _gathered(folder: pathlib.Path, record: dict) -> dict:
 
 
 def table(record: dict) -> str:
-    """Return a Markdown table of the losses, next to the losses in float32."""
-    heads = {end: x for end, x in HEADS.items() if end in record["runs"]["float32"]}
+    """Return a Markdown table of validation losses, next to the losses in float32."""
+    found = record["runs"]["float32"].keys() - {"training"}
+    heads = {end: x for end, x in HEADS.items() if end in found}
     return format_rows.table(record["runs"], lambda name: "float32", heads)
 
 

@@ -1,8 +1,9 @@
-"""The figures of ``docs/claims.md`` and of other pages match the records.
+"""The figures of the pages match the records.
 
 Each function reads one record and yields the figures of its page: a dictionary keyed by
-a table's row and column, a dictionary keyed by the labels of a list ("label: figure")
-in one row or paragraph, or a text that the page contains.
+a table's row and column, a dictionary keyed by labels, or a text on the page.
+Labels are those of a list ("label: figure") in one row or paragraph, or those of the
+rows of one table, whose figures are then in one column.
 """
 
 import json
@@ -68,10 +69,10 @@ def _forward_error(record):
     figures = {}
     for name, found in record["errors"].items():
         ends = *found["16-bit part"][:: len(found["joined"]) - 1], found["joined"][-1]
-        each = ", ".join(f"{end['mean']:.2e}" for end in ends).replace("e-0", "e-")
-        figures[name.removeprefix("+8, ")] = each
-    yield {name: figures[name] for name in ("float16", "toward zero")}
-    yield {name: figures[name] for name in ("stochastic", "nearest")}
+        each = (f"{end['mean']:.2e}".replace("e-0", "e-") for end in ends)
+        figures[name.removeprefix("+8, ")] = " | ".join(each)
+    for name in ("float16", "toward zero", "stochastic", "nearest"):
+        yield f"| {name} | {figures[name]} |"
 
 
 def _float8_weights(record):
@@ -106,9 +107,13 @@ def _t5_release(found):
 def _least_squares(record):
     of = lambda name, digits=2: shown(record["final"][name], digits)
     rest = of("nearest: all but weights", 3)
-    yield {"float32": of("float32", 3), "activations and gradients": rest}
-    yield {"weights": of("nearest: only weights"), "Kahan": of("weights by Kahan")}
-    yield {"stochastic": of("weights stochastic")}
+    yield {
+        "float32": of("float32", 3),
+        "activations and gradients": rest,
+        "weights": of("nearest: only weights"),
+        "Kahan": of("weights by Kahan"),
+        "stochastic": of("weights stochastic"),
+    }
 
 
 def _sixteen_bit_network(record):
@@ -116,19 +121,15 @@ def _sixteen_bit_network(record):
     gaps = {name: each["gaps_to_float32"] for name, each in found}
     accuracy = {name: each["accuracy"] for name, each in gaps.items()}
     loss = {name: each["loss"] for name, each in gaps.items()}
-    both = "stochastic + Kahan"
-    yield {x: shown(each[f"bfloat16, {both}"], 4) for x, each in loss.items()}
-    roundings = "float32 weights", "nearest", "stochastic", "Kahan", both
-    yield {
-        f"{name}, {x}": shown(loss[name][f"bfloat16, {x}"], 4)
-        for name in loss
-        for x in roundings[:2]
-    }
-    yield {
-        f"{name}, {x}": _percent(accuracy[name][f"float16, {x}"], 1)
-        for name in accuracy
-        for x in roundings[2:4]
-    }
+    roundings = (
+        "float32 weights",
+        "nearest",
+        "stochastic",
+        "Kahan",
+        "stochastic + Kahan",
+    )
+    failed = {x: _percent(accuracy["AdamW"][f"float16, {x}"], 1) for x in roundings}
+    yield f"{failed['stochastic']} with stochastic rounding and {failed['Kahan']} with"
     for name, each in loss.items():
         for dtype in ("bfloat16", "float16"):
             digits = 1 if each[f"{dtype}, Kahan"]["mean"] > 1 else 4
@@ -138,7 +139,7 @@ def _sixteen_bit_network(record):
     for name, each in accuracy.items():
         scaled = {x.removeprefix(start): y for x, y in each.items() if start in x}
         scaled["1"] = each["float16, Kahan"]
-        yield {(name, x): _percent(y, 1) for x, y in scaled.items()}
+        yield {(x, name): _percent(y, 1) for x, y in scaled.items()}
 
 
 def _kahan_parts(record):
@@ -177,14 +178,19 @@ def _bin_changes(record):
 def _demotion_orders(record):
     found = record["assignments"]
     low = {name: each["low_ratio"]["mean"] for name, each in found.items()}
-    both = lambda name: f"{low[name]:.2f}, {shown(found[name]['accuracy'], 1)}"
-    orders = {x: both(f"{x}, 0.15") for x in ("random", "increasing")}
-    alone = {"only the last hidden layer": both("only group 6")}
-    largest = both("decreasing, 0.6")
-    yield orders | alone | {"decreasing": largest}
     names = "float32", "uniform", "operator-based", "operator-based, outputs"
-    yield {name: both(name) for name in names}
-    yield {"operator-based": both(names[2]), "decreasing, r = 0.6": largest}
+    rows = {name: name for name in (*names, "uniform, promotion")}
+    rows |= {x: f"{x}, 0.15" for x in ("random", "increasing")}
+    rows |= {"only the last hidden layer": "only group 6"}
+    rows |= {"decreasing": "decreasing, 0.6"}
+    yield {
+        (row, head): figure
+        for row, name in rows.items()
+        for head, figure in {
+            "share in 8 bits": f"{low[name]:.2f}",
+            "accuracy": shown(found[name]["accuracy"], 1),
+        }.items()
+    }
     ends = lambda name: [found[name + x]["accuracy"]["mean"] for x in PROMOTION]
     pair = lambda name: ", ".join(f"{end:.1f}" for end in ends(name))
     yield {"operator-based": pair(names[2]), "outputs": pair(names[3])}
@@ -193,7 +199,7 @@ def _demotion_orders(record):
     cost = (low["uniform"] - low["uniform, promotion"]) / 2
     promoted = [each for name, each in found.items() if name.endswith("promotion")]
     least = min(each["accuracy"]["mean"] for each in promoted)
-    yield {"uniform, promotion": both("uniform, promotion"), "memory": f"{cost:.0%}"}
+    yield f"costs {cost:.0%} of the memory"
     yield {"least accuracy with promotion": f"{least:.1f}"}
     diverged = [found[f"only group {i}"]["diverged"] for i in range(8)]
     assert diverged == [0, 0, 0, 0, 0, 1, record["options"]["seeds"], 0]
@@ -235,7 +241,8 @@ def _loss_scales(record):
     digits = {"float32": 3, "no scale": 1, "Backoff": 3, "LogNormal": 3}
     loss = {name: shown(found[name]["final_loss"], n) for name, n in digits.items()}
     vanished = found["no scale"]["vanished"]["mean"]
-    yield loss | {"gradients equal to 0 without a scale": f"{vanished:.0%}"}
+    yield loss
+    yield {"Gradients equal to 0 without a scale": f"{vanished:.0%}"}
     rate = {name: each["overflow_rate_after"]["mean"] for name, each in found.items()}
     assert rate["LogNormal"] == 0
     yield {"LogNormal": "0 of 3,000", "Backoff, period 100": f"{rate['Backoff']:.2%}"}
@@ -246,9 +253,9 @@ def _regularizers(record):
     names = {"float16": "in the loss", "scaled": "in the loss, scaled"}
     names |= {"master": "master", "float32": "float32"}
     left = {x: _percent(found[name]["off"], 1) for x, name in names.items()}
-    lost = f"{found['in the loss']['lost']['mean']:.0%}"
-    gap = shown(found["in the loss"]["gap_to_float32"], 4)
-    yield left | {"gradients lost at first": lost, "held-out loss minus float32": gap}
+    yield left
+    yield f"{found['in the loss']['lost']['mean']:.0%} of these gradients are lost"
+    yield f"float32 loss is {shown(found['in the loss']['gap_to_float32'], 4)}"
 
 
 def _pareto(record):
@@ -256,14 +263,15 @@ def _pareto(record):
     linear, digits = (pareto.excess(runs, task) for task in ("linear", "digits"))
     names = "nearest", "stochastic", "error into mu", "+4", "+8"
     names += tuple(f"LPMM {bits}" for bits in BITS)
-    yield {("linear", name): shown(linear[f"{name}, 8"], 0) for name in names}
-    yield {name: shown(digits[name], 0) for name in ("nearest, 8", "LPMM 8, 8")}
-    yield {"+16, 32": shown(linear["+16, 32"], 0)}
+    bits = {name: each["bits"] for name, each in runs.items()}
+    for name in (*(f"{name}, 8" for name in names), "+16, 32"):
+        ends = f"{shown(linear[name], 0)} | {shown(digits[name], 0)}"
+        yield f"| {name} | {bits[name]:.0f} | {ends} |"
     above = [name for name, x in digits.items() if x["mean"] > x["std"] > 0]
     assert above == ["nearest, 32", "nearest, 8"]
-    bits = {name: each["bits"] for name, each in runs.items()}
     best = pareto.front(bits, {name: each["mean"] for name, each in linear.items()})
-    yield {("best", f"{bits[name]:.0f} bits"): name for name in best[:6]}
+    assert {"+8, 8", "+4, 8", "error into mu, 8"} <= set(best)
+    assert {f"LPMM {bits}, 8" for bits in BITS} <= set(best)
 
 
 def _precision_memory(record):
@@ -344,22 +352,101 @@ def _reinforcement(record):
     yield from reinforcement.table(record).splitlines()
 
 
+def _muon_momentum(record):
+    for name, run in record["runs"].items():
+        label = name.removesuffix(" momentum").replace("and weights", MASTERS)
+        if label != "companded, nearest":
+            label = label.replace("companded, stochastic", "8 bits, the codes of AdamW")
+            gap = run["gaps"]["held-out loss"]
+            gap = shown(gap, 4) if gap["std"] else ""
+            size = f"{run['bytes_per_parameter']:.2f}"
+            loss = shown(run["held-out loss"], 4)
+            yield f"| {label} | {size} | {loss} | {gap} |"
+
+
+MASTERS = "and float32 weights"
+LOWBIT = "`lowbit` minus float32"
+PLAIN = "plain bfloat16 minus float32"
+
+
+def _answer(row, end, base="float32", lowbit="lowbit", plain=None, digits=4):
+    """Returns the figures of a row of the page that answers the question."""
+
+    def figures(record):
+        runs = record["runs"]
+        values = {x: run[end]["values"] for x, run in runs.items()}
+        found = {"float32 loss": shown(runs[base][end], digits)}
+        found["seeds"] = f"{len(runs[base][end]['values'])}"
+        for head, name in ((LOWBIT, lowbit), (PLAIN, plain)):
+            if name:
+                several = len(values[name]) > 1
+                gap = runs[name].get("gaps", {}).get(end)
+                gap = gap or gaps({x: values[x] for x in (base, name)}, base)[name]
+                found[head] = shown(gap, digits) + ("" if several else " (one seed)")
+        yield {(row, head): figure for head, figure in found.items()}
+
+    return figures
+
+
+NEAREST = "bfloat16, nearest"
+ANSWERS = {
+    "shakespeare": _answer(
+        "nanoGPT on Shakespeare, 804,096 parameters", "validation", plain=NEAREST
+    ),
+    "compute_optimal_large": _answer(
+        "GPT with 1,025,408 parameters", "held_out", plain=NEAREST
+    ),
+    "compute_optimal": _answer(
+        "GPT with 217,664 parameters", "held_out", plain=NEAREST
+    ),
+    "gpt_formats": _answer(
+        *("GPT with 2 layers of width 64", "held-out loss"),
+        lowbit="8 extra bits",
+        plain=NEAREST,
+    ),
+    "muon_momentum": _answer(
+        *("GPT of width 64 with Muon", "held-out loss"),
+        base="float32, and weights",
+        lowbit="8 bits, the default",
+    ),
+    "digit_moments": _answer(
+        *("digits, two hidden layers of width 256", "training"),
+        base=digit_moments.BASE,
+        lowbit="8 bits, the default",
+        digits=5,
+    ),
+}
+PAGES = {
+    "memory_efficient": "memory_profile operator_bytes forward_error float8_weights "
+    "float16_clicks digit_gan t5_release",
+    "bfloat16": "least_squares kahan_parts cancelled_updates text_roundings "
+    "sixteen_bit_network",
+    "assignments": "demotion_orders",
+    "lpmm": "bin_changes microbatches lpmm_states lpmm_text",
+    "openseq2seq": "loss_scales regularizers",
+}
+PAGE_OF = {name: page for page, names in PAGES.items() for name in names.split()}
 OF_PAPERS = sorted(path.stem for path in (ROOT / "benchmarks/papers").glob("*.json"))
 FIGURES = [
-    *((f"papers/{name}", "claims", globals()[f"_{name}"]) for name in OF_PAPERS),
-    ("training/pareto", "claims", _pareto),
-    ("training/gpt_formats", "accuracy", _gpt_formats),
-    ("training/compute_optimal", "accuracy", _compute_optimal),
-    ("training/compute_optimal_large", "accuracy", _compute_optimal),
-    ("training/four_bit_muon", "accuracy", _four_bit_muon),
-    ("training/digit_moments", "accuracy", _digit_moments),
-    ("training/rounding_errors", "accuracy", _rounding_errors),
-    ("training/resnet_cifar", "accuracy", _resnet_cifar),
-    ("training/shakespeare", "accuracy", _shakespeare),
+    *(
+        (f"papers/{name}", f"claims/{PAGE_OF[name]}", globals()[f"_{name}"])
+        for name in OF_PAPERS
+    ),
+    *((f"training/{name}", "accuracy", each) for name, each in ANSWERS.items()),
+    ("training/pareto", "accuracy_records", _pareto),
+    ("training/gpt_formats", "accuracy_records", _gpt_formats),
+    ("training/compute_optimal", "accuracy_records", _compute_optimal),
+    ("training/compute_optimal_large", "accuracy_records", _compute_optimal),
+    ("training/muon_momentum", "accuracy_records", _muon_momentum),
+    ("training/four_bit_muon", "accuracy_records", _four_bit_muon),
+    ("training/digit_moments", "accuracy_records", _digit_moments),
+    ("training/rounding_errors", "accuracy_records", _rounding_errors),
+    ("training/resnet_cifar", "accuracy_records", _resnet_cifar),
+    ("training/shakespeare", "accuracy_records", _shakespeare),
     ("training/reinforcement", "reinforcement", _reinforcement),
-    ("programs/large_models", "claims", _large_models),
+    ("programs/large_models", "memory", _large_models),
     ("programs/large_training", "large_model", _large_training),
-    ("programs/precision_memory", "claims", _half_of_precision_memory),
+    ("programs/precision_memory", "claims/assignments", _half_of_precision_memory),
     ("programs/precision_memory", "ideas/precision", _precision_memory),
 ]
 
@@ -375,9 +462,16 @@ def _tables(text):
 
 def _is_in(text, figures):
     if isinstance(figures, str):
-        return figures in text
+        return " ".join(figures.split()) in " ".join(text.split())
     if isinstance(next(iter(figures)), tuple):
         return any(figures.items() <= table.items() for table in _tables(text))
+    for table in _tables(text):
+        if any(
+            figures.items()
+            <= {row: x for (row, y), x in table.items() if y == head}.items()
+            for head in {head for _, head in table}
+        ):
+            return True
     items = [re.escape(f"{label}: {figure}") for label, figure in figures.items()]
     items = [re.compile(rf"(?<![\w+]){item}(?![.,]?\w)") for item in items]
     lines = re.sub(r"\n(?=[^|\n])", " ", text).splitlines()
@@ -398,7 +492,7 @@ def test_the_savings_of_kahan_summation_are_those_of_its_report():
     kahan, master = total.total / total.size, total.float32_master / total.size
     less = f"{1 - kahan / 12:.0%} and {1 - kahan / master:.0%} less"
     figures = {"float32": "12", "float32 master": f"{master:.0f}"}
-    page = (ROOT / "docs" / "claims.md").read_text()
+    page = (ROOT / "docs" / "claims" / "bfloat16.md").read_text()
     kahan = {"`kahan_adamw`": f"{kahan:.0f}, which is {less}"}
     assert _is_in(page, figures | kahan)
 
