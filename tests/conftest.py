@@ -142,13 +142,16 @@ def _few_cases(items) -> set[str]:
     The first case depends on the test's name, so that all optimizers, formats and
     shapes are covered. Tests marked as slow to compile have no case here, because other
     tests check the same behaviour with smaller programs. CI runs all cases.
+    Tests marked with every_case have all cases here, because each takes milliseconds.
     """
-    cases = {}
+    cases, kept = {}, set()
     for item in items:
         if item.get_closest_marker("slow_to_compile"):
             continue
+        if item.get_closest_marker("every_case"):
+            kept.add(item.nodeid)
+            continue
         cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-    kept = set()
     for name, of_one_test in cases.items():
         size = len(of_one_test)
         count = 2 if size >= MANY_CASES else 1

@@ -55,6 +55,7 @@ def test_sums_of_any_numbers_are_neighbours_with_their_mean(w, u):
     assert error <= max(step * 2.0**-16, abs(u) * 2.0**-24 * (abs(u) > abs(w)))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("w", "u", "want"),
     [

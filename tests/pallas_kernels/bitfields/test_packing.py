@@ -41,6 +41,7 @@ def test_fields_lie_in_words_with_the_first_lowest(bits):
     assert [f"{int(word):08x}" for word in words] == want
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("shape", "axis"),
     [
