@@ -133,21 +133,19 @@ def train(name: str, rate: float, args) -> dict:
 
 
 def table(record: dict) -> str:
-    """Return a Markdown table of final rewards and of changed weights."""
+    """Return a Markdown table of final rewards, with one row per format and rate."""
     ends = lambda run: np.asarray(run["curves"])[:, -1]
     idle = ends(record["not_trained"])
-    heads, lines = [""], {name: [name] for name in ROWS}
+    heads = "learning rate", "format", "reward", "difference", "weights changed"
+    lines = []
     for rate, runs in record["runs"].items():
-        heads += [f"reward at {rate}", "difference", "weights changed per step"]
         for name, run in runs.items():
             gap = ends(run) - ends(runs["float32 master"])
-            lines[name] += [
-                records.shown(records.spread(ends(run)), 3),
-                records.shown(records.spread(gap), 4) if gap.any() else "",
-                f"{run['changed']:.2%}",
-            ]
-    last = ["not trained", records.shown(records.spread(idle), 3)]
-    return records.table(heads, [*lines.values(), last + [""] * (len(heads) - 2)])
+            reward = records.shown(records.spread(ends(run)), 3)
+            difference = records.shown(records.spread(gap), 4) if gap.any() else ""
+            lines.append([rate, name, reward, difference, f"{run['changed']:.2%}"])
+    lines.append(["", "not trained", records.shown(records.spread(idle), 3), "", ""])
+    return records.table(heads, lines)
 
 
 @pictures.panels(3.6, (1,) * len(RATES), columns=4)
