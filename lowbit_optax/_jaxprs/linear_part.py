@@ -43,20 +43,34 @@ def linear_factor(
     return _Derivative(of, graph, strict).of_node(result)
 
 
-def inverse(node: Node, graph: Graph) -> Node:
-    """Return ``1 / node``, without dividing by a quotient.
+def inverse(node: Node, graph: Graph) -> tuple[Node, Node]:
+    """Return ``1 / node``, without dividing by a quotient or by a scalar that is 0.
 
     Adam divides by a root, so the derivative of its update is a quotient of a scalar
     and the root. Its inverse needs no division of arrays.
+
+    Returns:
+      The inverse, and a float32 scalar: 0 if a scalar factor of the node is 0, so that
+      there is no inverse, otherwise 1.
     """
     call = node.call
     if call is not None and call.primitive is p.div_p:
-        return graph.apply(lax.div, *call.inputs[::-1])
+        return divided(call.inputs[1], ONE, call.inputs[0], graph)
     if call is not None and call.primitive is p.mul_p:
         for factor, other in (call.inputs, call.inputs[::-1]):
             if factor.is_scalar:
-                return graph.apply(lax.div, inverse(other, graph), factor)
-    return graph.apply(lax.div, ONE, node)
+                return divided(*inverse(other, graph), factor, graph)
+    return divided(ONE, ONE, node, graph)
+
+
+def divided(node: Node, exists: Node, by: Node, graph: Graph) -> tuple[Node, Node]:
+    """Return ``node / by``, and ``exists`` or 0; the divisor is 1 if a scalar is 0."""
+    if by.is_scalar:
+        # JAX's checks for NaNs and infinities would stop at a learning rate of 0.
+        is_zero = graph.apply(lax.eq, by, ZERO)
+        by = graph.selected(is_zero, [by, ONE])
+        exists = graph.selected(is_zero, [exists, ZERO])
+    return graph.apply(lax.div, node, by), exists
 
 
 class _Derivative:

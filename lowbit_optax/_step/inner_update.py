@@ -25,7 +25,13 @@ from lowbit_optax._jaxprs.graph import (
     is_zero,
     made_of,
 )
-from lowbit_optax._jaxprs.linear_part import ONE, NotLinear, inverse, linear_factor
+from lowbit_optax._jaxprs.linear_part import (
+    ONE,
+    NotLinear,
+    divided,
+    inverse,
+    linear_factor,
+)
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.error_feedback import MOST_GROWTH, Feedback
@@ -141,19 +147,24 @@ class InnerUpdate:
         a = linear_factor(update, nodes.masters[number], graph, strict=False)
         growth = most = constant(np.float32(MOST_GROWTH))
         if c_next is not None:
-            growth = graph.apply(lax.mul, c, most)
-            growth = graph.apply(lax.mul, growth, inverse(c_next, graph))
+            # Without a next update, the growth is MOST_GROWTH, which changes nothing.
+            inverse_next, exists = inverse(c_next, graph)
+            growth = graph.apply(lax.mul, c, graph.apply(lax.mul, most, exists))
+            growth = graph.apply(lax.mul, growth, inverse_next)
+            missing = graph.apply(lax.sub, ONE, exists)
+            growth = graph.apply(lax.add, growth, graph.apply(lax.mul, most, missing))
             if c.is_scalar and c_next.is_scalar:
                 # If c falls by this ratio in each step, the moment will move the weight
                 # by c ratio / (a - b ratio). For other c, a kernel would compute the
                 # ratio of each element.
-                ratio = graph.apply(lax.div, c_next, c)
+                ratio = divided(c_next, ONE, c, graph)[0]
                 ratio = graph.apply(lax.min, ratio, ONE)
                 c = graph.apply(lax.mul, c, ratio)
                 b = None if b is None else graph.apply(lax.mul, b, ratio)
         slow = ONE if a is None else graph.apply(lax.add, a, ONE)
         slow = slow if b is None else graph.apply(lax.sub, slow, b)
-        rate = graph.apply(lax.mul, slow, inverse(c, graph))
+        inverse_now, exists = inverse(c, graph)
+        rate = graph.apply(lax.mul, graph.apply(lax.mul, slow, exists), inverse_now)
         reach = graph.apply(lax.mul, c, graph.apply(lax.div, ONE, slow))
         return Feedback(part, rate, growth, reach)
 

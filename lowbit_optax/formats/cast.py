@@ -31,6 +31,17 @@ class Cast(MomentFormat):
     def smallest_share(self):
         return float(jnp.finfo(self.dtype).smallest_subnormal)
 
+    def for_field(self, name, is_second, is_orthogonalized=False):
+        # Smaller second moments become 0, and gradients of 1e-3 are divided by eps.
+        if is_second and self.smallest_share > 1e-6:
+            raise ValueError(
+                f"cast: dtype must be bfloat16 or float16 for {name!r}, whose root "
+                f"divides updates, got {self.dtype}, in which small values become 0. "
+                "Pass a mapping from fields to formats, such as moments={'mu': cast("
+                f"{self.dtype.name!r}), {name!r}: cast('bfloat16')}}"
+            )
+        return self
+
     def encode(self, moment, draws, number):
         if self.rounding == "nearest":
             return rounding_.round_nearest(moment, self.dtype)
@@ -54,9 +65,9 @@ def cast(
 
     Args:
       dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2. bfloat16 is the usual
-        choice, because squared gradients easily leave the range of float16. In float8,
-        second moments of gradients below 0.04 (e4m3fn) or 0.004 (e5m2) become 0, and
-        their updates are thousands of times too long.
+        choice, because squared gradients easily leave the range of float16. Second
+        moments cannot be float8, in which those of gradients below 0.04 (e4m3fn) or
+        0.004 (e5m2) are 0: ``lowbit`` then raises an error in ``init``.
       rounding: ``"stochastic"`` or ``"nearest"``. With nearest rounding, a bfloat16
         second moment stops moving: with b2 = 0.999, a step changes it by less than half
         of its last bit.

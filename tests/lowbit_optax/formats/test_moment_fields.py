@@ -238,7 +238,17 @@ def test_a_first_moment_coarser_than_its_second_raises_an_error(inner, moments):
     )
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("inner", [ADAMW, optax.rmsprop(1e-3), optax.amsgrad(1e-3)])
+def test_second_moments_in_float8_raise_an_error(inner, dtype):
+    tx = lowbit_optax.lowbit(inner, moments={"nu": cast(dtype)})
+    with pytest.raises(ValueError, match=f"'nu'.*{dtype}.*cast\\('bfloat16'\\)"):
+        jax.eval_shape(tx.init, PARAMS)
+
+
 FINE_ENOUGH = {
+    "float8 of normalized gradients": (FACTORED, {"mu": cast("float8_e5m2")}),
+    "float8 that is not divided": (optax.lion(1e-3), cast("float8_e5m2")),
     "equal": (ADAMW, FOUR),
     "finer": (ADAMW, {"mu": EIGHT, "nu": FOUR}),
     "8 bits and float32": (ADAMW, {"mu": EIGHT}),

@@ -77,10 +77,13 @@ def test_injected_hyperparameters_do_not_leak(make):
 @pytest.mark.parametrize("switch", [jax.debug_nans, jax.debug_infs])
 def test_a_step_without_jit_computes_only_numbers(switch):
     weights = lowbit_optax.stochastic_rounding(error_feedback="mu")
-    tx = adamw(0.01, weights, block_quantized(8))
     params, grads = PARAMS["kernel"], GRADS["kernel"]
-    with switch(True):
-        lowbit_optax.step(tx, params, tx.init(params), grads)
+    for rates in (0.0, 0.01), (0.01, 0.0):  # of the first and of later steps
+        tx = adamw(optax.linear_schedule(*rates, 1), weights, block_quantized(8))
+        run = params, tx.init(params)
+        with switch(True):
+            for _ in range(2):
+                run = lowbit_optax.step(tx, *run, grads)
 
 
 @pytest.mark.parametrize("name", ["8 bits", "accumulated"])
