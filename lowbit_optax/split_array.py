@@ -24,6 +24,7 @@ from lowbit_optax._step.leaf import advanced
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.leaves import join_leaf, split_leaf
+from lowbit_optax.states.masters import check_range
 
 Operand = typing.Union["SplitArray", jax.typing.ArrayLike]
 
@@ -150,7 +151,8 @@ def split_array(
       A :class:`SplitArray` with the shape of x.
 
     Raises:
-      ValueError: if ``dtype`` is not one of these, or the format does not support it.
+      ValueError: if ``dtype`` is not one of these, if the format does not support it,
+        or if a number of x is too large for it.
       TypeError: if ``dtype`` is not a dtype, or ``x`` is complex.
 
     References:
@@ -172,6 +174,7 @@ def split_array(
     why = weight_format.check(dtype)
     if why:
         raise ValueError(f"split_array: {why}")
+    check_range("split_array: x", traced_once(_float32)(x), dtype)
     return traced_once(_first_split, dtype, weight_format)(x, jnp.uint32(seed))
 
 

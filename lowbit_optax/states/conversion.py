@@ -35,7 +35,7 @@ from lowbit_optax.states.decoded import (
     decoded_run,
     recorded_nodes,
 )
-from lowbit_optax.states.masters import dtypes_under
+from lowbit_optax.states.masters import check_range, dtypes_under
 from lowbit_optax.states.matching import matched
 from lowbit_optax.states.state_leaves import KeyPath, owner_and_field
 
@@ -110,7 +110,8 @@ def convert(
     Raises:
       ValueError: if ``state`` does not match ``from_tx`` and ``params``, if only one
         transformation keeps a moment, or if the weight format of ``to_tx`` does not
-        support a leaf. The message names the leaf.
+        support a leaf, or if a weight is too large for its new dtype. The message names
+        the leaf.
       TypeError: if a leaf is not an array, or ``dtype`` contains an unsupported value.
 
     >>> import jax.numpy as jnp, optax, lowbit_optax
@@ -170,6 +171,7 @@ def _pair(source: DecodedRun, name: str, like, format_: WeightFormat | None):
     master = source.master(name)
     if trees.is_quantized(like) and not isinstance(format_, BlockScaledWeights):
         return like.quantized(master), None
+    check_range(f"convert: params{name}", master, like.dtype)
     if format_ is None:
         return narrow_or_cast(master, like.dtype), None
     param = format_.round(master, like.dtype, ToNearest())

@@ -320,20 +320,26 @@ def _rounded(name: str, x, kind) -> jax.Array:
             f"from_master: dtype for params{name}, {trees.describe(x)}, must be one of "
             f"{', '.join(map(str, NARROW_DTYPES))} and float32, got {dtype}"
         )
-    new = traced_once(narrowed, dtype)(x)
-    if _is_concrete(new) and traced_once(_overflows)(x, new):
+    check_range(f"from_master: params{name}", x, dtype)
+    return traced_once(narrowed, dtype)(x)
+
+
+def check_range(what: str, x, dtype: np.dtype) -> None:
+    """Raise a ValueError if a finite number of a concrete array overflows in a dtype.
+
+    The message begins with ``what``.
+    """
+    if is_narrow(dtype) and _is_concrete(x) and traced_once(_overflows, dtype)(x):
         raise ValueError(
-            f"from_master: params{name} must have no magnitudes above "
-            f"{float(jnp.finfo(dtype).max):.6g} in {dtype}, got "
+            f"{what} must have no magnitudes above {float(jnp.finfo(dtype).max):.6g} "
+            f"in {dtype}, got "
             f"{float(jnp.max(jnp.abs(x), initial=0, where=jnp.isfinite(x))):.6g}. "
-            "Pass jnp.bfloat16, or a tree of dtypes in which this leaf is float32"
+            "Pass jnp.bfloat16, or keep this leaf in float32"
         )
-    return new
 
 
-def _overflows(x: jax.Array, new: jax.Array) -> jax.Array:
-    """Return whether a finite number is not finite in a narrower dtype."""
-    return jnp.any(jnp.isfinite(x) & ~jnp.isfinite(new))
+def _overflows(dtype: np.dtype, x: jax.Array) -> jax.Array:
+    return jnp.any(jnp.isfinite(x) & ~jnp.isfinite(narrowed(dtype, x)))
 
 
 def _residuals(

@@ -24,6 +24,7 @@ import lowbit_optax
 from lowbit_optax import extra_bits, from_master, kahan, master_weights, training
 from lowbit_optax._step.blanks import is_blank
 from lowbit_optax._step.kept_float32 import is_bias_or_norm
+from lowbit_optax.split_array import split_array
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -363,6 +364,11 @@ def test_weights_that_would_become_infinite_raise_an_error_with_their_name(dtype
     message = rf"params\['large'\].*{np.dtype(dtype)}, got {re.escape(f'{large:.6g}')}"
     with pytest.raises(ValueError, match=message):
         from_master(tx, params, dtype)
+    plain = optax.sgd(0.1)
+    with pytest.raises(ValueError, match=f"convert: {message}"):
+        lowbit_optax.convert(params, plain.init(params), plain, tx, dtype=dtype)
+    with pytest.raises(ValueError, match="split_array: x must .*got"):
+        split_array(params["large"], dtype, lowbit_optax.nearest())
     # Infinities of the user stay, and bfloat16 has the range of float32.
     from_master(tx, {"given": params["fine"].at[0, 0].set(jnp.inf)}, jnp.float16)
     from_master(tx, params, jnp.bfloat16)
