@@ -136,6 +136,12 @@ def test_every_pair_of_formats_loses_what_the_two_cannot_hold_and_no_more():
         assert spec_of(pairs[first, second]) == spec_of(pairs[second, second])
 
 
+# The means of 25 series of gradients are 0.040, 0.003, 0.061 and 0.242, and their
+# standard deviations are 0.001, 0.0001, 0.002 and 0.006. With 12 bits, the step of
+# these weights exceeds half the learning rate.
+APART = {"bits_8": 0.05, "kahan": 0.005, "float16": 0.08, "lpmm": 0.3}
+
+
 @pytest.mark.slow_to_compile
 def test_a_converted_run_stays_near_the_float32_run():
     series = gradient_series(MASTER_MODEL, 10)[5:]
@@ -152,10 +158,8 @@ def test_a_converted_run_stays_near_the_float32_run():
     runs = {name: run for name, run in _converted().items() if name != "float32"}
     want, start = _float32_run(10)[0]["kernel"], _float32_run(5)[0]["kernel"]
     for (name,), (params, _) in _to_float32(jax.jit(go_on)(runs)).items():
-        # With 12 bits, the step of these weights exceeds half the learning rate.
-        most = 0.3 if name == "lpmm" else 0.15
         apart = jnp.linalg.norm(params["kernel"] - want)
-        assert apart < most * jnp.linalg.norm(want - start), name
+        assert apart < APART[name] * jnp.linalg.norm(want - start), name
 
 
 def test_weights_come_back_from_float32_bit_for_bit():

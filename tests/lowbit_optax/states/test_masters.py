@@ -367,7 +367,7 @@ def test_weights_that_would_become_infinite_raise_an_error_with_their_name(dtype
     plain = optax.sgd(0.1)
     with pytest.raises(ValueError, match=f"convert: {message}"):
         lowbit_optax.convert(params, plain.init(params), plain, tx, dtype=dtype)
-    with pytest.raises(ValueError, match="split_array: x must .*got"):
+    with pytest.raises(ValueError, match="split_array: x must have"):
         split_array(params["large"], dtype, lowbit_optax.nearest())
     # Infinities of the user stay, and bfloat16 has the range of float32.
     from_master(tx, {"given": params["fine"].at[0, 0].set(jnp.inf)}, jnp.float16)
