@@ -1,4 +1,4 @@
-"""The generated part of ``docs/integrations.md`` matches the record of the trainers."""
+"""The generated part of ``docs/trainers.md`` matches the record of the trainers."""
 
 import re
 

@@ -118,7 +118,7 @@ CLIPPING = {
 
 @pytest.mark.parametrize("where", CLIPPING)
 def test_what_clipping_costs_is_what_the_recipe_says(where):
-    # The figures of docs/recipes.md: moved and temporary bytes per parameter.
+    # The figures of docs/recipes/training_step.md: moved and temporary bytes.
     model = gpt2()
     step = lower_step(CLIPPING[where], model | {"blocks": model["blocks"][:2]})
     assert len(step.launches) == pytest.approx(46, abs=4.6)
@@ -126,7 +126,7 @@ def test_what_clipping_costs_is_what_the_recipe_says(where):
     assert step.temporary == pytest.approx(0, abs=0.06)
 
 
-# The figures of docs/recipes.md.
+# The figures of docs/recipes/training_step.md.
 @pytest.mark.parametrize(
     ("skipping", "moved", "temporary"),
     [(masked, 14.3, 0.0), (conditional, 12.3, 5.1)],
@@ -162,7 +162,7 @@ def test_accumulation_is_two_kernels_in_place_of_which_one_runs(name):
 
 
 def test_a_training_step_that_accumulates_peaks_below_multi_steps():
-    # The figures of docs/recipes.md.
+    # The figures of docs/recipes/training_step.md.
     gpt = GPT(12, 1024, 16, 1024, "full", BF16, 16384)
     params = jax.eval_shape(lambda: to_bfloat16(gpt.init(jax.random.key(0))))
     tokens = jax.ShapeDtypeStruct((4, 1025), jnp.int32)

@@ -1,6 +1,6 @@
 """The same training with optax's AdamW in float32 and with this package's optimizers.
 
-Each trainer's result is a row of ``docs/integrations.md``. If ``TRAINERS_ROWS`` is in
+Each trainer's result is a row of ``docs/trainers.md``. If ``TRAINERS_ROWS`` is in
 the environment, :func:`compare` writes the row to that folder.
 """
 
@@ -88,7 +88,6 @@ def with_narrow_updates(run):
 def compare(
     trainer: str,
     package: str,
-    lines: Sequence[str],
     run: Callable[[optax.GradientTransformation, Any], tuple[Any, Any, Any]],
     dtype: Any = jnp.bfloat16,
     does_not_work: Sequence[str] = (),
@@ -99,7 +98,6 @@ def compare(
     Args:
       trainer: the name of the row.
       package: the package whose version is in the row.
-      lines: the lines that a user changes.
       run: a function of an optimizer and the parameters' dtype that returns the final
         loss, the parameters and the state.
       dtype: dtype of the parameters with this package's optimizers.
@@ -123,7 +121,6 @@ def compare(
         trainer,
         version=importlib.metadata.version(package),
         package=package,
-        lines=list(lines),
         float32=usual,
         ours=found,
         does_not_work=list(does_not_work),

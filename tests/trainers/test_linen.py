@@ -23,11 +23,6 @@ from side_by_side import (
 )
 from stores import orbax
 
-LINES = (
-    "tx = lowbit_optax.lowbit_adamw(learning_rate)",
-    "params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)",
-)
-
 # The devices of the restored run, and the label of the case in the record.
 WHERE = {2: "2 to 2", 4: "2 to 4"}
 
@@ -63,7 +58,7 @@ def _run(tx, dtype):
 
 
 def test_it_trains_like_float32():
-    compare("flax TrainState", "flax", LINES, _run)
+    compare("flax TrainState", "flax", _run)
 
 
 def _placed(state, mesh):

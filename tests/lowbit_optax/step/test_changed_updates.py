@@ -278,7 +278,7 @@ def test_schedule_free_inside_lowbit_trains_as_in_float32():
 
 
 def lookahead(fast, period, rate):
-    """The recipe in docs/recipes.md, with the slow weights in the state."""
+    """The recipe in docs/recipes/advanced.md, with the slow weights in the state."""
     pairs, pair = optax.lookahead(fast, period, rate), optax.LookaheadParams
 
     def init(params):
