@@ -13,7 +13,7 @@ from lowbit_optax._arguments import check_choice, check_number, check_transforma
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._tables import Explanation
 from lowbit_optax._types import Function, OptState, Params
-from lowbit_optax.release.plan import loss_scaled, plan_release
+from lowbit_optax.release.plan import plan_release
 from lowbit_optax.release.released_step import released_step
 from lowbit_optax.release.traced_loss import trace_loss
 from lowbit_optax.release.wrappers import check_reduced
@@ -22,7 +22,6 @@ from lowbit_optax.transformations.step import step
 
 _Value = typing.TypeVar("_Value")
 
-Overflow = typing.Literal["exact", "layer"]
 StateMemory = typing.Literal["device", "pinned_host"]
 
 
@@ -32,12 +31,11 @@ def value_and_update(
     *,
     has_aux: bool = False,
     max_grad_norm: float | None = None,
-    overflow: Overflow = "exact",
     state_memory: StateMemory = "device",
     grad_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable[
     typing.Concatenate[Params, OptState, ...],
-    tuple[_Value, Params, *tuple[OptState, ...]],
+    tuple[_Value, Params, OptState],
 ]:
     """Return a training step that updates parameters during the backward pass.
 
@@ -76,23 +74,17 @@ def value_and_update(
         scalar or ``(loss, aux)``. To use a :class:`QuantizedTensor`, it must call
         :func:`lowbit_optax.lpmm.dequantize`; for stacked layers, in the scan's body.
       tx: an optax transformation, or :func:`lowbit_optax.with_loss_scale` around one,
-        which scales the loss; do not scale it in ``loss_fn``. In a loop, the update of
-        a layer must not need the gradients of other parameters. A stack that is updated
-        as a whole, with its norm or a product of matrices, waits for its whole
+        which scales the loss; do not scale it in ``loss_fn``. An extra backward pass
+        then checks all gradients before any parameter is updated. In a loop, the update
+        of a layer must not need the gradients of other parameters. A stack that is
+        updated as a whole, with its norm or a product of matrices, waits for its whole
         gradient. Outside of loops, parameters whose updates need each other's gradients
         are updated at the end.
       has_aux: if True, ``loss_fn`` returns ``(loss, aux)``.
       max_grad_norm: if not None, the gradients of all parameters are clipped to this
         global norm, as with ``optax.clip_by_global_norm`` before ``tx``. The backward
         pass then runs twice after one forward pass. The first run computes the norm
-        without keeping gradients.
-      overflow: how to skip updates with a loss scale if gradients overflow, one of:
-
-        - ``"exact"``: an extra backward pass, which ``max_grad_norm`` shares, first
-          checks all gradients. If any overflows, only the loss scale's state changes.
-        - ``"layer"``: the backward pass runs once. It skips a layer of a scan, or
-          leaves that are updated together, if their own gradients overflow. The loss
-          scale decreases too.
+        without keeping gradients. A loss scale uses the same extra pass.
       state_memory: where to store the state of stacks that are updated in a loop:
         ``"device"``, or ``"pinned_host"`` for host memory. With host memory, the step
         copies the state of a layer to the device while it computes the layer's
@@ -105,16 +97,12 @@ def value_and_update(
       A function ``(params, opt_state, *args, **kwargs) -> (value, params, opt_state)``.
       The value is ``loss`` or ``(loss, aux)`` before the step. ``opt_state`` is the
       same state as without release, so you can turn release on or off during training.
-      With ``overflow="layer"``, a fourth result shows which updates were skipped: a
-      tree with the structure of the parameters, with a bool for each leaf, or
-      bool[layers] for leaves that are updated in a loop.
 
     Raises:
-      ValueError: if ``max_grad_norm``, ``overflow`` or ``state_memory`` has a wrong
-        value; if ``overflow="layer"`` is used without a loss scale or with
-        ``max_grad_norm``; when the step is called, if the device has no such memory, if
-        a loss scale is inside another transformation, or if an update needs the
-        gradients of several parameters, one of which is updated in a loop.
+      ValueError: if ``max_grad_norm`` or ``state_memory`` has a wrong value; when the
+        step is called, if the device has no such memory, if a loss scale is inside
+        another transformation, or if an update needs the gradients of several
+        parameters, one of which is updated in a loop.
       TypeError: if ``grad_dtype`` is not a float dtype; when the step is called, if a
         parameter is not an array, if the loss is not a real scalar, or if ``loss_fn``
         computes with a QuantizedTensor without dequantising it.
@@ -143,14 +131,13 @@ def value_and_update(
         accepted = "a positive number, or None for no clipping"
         is_positive = lambda number: number > 0
         check_number("release", "max_grad_norm", max_grad_norm, is_positive, accepted)
-    _check_options(overflow, state_memory, tx, max_grad_norm)
+    check_choice("release", "state_memory", state_memory, StateMemory)
 
     def with_update(params, opt_state, *args, **kwargs):
         loss, plan = planned(params, opt_state, args, kwargs)
         grads = loss.tree_of({x.name: x.gradient for x in loss.leaves})
         check_reduced(functools.partial(step, tx), params, opt_state, grads)
-        options = max_grad_norm, overflow, state_memory
-        return released_step(loss, plan, tx, opt_state, *options)
+        return released_step(loss, plan, tx, opt_state, max_grad_norm, state_memory)
 
     return named_after(loss_fn, with_update)
 
@@ -160,28 +147,22 @@ def explain(
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
-    overflow: Overflow = "exact",
-    state_memory: StateMemory = "device",
     grad_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Function:
     """Report when :func:`value_and_update` updates each parameter, without running it.
 
     Args:
-      loss_fn, tx, has_aux, overflow, state_memory, grad_dtype: see
-        :func:`value_and_update`.
+      loss_fn, tx, has_aux, grad_dtype: see :func:`value_and_update`.
 
     Returns:
       A function of ``(params, opt_state, *args, **kwargs)``, which may be
       ShapeDtypeStructs. It returns a dictionary from paths of parameters to one of:
 
-      - ``"in the loop"``: in the backward loop of its scan.
-      - ``"in the backward pass, update 1 of 3"``, with the number of leaves that are
-        updated with it, and the operation that reads it first.
+      - ``"in the loop"``: in the backward loop of its scan. With
+        ``state_memory="pinned_host"``, its state is in host memory.
+      - ``"in the backward pass, update 1 of 3"``, and ``"; not in the loop: "`` with
+        the reason if a scan reads it.
       - ``"after the backward pass: "``, with the reason.
-
-      The text gives the reason if a stack is not updated in the loop of its scan. With
-      a loss scale, it describes which overflows skip the update. With
-      ``state_memory="pinned_host"``, it reports where the state is.
 
     Raises:
       ValueError, TypeError: see :func:`value_and_update`.
@@ -198,27 +179,16 @@ def explain(
     ('in the loop', 'after the backward pass: it has fewer than 4096 elements')
     """
     planned = _planned(loss_fn, tx, has_aux, grad_dtype)
-    _check_options(overflow, state_memory, tx, None)
 
     def with_shapes(params, opt_state, *args, **kwargs):
-        _, plan = planned(params, opt_state, args, kwargs)
-        in_loops = {leaf.name for leaf in plan.parts.stacks}
-
-        def complete(name: str, report: str) -> str:
-            unless = _unless(report, overflow) if loss_scaled(tx) is not None else ""
-            where = "in" if name in in_loops else "not in"
-            is_on_host = state_memory == "pinned_host"
-            place = f"; its state is {where} host memory" if is_on_host else ""
-            return report + unless + place
-
-        found = {name: complete(name, x) for name, x in plan.reports.items()}
-        return Explanation(found)
+        return Explanation(planned(params, opt_state, args, kwargs)[1].reports)
 
     return with_shapes
 
 
-def _planned(loss_fn: Callable, tx, has_aux: bool, grad_dtype) -> Callable:
+def _planned(loss_fn: Callable, tx, has_aux: bool | None, grad_dtype) -> Callable:
     """Return a function ``(params, opt_state, args, kwargs) -> (loss, plan)``."""
+    check_transformation("release", "tx", tx)
     dtype = float_dtype("release: grad_dtype", grad_dtype)
 
     def planned(params, opt_state, args, kwargs):
@@ -226,34 +196,6 @@ def _planned(loss_fn: Callable, tx, has_aux: bool, grad_dtype) -> Callable:
         return loss, plan_release(loss, tx, opt_state)
 
     return planned
-
-
-def _check_options(overflow: str, state_memory: str, tx, max_grad_norm) -> None:
-    check_transformation("release", "tx", tx)
-    check_choice("release", "state_memory", state_memory, StateMemory)
-    check_choice("release", "overflow", overflow, Overflow)
-    if overflow == "exact":
-        return
-    if loss_scaled(tx) is None:
-        raise ValueError(
-            "release: overflow='layer' needs an optimizer with a loss scale; pass "
-            "with_loss_scale(tx, scaling) as tx"
-        )
-    if max_grad_norm is not None:
-        raise ValueError(
-            "release: max_grad_norm must be None with overflow='layer', got "
-            f"{max_grad_norm!r}; use overflow='exact', which checks gradients in the "
-            "extra backward pass that clipping needs"
-        )
-
-
-def _unless(report: str, overflow: str) -> str:
-    """Describe when a loss scale skips the update in a report."""
-    if overflow == "exact":
-        return "; skipped if any gradient overflows, which an extra pass checks first"
-    if report == "in the loop":
-        return "; a layer is skipped if its gradients overflow"
-    return "; skipped if a gradient of this update overflows"
 
 
 def named_after(loss_fn: Callable, with_update: Callable) -> Callable:
@@ -272,13 +214,7 @@ def named_after(loss_fn: Callable, with_update: Callable) -> Callable:
     return with_update
 
 
-def host_shardings(
-    loss_fn: Function,
-    tx: optax.GradientTransformation,
-    *,
-    has_aux: bool = False,
-    grad_dtype: jax.typing.DTypeLike = jnp.float32,
-) -> Function:
+def host_shardings(loss_fn: Function, tx: optax.GradientTransformation) -> Function:
     """Return shardings that place optimizer state in host memory before the first step.
 
     With ``state_memory="pinned_host"``, the state of stacks that are updated layer by
@@ -286,7 +222,7 @@ def host_shardings(
     the stacks.
 
     Args:
-      loss_fn, tx, has_aux, grad_dtype: see :func:`value_and_update`.
+      loss_fn, tx: see :func:`value_and_update`. The loss may return ``(loss, aux)``.
 
     Returns:
       A function of ``(params, opt_state, *args, **kwargs)``, which may be
@@ -313,7 +249,7 @@ def host_shardings(
     >>> momentum["layers"].sharding.memory_kind, momentum["head"].sharding.memory_kind
     ('pinned_host', 'device')
     """
-    planned = _planned(loss_fn, tx, has_aux, grad_dtype)
+    planned = _planned(loss_fn, tx, None, jnp.float32)
 
     def with_shapes(params, opt_state, *args, **kwargs):
         _, plan = planned(params, opt_state, args, kwargs)

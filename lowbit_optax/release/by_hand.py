@@ -23,7 +23,7 @@ from lowbit_optax.release import wrappers
 from lowbit_optax.release.api import named_after
 from lowbit_optax.release.barriers import alone
 from lowbit_optax.release.float_state import FloatState, as_floats, as_state
-from lowbit_optax.release.loop import Operands, ReleasedLoop
+from lowbit_optax.release.loop import ReleasedLoop
 from lowbit_optax.release.plan import loss_scaled
 from lowbit_optax.release.traced_loss import check_params, check_result
 from lowbit_optax.transformations.step import step
@@ -98,8 +98,7 @@ def value_and_update_layers(
         names = [jax.tree_util.keystr(path) for path, _ in with_path]
         what = "release: opt_state, which has tx.init(layer) for each layer,"
         states = trees.parts_of(names, structure, opt_state, what)
-        old = [(layer, own) for (_, layer), own in zip(with_path, states, strict=True)]
-        handles: list[Handle] = []
+        layers, handles = [layer for _, layer in with_path], []
 
         def function(floats):
             handles.extend(map(functools.partial(Handle, tx), names, floats))
@@ -107,13 +106,14 @@ def value_and_update_layers(
             check_result(result, has_aux)
             return result[0] if has_aux else result, result
 
-        floats = [tuple(map(as_floats, pair)) for pair in old]
+        floats = [tuple(map(as_floats, x)) for x in zip(layers, states, strict=True)]
         loss, pull, value = jax.vjp(function, floats, has_aux=True)
         (new,) = pull(jnp.ones_like(loss))
         # The cotangents of a layer without a gradient are zeros.
         for n, handle in enumerate(handles):
-            old[n] = tuple(map(as_state, new[n])) if handle._is_updated else old[n]
-        return value, *(structure.unflatten(each) for each in zip(*old, strict=True))
+            if handle._is_updated:
+                layers[n], states[n] = map(as_state, new[n])
+        return value, structure.unflatten(layers), structure.unflatten(states)
 
     return named_after(loss_fn, with_update)
 
@@ -249,26 +249,25 @@ def scan(
         run = lambda carry, inputs: body(carry, *inputs)
         return lax.scan(run, init, (layers, xs), **how)
     stacks, state = layers._open()
-    arrays, structure = jax.tree.flatten(stacks)
-    if any(x.shape[:1] != arrays[0].shape[:1] for x in jax.tree.leaves(state)):
+    params = as_state(stacks)
+    depths = {x.shape[:1] for x in jax.tree.leaves(state)}
+    if depths - {x.shape[:1] for x in jax.tree.leaves(stacks)[:1]}:
         raise ValueError(
             f"release: the state of params{layers._name} must be stacked, like "
             "jax.vmap(tx.init)(layers), because release.scan updates each layer"
         )
-    params = as_state(stacks)
     one = jax.tree.map(lambda x: jax.eval_shape(lambda: x[0]), (params, xs))
     converted, shared = jax.closure_convert(body, init, *one)
 
     def with_shared(shared, carry, layer, codes, x):
         del codes
-        return converted(carry, as_state(structure.unflatten(layer)), x, *shared)
+        return converted(carry, as_state(layer[0]), x, *shared)
 
     def update(layer, state, gradients, token):
-        floats = structure.unflatten(gradients)
-        run = lambda layer, state: layers._update(layer, state, floats)
-        new, rest = alone(run, structure.unflatten(layer), state[1])
-        return jax.tree.leaves(new), ((), rest), token
+        run = lambda layer, state: layers._update(layer, state, gradients[0])
+        new, rest = alone(run, layer, state[1])
+        return new, ((), rest), token
 
     with_codes = FloatState(((), state.floats), state.dtypes)
-    loop = ReleasedLoop(with_shared, update, trees.named_leaves(params)[0], how)
-    return loop(Operands(shared, init, arrays, with_codes, xs))[:2]
+    loop = ReleasedLoop(with_shared, update, trees.by_path(params), how)
+    return loop(shared, init, stacks, with_codes, xs, ())[:2]

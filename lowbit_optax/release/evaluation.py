@@ -23,7 +23,7 @@ from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.graph import Node, called_jaxpr, run, value_of
 from lowbit_optax._jaxprs.program import ScanCall, Segment, without_barriers_on
 from lowbit_optax.release.float_state import FloatState
-from lowbit_optax.release.loop import Operands, ReleasedLoop
+from lowbit_optax.release.loop import ReleasedLoop
 from lowbit_optax.release.parts import Part
 from lowbit_optax.release.plan import ReleasePlan, Stretch, is_opaque
 from lowbit_optax.release.traced_loss import TracedLoss
@@ -147,45 +147,42 @@ def _run_loop(stretch: Stretch, rule: Rule, known, state, token):
     assert part is not None
     plain = [leaf for leaf in part.leaves if not leaf.is_quantized]
     quantized = [leaf for leaf in part.leaves if leaf.is_quantized]
-    names = [leaf.name for leaf in (*plain, *quantized)]
-    of_layer = [leaf.gradient_value for leaf in (*plain, *quantized)]
     of_codes = [node for leaf in quantized for node in leaf.array_values]
-    nodes = [*of_layer, *of_codes]
+    own = {*of_codes, *(leaf.gradient_value for leaf in part.leaves)}
     without_barriers = [call.inputs.index(node) for node in of_codes]
     inner = core.jaxpr_as_fun(without_barriers_on(call.body, without_barriers))
 
-    def body(shared, carry, layer, codes, xs):
+    def body(shared, carry, layers, codes, xs):
+        arrays = layers[0] | layers[1]
+        inside = {leaf.gradient_value: arrays[leaf.name] for leaf in part.leaves}
         # A dictionary's leaves are in the order of its sorted paths: [10] before [2].
         in_order = jax.tree.leaves([codes[leaf.name] for leaf in quantized])
-        own = dict(zip(nodes, [*layer, *in_order], strict=True))
+        inside |= zip(of_codes, in_order, strict=True)
         others = iter(xs)
-        scanned = (own[x] if x in own else next(others) for x in call.scanned)
+        scanned = (inside[x] if x in own else next(others) for x in call.scanned)
         results = inner(*shared, *carry, *scanned)
         return results[: call.carry], results[call.carry :]
 
     def update(layer, state, gradients, token):
         codes, rest = state
-        old = dict(zip(names, layer, strict=False)) | codes
-        by_name = dict(zip(names, gradients, strict=True))
-        new, rest, token = rule(part, old, rest, by_name, token)
-        return [new[x.name] for x in plain], ({x: new[x] for x in codes}, rest), token
+        found = gradients[0] | gradients[1]
+        in_order = {leaf.name: found[leaf.name] for leaf in (*plain, *quantized)}
+        new, rest, token = rule(part, layer | codes, rest, in_order, token)
+        return {x: new[x] for x in layer}, ({x: new[x] for x in codes}, rest), token
 
     def values(nodes: Iterable[Node]) -> list:
         return [value_of(node, known) for node in nodes]
 
-    stand_ins = [
-        jax.ShapeDtypeStruct(x.gradient.shape[1:], x.gradient.dtype) for x in quantized
-    ]
-    loop = ReleasedLoop(body, update, names, call.options, stand_ins)
-    carry, ys, token = loop(
-        Operands(
-            shared=values(call.inputs[: call.constants]),
-            init=values(call.inputs[call.constants :][: call.carry]),
-            layers=[known[leaf.gradient_value] for leaf in plain],
-            state=state,
-            xs=values(x for x in call.scanned if x not in nodes),
-            token=token,
-        )
+    one = lambda like: jax.ShapeDtypeStruct(like.shape[1:], like.dtype)
+    stand_ins = {leaf.name: one(leaf.gradient) for leaf in quantized}
+    names = [leaf.name for leaf in part.leaves]
+    carry, ys, token = ReleasedLoop(body, update, names, call.options, stand_ins)(
+        values(call.inputs[: call.constants]),
+        values(call.inputs[call.constants :][: call.carry]),
+        {leaf.name: known[leaf.gradient_value] for leaf in plain},
+        state,
+        values(x for x in call.scanned if x not in own),
+        token,
     )
     known.update(zip(call.outputs, (*carry, *ys), strict=True))
     return token

@@ -7,7 +7,7 @@ computes its gradients, calls the update, and writes the new layer over the old 
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -17,29 +17,8 @@ from jax import lax
 from lowbit_optax._step import context
 from lowbit_optax._step.layers import Layer
 from lowbit_optax.release.barriers import tied
-from lowbit_optax.release.float_state import FloatState, as_floats, as_state
+from lowbit_optax.release.float_state import as_floats, as_state
 from lowbit_optax.states.host_memory import is_on_host
-
-
-class Operands(typing.NamedTuple):
-    """The operands of a loop, whose cotangents its backward pass returns.
-
-    Args:
-      shared: arrays that every layer reads.
-      init: the first carry.
-      layers: arrays, stacked along their first axis.
-      state: ``(codes, state)``, where codes are the arrays of quantised layers.
-      xs: other stacked arrays, or None.
-      token: a tree that the loop returns unchanged. In the backward loop, each update
-        receives its cotangent, and returns a new one for the update of the next layer.
-    """
-
-    shared: typing.Any
-    init: typing.Any
-    layers: list
-    state: FloatState
-    xs: typing.Any
-    token: typing.Any = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,48 +26,57 @@ class ReleasedLoop:
     """A scan that updates each layer in its backward loop; see :func:`.scan`.
 
     Args:
-      body: a function ``(shared, carry, layer, codes, x) -> (carry, y)``.
-      update: a function ``(layer, (codes, state), gradients, token) -> (layer, (codes,
-        state), token)``. The layer's index is in the step's context. Arrays that the
-        function returns unchanged are not written.
+      body: a function ``(shared, carry, (layer, stand_ins), codes, x) -> (carry, y)``.
+      update: a function ``(layer, (codes, state), (gradients, gradients of stand_ins),
+        token) -> (layer, (codes, state), token)``. The layer's index is in the step's
+        context. Arrays that the function returns unchanged are not written.
       names: the paths of the stacked parameters.
       how: length, reverse and unroll, as in ``jax.lax.scan``.
-      stand_ins: shapes of zeros that the loop appends to each layer. The gradient of a
+      stand_ins: shapes of zeros that the loop passes to the body. The gradient of a
         quantised array is the gradient with respect to these zeros.
     """
 
     body: Callable
     update: Callable
-    names: Sequence[str]
+    names: Iterable[str]
     how: dict[str, typing.Any]
-    stand_ins: Sequence[jax.ShapeDtypeStruct] = ()
+    stand_ins: typing.Any = ()
 
-    def __call__(self, operands: Operands) -> tuple:
-        """Run the loop, and return ``(carry, ys, token)``."""
+    def __call__(self, *operands) -> tuple:
+        """Run the loop, and return ``(carry, ys, token)``.
+
+        The backward pass returns the cotangents of the operands. The operands are:
+
+        - ``shared``: arrays that every layer reads.
+        - ``init``: the first carry.
+        - ``layers``: a tree of arrays that are stacked along their first axis.
+        - ``state``: the FloatState of ``(codes, state)``, where codes are the arrays of
+          quantised layers.
+        - ``xs``: other stacked arrays, or None.
+        - ``token``: a tree that the loop returns unchanged. In the backward loop, each
+          update receives its cotangent, and returns a new one for the next layer.
+        """
         read_back = _ReadBack()
         forward = functools.partial(self._forward, read_back)
         run = jax.custom_vjp(lambda *args: forward(*args)[0])
         run.defvjp(forward, functools.partial(self._backward, read_back))
         return run(*operands)
 
-    def _forward(self, read_back: "_ReadBack", *args):
+    def _forward(self, read_back: "_ReadBack", shared, init, layers, state, xs, token):
         """Return the results, and the arrays that the backward pass needs."""
-        operands = Operands(*args)
-        shared, layers = operands.shared, operands.layers
-        codes, _ = as_state(operands.state)
+        zero = lambda like: jnp.zeros(like.shape, like.dtype)
 
         def step(carry, inputs):
             layer, codes, x = inputs
-            zeros = [jnp.zeros(like.shape, like.dtype) for like in self.stand_ins]
+            zeros = jax.tree.map(zero, self.stand_ins)
             function = lambda *args: self.body(*args[:3], codes, *args[3:])
-            out, pull = jax.vjp(function, shared, carry, [*layer, *zeros], x)
+            out, pull = jax.vjp(function, shared, carry, (layer, zeros), x)
             known = jax.tree.leaves((shared, layer, codes, x))
             return out[0], (out[1], read_back.save(pull, out, known))
 
-        stacks = layers, codes, operands.xs
-        carry, (ys, saved) = lax.scan(step, operands.init, stacks, **self.how)
-        residuals = shared, layers, operands.state, operands.xs, saved
-        return (carry, ys, operands.token), residuals
+        stacks = layers, as_state(state)[0], xs
+        carry, (ys, saved) = lax.scan(step, init, stacks, **self.how)
+        return (carry, ys, token), (shared, layers, state, xs, saved)
 
     def _backward(self, read_back: "_ReadBack", residuals, cotangents):
         """Return the operands' cotangents; for layers and state, the new values."""

@@ -46,11 +46,6 @@ class Part:
     others: Sequence[ParamLeaf] = ()
     depth: int | None = None
 
-    @property
-    def names(self) -> list[str]:
-        """The paths of the leaves."""
-        return [leaf.name for leaf in self.leaves]
-
 
 class Parts:
     """The parts that a transformation can update separately.
@@ -91,11 +86,6 @@ class Parts:
     def stack_numbers(self) -> set[int]:
         """The indices of the state that is updated layer by layer."""
         return {n for numbers in self.stacks.values() for n in numbers}
-
-    @functools.cached_property
-    def counts(self) -> list[int]:
-        """The indices of state that does not depend on gradients, such as a count."""
-        return [n for n in self.whole.numbers if not self._whole_step[n].needs]
 
     def part(self, leaves: Sequence[ParamLeaf], is_last: bool = False) -> Part | str:
         """Return the part for these leaves, or why they cannot be updated separately.
@@ -223,11 +213,14 @@ class Parts:
         for leaf, numbers in self.stacks.items():
             own = [key for key in whole if _owner(key) == leaf.name or key in numbers]
             for key in own:
-                reason = whole[key].several
-                if not reason and whole[key].numbers[1] != layer[key].numbers[1]:
-                    reason = "the optimizer updates a layer differently than the stack"
-                if reason:
-                    reasons.setdefault(leaf, reason)
+                if whole[key].several:
+                    reasons.setdefault(
+                        leaf, "its update needs values of several layers"
+                    )
+                elif whole[key].numbers[1] != layer[key].numbers[1]:
+                    reasons.setdefault(
+                        leaf, "the optimizer updates a layer differently than the stack"
+                    )
         return reasons
 
 

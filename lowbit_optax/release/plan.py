@@ -13,8 +13,10 @@ scan is a stretch of its own if its loop can update the parameters that it loops
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Container, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -35,19 +37,10 @@ MIN_LAYER_SIZE = 4096
 """A leaf with fewer elements is updated after the backward pass. A stack whose layers
 have fewer elements is updated as a whole instead of in the loop of its scan."""
 
-_PRODUCTS = {
-    p.conv_general_dilated_p.name: "convolution",
-    p.dot_general_p.name: "matrix product",
-}
+_PRODUCTS = {p.conv_general_dilated_p.name, p.dot_general_p.name}
 _OPAQUE = {
-    p.cond_p.name: "cond",
-    p.custom_vjp_call_p.name: "custom_vjp",
-    p.remat_p.name: "jax.checkpoint",
-    p.scan_p.name: "scan",
-    p.while_p.name: "while",
+    x.name for x in (p.cond_p, p.custom_vjp_call_p, p.remat_p, p.scan_p, p.while_p)
 }
-_WORDS = _PRODUCTS | _OPAQUE | {p.convert_element_type_p.name: "cast"}
-"""Names of primitives in texts for users."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,18 +113,22 @@ def plan_release(loss: TracedLoss, tx, opt_state) -> ReleasePlan:
     scans = {leaf: _scan_over(program, leaf) for leaf in loss.leaves}
     over = {leaf: x for leaf, x in scans.items() if isinstance(x, ScanCall)}
     parts = Parts(*without_scale(tx, opt_state), loss, over)
-    found = scans | parts.reasons
-    no_loop = {leaf: x for leaf, x in found.items() if x and isinstance(x, str)}
     loops: dict[Call, list[ParamLeaf]] = {}
     for leaf in parts.stacks:
         loops.setdefault(over[leaf], []).append(leaf)
-    others = [leaf for leaf in loss.leaves if leaf not in parts.stacks]
-    late = {leaf: _why_late(leaf, active) for leaf in others}
     order = _demand_order(program, active)
-    early = [leaf for leaf, why in late.items() if not why]
-    readers = _first_readers(order, early, active)
+    active_calls = [x for x in reversed(order) if not active.isdisjoint(x.outputs)]
+    first_reader = {node: call for call in active_calls for node in call.inputs}
+    late = {
+        leaf: _why_late(leaf, first_reader)
+        for leaf in loss.leaves
+        if leaf not in parts.stacks
+    }
+    read_first: dict[Call, list[ParamLeaf]] = {}
+    for leaf in (leaf for leaf, why in late.items() if not why):
+        read_first.setdefault(first_reader[leaf.gradient_value], []).append(leaf)
     stretches: list[Stretch] = []
-    for calls, waiting in _divided(order, loops, readers):
+    for calls, waiting in _divided(order, loops, read_first):
         part, loop = parts.part(waiting) if waiting else None, loops.get(calls[0])
         if isinstance(part, str):
             late |= dict.fromkeys(waiting, part)
@@ -139,22 +136,21 @@ def plan_release(loss: TracedLoss, tx, opt_state) -> ReleasePlan:
         if loop and part:
             # Leaves that the loop reads but does not update get a stretch before it.
             stretches.append(Stretch([], part))
-        part = parts.in_loop(loop) if loop else part
-        stretches.append(Stretch(calls, part))
-    reports = _reports(stretches, readers, late, no_loop)
-    last = _last(loss, [x.part for x in stretches if x.part], parts)
-    stretches.insert(0, Stretch([], last))
+        stretches.append(Stretch(calls, parts.in_loop(loop) if loop else part))
+    found = [x.part for x in stretches if x.part]
+    stretches.insert(0, Stretch([], _last(loss, found, parts)))
+    reports = _reports(found, late, scans | parts.reasons)
     by_path = {x.name: reports[x] for x in loss.leaves}
     return ReleasePlan(stretches, parts, active, by_path)
 
 
-def _why_late(leaf: ParamLeaf, active: set[Node]) -> str:
+def _why_late(leaf: ParamLeaf, readers: Container[Node]) -> str:
     """Return why a leaf cannot be updated in the backward pass, or "" if it can."""
     if not jnp.issubdtype(leaf.gradient.dtype, jnp.floating):
         return f"its dtype is {leaf.gradient.dtype}"
     if leaf.gradient.size < MIN_LAYER_SIZE:
         return f"it has fewer than {MIN_LAYER_SIZE} elements"
-    if leaf.gradient_value not in active:
+    if leaf.gradient_value not in readers:
         return "the loss does not depend on it"
     return ""
 
@@ -172,31 +168,27 @@ def _last(loss: TracedLoss, found: Sequence[Part], parts: Parts) -> Part:
 
 
 def _reports(
-    stretches: Sequence[Stretch],
-    readers: Mapping[ParamLeaf, Call],
+    parts: Sequence[Part],
     late: Mapping[ParamLeaf, str],
-    no_loop: Mapping[ParamLeaf, str],
+    no_loop: Mapping[ParamLeaf, typing.Any],
 ) -> dict[ParamLeaf, str]:
-    """Return a dict from each leaf to a text: when the leaf is updated, and why."""
-    found = {x: f"after the backward pass: {no_loop.get(x, late[x])}" for x in late}
-    parts = [stretch.part for stretch in reversed(stretches) if stretch.part]
-    updates = [part for part in parts if part.depth is None]
+    """Return a text for each leaf: when it is updated.
+
+    Args:
+      parts: the parts that are updated in the backward pass, the last one first.
+      late: for all other leaves, why they are updated after the backward pass.
+      no_loop: for each leaf, why the loop of a scan does not update it, or "".
+    """
+    found = {x: f"after the backward pass: {no_loop[x] or late[x]}" for x in late}
+    updates = [part for part in reversed(parts) if part.depth is None]
     for number, part in enumerate(updates, 1):
-        others = len(part.leaves) - 1
-        beside = f", with {others} other{'s' * (others > 1)}" if others else ""
         for leaf in part.leaves:
-            name = readers[leaf].primitive.name
+            why = no_loop[leaf] and f"; not in the loop: {no_loop[leaf]}"
             found[leaf] = (
-                f"in the backward pass, update {number} of {len(updates)}{beside}: its "
-                "gradient is complete once the pass is past the "
-                f"{_WORDS.get(name, name)} that reads it first"
+                f"in the backward pass, update {number} of {len(updates)}{why}"
             )
-            if leaf in no_loop:
-                found[leaf] += f"; not in the loop: {no_loop[leaf]}"
-    for part in parts:
-        if part.depth is not None:
-            found |= dict.fromkeys(part.leaves, "in the loop")
-    return found
+    in_loops = (part.leaves for part in parts if part.depth is not None)
+    return found | dict.fromkeys(itertools.chain(*in_loops), "in the loop")
 
 
 def _active_values(loss: TracedLoss) -> set[Node]:
@@ -215,22 +207,10 @@ def _active_values(loss: TracedLoss) -> set[Node]:
     return made & needed
 
 
-def _first_readers(
-    calls: Sequence[Call], leaves: Sequence[ParamLeaf], active: set[Node]
-) -> dict[ParamLeaf, Call]:
-    """Return a dict from each leaf to the first call that adds to its gradient."""
-    found: dict[Node, Call] = {}
-    for call in calls:
-        if not active.isdisjoint(call.outputs):
-            for value in call.inputs:
-                found.setdefault(value, call)
-    return {x: found[x.gradient_value] for x in leaves if x.gradient_value in found}
-
-
 def _divided(
     order: Sequence[Call],
-    loops: Mapping[Call, Sequence[ParamLeaf]],
-    readers: Mapping[ParamLeaf, Call],
+    loops: Container[Call],
+    read_first: Mapping[Call, Sequence[ParamLeaf]],
 ) -> list[tuple[list[Call], list[ParamLeaf]]]:
     """Return pairs: a stretch's calls, and the leaves to update at its beginning.
 
@@ -238,16 +218,19 @@ def _divided(
     ``MAX_WAITING``. The next stretch then begins at a matrix product, a convolution, or
     a call that contains other operations, such as a scan, because few arrays pass from
     one stretch to the next at these calls.
+
+    Args:
+      order: the calls of the loss.
+      loops: the scans whose loops update leaves.
+      read_first: for each call, the leaves that no earlier call reads.
     """
-    read_by: dict[Call, list[ParamLeaf]] = {}
-    for leaf, call in readers.items():
-        read_by.setdefault(call, []).append(leaf)
-    sizes = [leaf.gradient.size for leaf in readers]
-    enough = min(MAX_WAITING, max(sizes, default=0) / 2)
+    size = lambda leaves: [leaf.gradient.size for leaf in leaves]
+    largest = max(size(itertools.chain(*read_first.values())), default=0)
+    enough = min(MAX_WAITING, largest / 2)
     found: list[tuple[list[Call], list[ParamLeaf]]] = [([], [])]
     for call in reversed(order):
         calls, waiting = found[-1]
-        is_full = waiting and sum(leaf.gradient.size for leaf in waiting) >= enough
+        is_full = waiting and sum(size(waiting)) >= enough
         ends = calls and (call in loops or calls[-1] in loops)
         if ends or (is_full and call.primitive.name in _PRODUCTS | _OPAQUE):
             found.append(([], []))
@@ -255,7 +238,7 @@ def _divided(
             found[-1] = calls, []
             found.append(([], waiting))
         found[-1][0].append(call)
-        found[-1][1].extend(read_by.get(call, ()))
+        found[-1][1].extend(read_first.get(call, ()))
     return [(calls[::-1], waiting) for calls, waiting in reversed(found) if calls]
 
 

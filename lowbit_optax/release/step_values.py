@@ -36,14 +36,14 @@ class Value(typing.NamedTuple):
         shape. Computations with equal second ids are equal except for their shapes.
       needs: the paths of the parameters whose gradients the value depends on.
       in_stacks: whether the value depends on stacks of layers.
-      several: the reason why one layer of the value needs several layers of a stack.
-        Empty if it needs only the same layer, and scalars that do not depend on layers.
+      several: whether one layer of the value needs several layers of a stack, or other
+        values than scalars that do not depend on layers.
     """
 
     numbers: tuple[int, int]
     needs: frozenset[str]
     in_stacks: bool
-    several: str
+    several: bool
 
 
 def step_values(
@@ -76,7 +76,7 @@ def step_values(
     keys = [*(("gradient", name) for name in names), *state_keys, *arrays]
     for n, (node, key) in enumerate(zip(graph.inputs, keys, strict=True)):
         is_stack, needs = owners[n] in stacks, frozenset(names[n : n + 1])
-        several = "" if is_stack else _another(node)
+        several = not is_stack and not node.is_scalar
         values[node] = Value(values.both(key, key), needs, is_stack, several)
     for call in calls_between(graph.outputs, graph.inputs):
         values.add(call)
@@ -124,28 +124,22 @@ class _Values(dict[Node, Value]):
         else:
             array = np.asarray(constant)
             key = ("constant", str(array.dtype), array.shape, array.tobytes())
-        return Value(self.both(key, key), frozenset(), False, _another(node))
+        return Value(self.both(key, key), frozenset(), False, not node.is_scalar)
 
     def add(self, call: Call) -> None:
         """Add the results of a call."""
         operands = [self.of(node) for node in call.inputs]
         needs = frozenset().union(*(x.needs for x in operands))
         in_stacks = any(x.in_stacks for x in operands)
-        several = next((x.several for x in operands if x.several), "")
-        if not (several or _keeps_layers(call)):
-            several = (
-                f"its update applies {call.primitive} to "
-                f"{[list(x.aval.shape) for x in call.inputs]}, which combines values "
-                "of several layers"
-            )
+        several = any(x.several for x in operands) or not _keeps_layers(call)
         of_layer = _axes_of_layer(call, in_stacks)
         for n, node in enumerate(call.outputs):
             numbers = self.both(
                 (call.primitive, n, node.aval.shape, *(x.numbers[0] for x in operands)),
                 (call.primitive, n, of_layer, *(x.numbers[1] for x in operands)),
             )
-            why = several if in_stacks or node.aval.shape else ""
-            self[node] = Value(numbers, needs, in_stacks, why)
+            is_several = several and (in_stacks or not node.is_scalar)
+            self[node] = Value(numbers, needs, in_stacks, is_several)
 
 
 def _axes_of_layer(call: Call, in_stacks: bool) -> tuple:
@@ -164,11 +158,6 @@ def _axes_of_layer(call: Call, in_stacks: bool) -> tuple:
     rank = len(shapes[call.primitive is p.broadcast_in_dim_p])
     places = tuple(axis - rank for axis in axes if axis or not in_stacks)
     return (*(shape[in_stacks:] for shape in shapes), places)
-
-
-def _another(node: Node) -> str:
-    shape = list(node.aval.shape)
-    return f"its update reads another array, with shape {shape}" if shape else ""
 
 
 def _are_scalars(nodes: Iterable[Node]) -> bool:

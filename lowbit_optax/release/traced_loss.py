@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ class TracedLoss:
       leaves: the leaves of the parameters.
       treedef: the structure of the parameters.
       other_arguments: the arrays in args and kwargs.
-      result_shapes: a tree with the shapes and dtypes of the results.
+      result: the structure of the results.
       has_effects: whether the loss has side effects, such as printing.
     """
 
@@ -70,7 +70,7 @@ class TracedLoss:
     leaves: list[ParamLeaf]
     treedef: typing.Any
     other_arguments: list
-    result_shapes: typing.Any
+    result: typing.Any
     has_effects: bool
 
     def tree_of(self, found: Mapping[str, typing.Any]):
@@ -78,19 +78,20 @@ class TracedLoss:
         masked = optax.MaskedNode()
         return self.treedef.unflatten([found.get(x.name, masked) for x in self.leaves])
 
+    def by_path(self, tree) -> dict[str, typing.Any]:
+        """Return the values in a tree with the structure of the parameters."""
+        names, values = [x.name for x in self.leaves], self.treedef.flatten_up_to(tree)
+        return dict(zip(names, values, strict=True))
+
     @property
     def arguments(self) -> list:
         """The arguments of the program."""
         arrays = [x for leaf in self.leaves for x in leaf.arguments]
         return arrays + self.other_arguments
 
-    def result(self, arrays: Sequence):
-        """Return the loss, or ``(loss, aux)``, from the program's outputs."""
-        return jax.tree.unflatten(jax.tree.structure(self.result_shapes), arrays)
-
 
 def trace_loss(
-    loss_fn: Callable, has_aux: bool, dtype, params, args, kwargs
+    loss_fn: Callable, has_aux: bool | None, dtype, params, args, kwargs
 ) -> TracedLoss:
     """Trace a loss once.
 
@@ -128,25 +129,16 @@ def trace_loss(
     closed, shapes = jax.make_jaxpr(loss, return_shape=True)(tree, other_arguments)
     program = LossProgram(closed, parameters=len(jax.tree.leaves(traced)))
     check_result(shapes, has_aux)
-    leaves = _located(program, names, values, gradients)
-    has_effects = bool(closed.effects)
-    return TracedLoss(program, leaves, treedef, other_arguments, shapes, has_effects)
-
-
-def _located(program: LossProgram, names, values, gradients) -> list[ParamLeaf]:
-    """Return the leaves, whose values are the first inputs of the program."""
-    inputs = iter(program.inputs)
-    leaves = []
-    for name, value, gradient in zip(names, values, gradients, strict=True):
-        array_values = tuple(next(inputs) for _ in jax.tree.leaves(value))
-        if tensors.is_quantized(value):
-            gradient_value = next(inputs)
-        elif jnp.issubdtype(value.dtype, jnp.inexact):
-            (gradient_value,) = array_values
-        else:
-            gradient_value = None
-        leaves.append(ParamLeaf(name, value, array_values, gradient_value, gradient))
-    return leaves
+    inputs, leaves = iter(program.inputs), []
+    for name, value, given, gradient in zip(
+        names, values, traced, gradients, strict=True
+    ):
+        nodes = [next(inputs) for _ in jax.tree.leaves(given)]
+        arrays = tuple(nodes[: len(jax.tree.leaves(value))])
+        gradient_value = nodes[-1] if trees.is_inexact(value) else None
+        leaves.append(ParamLeaf(name, value, arrays, gradient_value, gradient))
+    result, has_effects = jax.tree.structure(shapes), bool(closed.effects)
+    return TracedLoss(program, leaves, treedef, other_arguments, result, has_effects)
 
 
 def _is_array(x) -> bool:
@@ -163,8 +155,13 @@ def check_params(params, accepts_quantized: bool = True) -> None:
             raise TypeError(f"release: params{name} must be {accepted}, got {found}")
 
 
-def check_result(shapes, has_aux: bool) -> None:
-    """Raise a TypeError unless a loss returned a real scalar, or one and ``aux``."""
+def check_result(shapes, has_aux: bool | None) -> None:
+    """Raise a TypeError unless a loss returned a real scalar, or one and ``aux``.
+
+    If ``has_aux`` is None, both are accepted.
+    """
+    if has_aux is None:
+        has_aux = isinstance(shapes, tuple)
     if has_aux and not (isinstance(shapes, tuple) and len(shapes) == 2):
         raise TypeError(
             f"release: loss_fn must return (loss, aux) with has_aux=True, got {shapes}"

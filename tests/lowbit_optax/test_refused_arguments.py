@@ -271,10 +271,6 @@ released(jnp.sum, params={'rate': 3})  # params['rate']
 released(jnp.sum, params={'rate': 'text'})  # params['rate']
 released(jnp.sum, optax.lbfgs())  # 'value'
 released(jnp.sum, optax.polyak_sgd())  # 'value'
-released(jnp.sum, SCALED, overflow='skip')  # overflow  'exact'  'layer'  'skip'
-released(jnp.sum, SGD, overflow='layer')  # overflow  with_loss_scale
-released(jnp.sum, SCALED, overflow='layer', max_grad_norm=1.0)
-    # overflow  max_grad_norm  1.0
 released(jnp.sum, optax.chain(SCALED))  # state[0]
 released(SGD, jnp.sum)  # tx  optax  <function
 release.value_and_update(jnp.sum, SCALED)(W, LOW.init(W))  # LowbitState  LossScaleState
