@@ -1,14 +1,12 @@
 """Gradient release: optimizer updates inside the backward pass.
 
 by_hand         steps for losses that open their layers themselves
-wrappers        the custom_vjp wrapper that runs updates in the backward pass
-loop            a scan whose backward loop updates each layer
+wrappers        custom_vjp functions and scans that run updates in the backward pass
 float_state     stores integers as floats, because JAX differentiates only floats
 api             value_and_update, which traces a loss, plans updates, and runs steps
 traced_loss     the traced loss, and the values in it that belong to each parameter
 plan            when each parameter is updated, and why
 parts           leaves and layers that the optimizer can update separately
-step_values     the values that a step computes, to compare two steps
 evaluation      runs the loss with the wrappers in it
 released_step   runs the forward pass, a pass that measures gradients, and updates
 """

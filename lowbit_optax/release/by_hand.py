@@ -21,9 +21,7 @@ from lowbit_optax._types import Function, OptState, Params, PyTree
 from lowbit_optax.formats.quantized_leaf import NotAnArray
 from lowbit_optax.release import wrappers
 from lowbit_optax.release.api import named_after
-from lowbit_optax.release.barriers import alone
 from lowbit_optax.release.float_state import FloatState, as_floats, as_state
-from lowbit_optax.release.loop import ReleasedLoop
 from lowbit_optax.release.plan import loss_scaled
 from lowbit_optax.release.traced_loss import check_params, check_result
 from lowbit_optax.transformations.step import step
@@ -265,9 +263,9 @@ def scan(
 
     def update(layer, state, gradients, token):
         run = lambda layer, state: layers._update(layer, state, gradients[0])
-        new, rest = alone(run, layer, state[1])
+        new, rest = wrappers.alone(run, layer, state[1])
         return new, ((), rest), token
 
     with_codes = FloatState(((), state.floats), state.dtypes)
-    loop = ReleasedLoop(with_shared, update, trees.by_path(params), how)
+    loop = wrappers.ReleasedLoop(with_shared, update, trees.by_path(params), how)
     return loop(shared, init, stacks, with_codes, xs, ())[:2]

@@ -23,11 +23,10 @@ from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.graph import Node, called_jaxpr, run, value_of
 from lowbit_optax._jaxprs.program import ScanCall, Segment, without_barriers_on
 from lowbit_optax.release.float_state import FloatState
-from lowbit_optax.release.loop import ReleasedLoop
 from lowbit_optax.release.parts import Part
 from lowbit_optax.release.plan import ReleasePlan, Stretch, is_opaque
 from lowbit_optax.release.traced_loss import TracedLoss
-from lowbit_optax.release.wrappers import released
+from lowbit_optax.release.wrappers import ReleasedLoop, released
 
 Rule = Callable[..., tuple]
 """``(part, params, state, gradients, token) -> (params, state, token)``.
@@ -65,9 +64,7 @@ def evaluate(
     """
     program, remaining = loss.program, iter(states)
     known = dict(zip(program.inputs, loss.arguments, strict=True))
-    for leaf in loss.leaves:
-        if leaf.gradient_value is not None and leaf.name in arrays:
-            known[leaf.gradient_value] = arrays[leaf.name]
+    known |= {x.gradient_value: arrays[x.name] for x in loss.leaves if x.name in arrays}
     segments = program.segments([stretch.calls for stretch in plan.stretches])
     for stretch, segment in zip(plan.stretches, segments, strict=True):
         if stretch.part is not None and stretch.part.depth is not None:

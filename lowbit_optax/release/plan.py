@@ -95,9 +95,8 @@ def without_scale(tx, opt_state):
     for path, leaf in jax.tree.leaves_with_path(opt_state, is_leaf=is_scale):
         if is_scale(leaf):
             raise ValueError(
-                "release: with_loss_scale must be around the whole optimizer, got a "
-                "loss scale inside another transformation, at "
-                f"state{jax.tree_util.keystr(path)}"
+                "release: with_loss_scale must be around the whole optimizer, got one "
+                f"inside it, at state{jax.tree_util.keystr(path)}"
             )
     return tx, opt_state
 
@@ -119,14 +118,15 @@ def plan_release(loss: TracedLoss, tx, opt_state) -> ReleasePlan:
     order = _demand_order(program, active)
     active_calls = [x for x in reversed(order) if not active.isdisjoint(x.outputs)]
     first_reader = {node: call for call in active_calls for node in call.inputs}
-    late = {
-        leaf: _why_late(leaf, first_reader)
-        for leaf in loss.leaves
-        if leaf not in parts.stacks
-    }
+    late: dict[ParamLeaf, str] = {}
     read_first: dict[Call, list[ParamLeaf]] = {}
-    for leaf in (leaf for leaf, why in late.items() if not why):
-        read_first.setdefault(first_reader[leaf.gradient_value], []).append(leaf)
+    for leaf in (leaf for leaf in loss.leaves if leaf not in parts.stacks):
+        if leaf.gradient.size < MIN_LAYER_SIZE:
+            late[leaf] = f"it has fewer than {MIN_LAYER_SIZE} elements"
+        elif leaf.gradient_value not in first_reader:
+            late[leaf] = "the loss does not depend on it"
+        else:
+            read_first.setdefault(first_reader[leaf.gradient_value], []).append(leaf)
     stretches: list[Stretch] = []
     for calls, waiting in _divided(order, loops, read_first):
         part, loop = parts.part(waiting) if waiting else None, loops.get(calls[0])
@@ -139,20 +139,8 @@ def plan_release(loss: TracedLoss, tx, opt_state) -> ReleasePlan:
         stretches.append(Stretch(calls, parts.in_loop(loop) if loop else part))
     found = [x.part for x in stretches if x.part]
     stretches.insert(0, Stretch([], _last(loss, found, parts)))
-    reports = _reports(found, late, scans | parts.reasons)
-    by_path = {x.name: reports[x] for x in loss.leaves}
-    return ReleasePlan(stretches, parts, active, by_path)
-
-
-def _why_late(leaf: ParamLeaf, readers: Container[Node]) -> str:
-    """Return why a leaf cannot be updated in the backward pass, or "" if it can."""
-    if not jnp.issubdtype(leaf.gradient.dtype, jnp.floating):
-        return f"its dtype is {leaf.gradient.dtype}"
-    if leaf.gradient.size < MIN_LAYER_SIZE:
-        return f"it has fewer than {MIN_LAYER_SIZE} elements"
-    if leaf.gradient_value not in readers:
-        return "the loss does not depend on it"
-    return ""
+    reports = _reports(loss.leaves, found, late, scans | parts.reasons)
+    return ReleasePlan(stretches, parts, active, reports)
 
 
 def _last(loss: TracedLoss, found: Sequence[Part], parts: Parts) -> Part:
@@ -168,27 +156,32 @@ def _last(loss: TracedLoss, found: Sequence[Part], parts: Parts) -> Part:
 
 
 def _reports(
+    leaves: Sequence[ParamLeaf],
     parts: Sequence[Part],
     late: Mapping[ParamLeaf, str],
     no_loop: Mapping[ParamLeaf, typing.Any],
-) -> dict[ParamLeaf, str]:
-    """Return a text for each leaf: when it is updated.
+) -> dict[str, str]:
+    """Return a text for each path: when the leaf is updated.
 
     Args:
+      leaves: the leaves of the parameters.
       parts: the parts that are updated in the backward pass, the last one first.
-      late: for all other leaves, why they are updated after the backward pass.
-      no_loop: for each leaf, why the loop of a scan does not update it, or "".
+      late: for some leaves, why they are updated after the backward pass.
+      no_loop: for leaves that no loop updates, why not, or "" if no scan reads them.
     """
-    found = {x: f"after the backward pass: {no_loop[x] or late[x]}" for x in late}
-    updates = [part for part in reversed(parts) if part.depth is None]
-    for number, part in enumerate(updates, 1):
-        for leaf in part.leaves:
+    updates = [part.leaves for part in reversed(parts) if part.depth is None]
+    number = {leaf: n for n, update in enumerate(updates, 1) for leaf in update}
+
+    def report(leaf: ParamLeaf) -> str:
+        if leaf in number:
             why = no_loop[leaf] and f"; not in the loop: {no_loop[leaf]}"
-            found[leaf] = (
-                f"in the backward pass, update {number} of {len(updates)}{why}"
-            )
-    in_loops = (part.leaves for part in parts if part.depth is not None)
-    return found | dict.fromkeys(itertools.chain(*in_loops), "in the loop")
+            of = f"update {number[leaf]} of {len(updates)}"
+            return f"in the backward pass, {of}{why}"
+        if leaf in late:
+            return f"after the backward pass: {no_loop[leaf] or late[leaf]}"
+        return "in the loop"
+
+    return {leaf.name: report(leaf) for leaf in leaves}
 
 
 def _active_values(loss: TracedLoss) -> set[Node]:
@@ -283,10 +276,9 @@ def _scan_over(program: LossProgram, leaf: ParamLeaf) -> ScanCall | str:
     size = math.prod(leaf.value.shape[1:])
     if not jnp.issubdtype(leaf.gradient.dtype, jnp.floating):
         return f"its dtype is {leaf.value.dtype}"
-    if not over and _is_scanned(program, values):
-        return "it is changed before a scan runs over it"
     if not over:
-        return ""
+        is_changed = _is_scanned(program, values)
+        return "it is changed before a scan runs over it" if is_changed else ""
     if len(over) > 1:
         return "several scans run over it"
     if any(program.uses[value] != 1 for value in values):

@@ -9,31 +9,21 @@ import jax.numpy as jnp
 from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax.loss_scaling.sizes import Sizes
-from lowbit_optax.release.barriers import alone, tied
 from lowbit_optax.release.evaluation import Rule, carried, evaluate
 from lowbit_optax.release.float_state import as_floats, as_state
 from lowbit_optax.release.parts import Part
 from lowbit_optax.release.plan import ReleasePlan, loss_scaled, without_scale
 from lowbit_optax.release.traced_loss import TracedLoss
-from lowbit_optax.release.wrappers import kept
+from lowbit_optax.release.wrappers import alone, kept, tied
 from lowbit_optax.states.host_memory import on_device, placed, placed_like
 from lowbit_optax.transformations.step import guarded
 
 ByPath = Mapping[str, typing.Any]
 
 
-class Measured(typing.NamedTuple):
-    """Measurements of the gradients that the backward pass has computed so far.
-
-    Args:
-      squares: the sum of the squares of the unscaled gradients.
-      finite: 1 if all gradients are finite, 0 otherwise.
-      largest: the largest magnitude, if all gradients are finite.
-    """
-
-    squares: typing.Any = 0.0
-    finite: typing.Any = 1.0
-    largest: typing.Any = 0.0
+_NOTHING = 0.0, 1.0, 0.0
+"""Measurements of no gradients: the sum of the squares of the unscaled gradients; 1 if
+all are finite, or 0; and their largest magnitude if all are finite."""
 
 
 def released_step(
@@ -65,12 +55,12 @@ def released_step(
         *_, found = go_back(start, _measuring(factor, max_grad_norm is not None))
         # Without this barrier, XLA would compute the gradients once for both passes and
         # keep all of them in memory.
-        start, found = tied((start, found))
-        sizes = Sizes(found.finite > 0, found.largest)
+        start, (squares, finite, largest) = tied((start, found))
+        sizes = Sizes(finite > 0, largest)
         guard = UNGUARDED if factor is None else Guard(factor, sizes.finite)
     if max_grad_norm is not None:
         # Clipping uses the norm of the unscaled gradients.
-        unscaled, norm = guard.unscaled, jnp.sqrt(found.squares)
+        unscaled, norm = guard.unscaled, jnp.sqrt(squares)
         transform = lambda gradient: _clipped(norm, max_grad_norm, unscaled(gradient))
         if factor is not None:
             guard = Guard(jnp.float32(1), sizes.finite)
@@ -95,7 +85,7 @@ def _measuring(factor: jax.Array | None, squares: bool) -> Rule:
             gradient = Guard(factor, jnp.bool_(True)).times(gradient)
         return jnp.sum(jnp.square(gradient.astype(jnp.float32)))
 
-    def rule(part: Part, params, state, gradients: ByPath, found: Measured):
+    def rule(part: Part, params, state, gradients: ByPath, found: tuple):
         del part
         total, finite, largest = found
         if squares:
@@ -104,7 +94,7 @@ def _measuring(factor: jax.Array | None, squares: bool) -> Rule:
             sizes = Sizes.of(gradients, factor)
             finite *= sizes.finite.astype(jnp.float32)
             largest = jnp.maximum(largest, sizes.largest)
-        return params, state, Measured(total, finite, largest)
+        return params, state, (total, finite, largest)
 
     return rule
 
@@ -165,7 +155,7 @@ def _differentiated(
       leaves of the state, and the measurements.
     """
     parts = [stretch.part for stretch in plan.stretches if stretch.part]
-    nothing = Measured(*map(jnp.float32, Measured()))
+    nothing = tuple(map(jnp.float32, _NOTHING))
     arrays = {
         leaf.name: leaf.arguments[-1]
         for leaf in loss.leaves
