@@ -128,9 +128,8 @@ def value_and_update(
     """
     planned = _planned(loss_fn, tx, has_aux, grad_dtype)
     if max_grad_norm is not None:
-        accepted = "a positive number, or None for no clipping"
-        is_positive = lambda number: number > 0
-        check_number("release", "max_grad_norm", max_grad_norm, is_positive, accepted)
+        what = "a positive number, or None for no clipping"
+        check_number("release", "max_grad_norm", max_grad_norm, lambda x: x > 0, what)
     check_choice("release", "state_memory", state_memory, StateMemory)
 
     def with_update(params, opt_state, *args, **kwargs):

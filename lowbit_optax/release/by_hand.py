@@ -96,7 +96,8 @@ def value_and_update_layers(
         names = [jax.tree_util.keystr(path) for path, _ in with_path]
         what = "release: opt_state, which has tx.init(layer) for each layer,"
         states = trees.parts_of(names, structure, opt_state, what)
-        layers, handles = [layer for _, layer in with_path], []
+        layers: list = [layer for _, layer in with_path]
+        handles: list[Handle] = []
 
         def function(floats):
             handles.extend(map(functools.partial(Handle, tx), names, floats))
@@ -146,10 +147,10 @@ class Handle(NotAnArray):
         return as_floats(new), wrappers.kept(state, new_state)
 
     def _open(self) -> tuple[FloatState, FloatState]:
-        if get_opaque_trace_state() != self._trace:
-            raise ValueError(self._refusal("was opened inside a transformed function"))
-        if self._is_open:
-            raise ValueError(self._refusal("was opened twice"))
+        is_inside = get_opaque_trace_state() != self._trace
+        if is_inside or self._is_open:
+            how = "inside a transformed function" if is_inside else "twice"
+            raise ValueError(self._refusal(f"was opened {how}"))
         self._is_open = True
         return self._floats
 
@@ -190,9 +191,8 @@ def released(layer: PyTree, activations: PyTree) -> tuple[PyTree, PyTree]:
         jax.tree.leaves(layer)  # raises an error if it contains a handle
         return layer, activations
 
-    arguments = layer._update, *layer._open(), activations
-    floats, activations = wrappers.released(*arguments)
-    return as_state(floats), activations
+    opened = wrappers.released(layer._update, *layer._open(), activations)
+    return as_state(opened[0]), opened[1]
 
 
 def scan(

@@ -22,7 +22,6 @@ from jax.extend.core import primitives as p
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.graph import Node, called_jaxpr, run, value_of
 from lowbit_optax._jaxprs.program import ScanCall, Segment, without_barriers_on
-from lowbit_optax.release.float_state import FloatState
 from lowbit_optax.release.parts import Part
 from lowbit_optax.release.plan import ReleasePlan, Stretch, is_opaque
 from lowbit_optax.release.traced_loss import TracedLoss
@@ -44,12 +43,7 @@ _RECOMPUTED = frozenset(
 
 
 def evaluate(
-    loss: TracedLoss,
-    plan: ReleasePlan,
-    rule: Rule,
-    arrays: dict[str, jax.Array],
-    states: Sequence[FloatState],
-    token,
+    loss: TracedLoss, plan: ReleasePlan, rule: Rule, arrays, states, token
 ) -> tuple[list, typing.Any]:
     """Return the outputs of the loss's program, and the token.
 
@@ -72,8 +66,8 @@ def evaluate(
             continue
         if stretch.part is not None:
             needed = {*segment.reads, *segment.later}
-            live = [x for x in known if x in plan.active and x in needed]
-            live = [x for x in live if x not in program.of_parameters]
+            used = (plan.active & needed) - program.of_parameters
+            live = [x for x in known if x in used]
             token = _release(stretch.part, rule, known, next(remaining), token, live)
         if loss.has_effects or any(map(is_opaque, stretch.calls)):
             run(stretch.calls, known)

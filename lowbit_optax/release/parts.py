@@ -181,17 +181,13 @@ class Parts:
             state = jax.eval_shape(self._tx.init, params)
         closed = _traced(self._tx, self._loss.tree_of(grads), state, params)
         graph, values = Graph(closed, opaque={LAYERWISE}), _Values(self._numbered)
-        names, leaves, _ = trees.named_leaves(params)
-        sizes = [len(jax.tree.leaves(leaf)) for leaf in leaves]
-        arrays = [
-            (x, n) for x, size in zip(names, sizes, strict=True) for n in range(size)
-        ]
-        keys = [*arrays, *part.numbers, *((name, "gradient") for name in names)]
+        leaves = trees.by_path(params).items()
+        arrays = [(x, n) for x, y in leaves for n, _ in enumerate(jax.tree.leaves(y))]
+        keys = [*arrays, *part.numbers, *((name, "gradient") for name, _ in leaves)]
         for node, key in zip(graph.inputs, keys, strict=True):
-            owner, needs = _owner(key), frozenset[str]()
-            if owner is not None and key[1] == "gradient":
-                needs = frozenset([owner])
-            is_stack = key in stacks if owner is None else owner in stacks
+            owner = _owner(key)
+            needs = frozenset([owner] if key == (owner, "gradient") else ())
+            is_stack = (key if owner is None else owner) in stacks
             several = not is_stack and not node.is_scalar
             values[node] = Value(values.both(key, key), needs, is_stack, several)
         for call in calls_between(graph.outputs, graph.inputs):
@@ -219,8 +215,7 @@ class Parts:
             state = jax.eval_shape(self._tx.init, self._params_of(leaves))
         except (TypeError, ValueError, AttributeError, LookupError) as error:
             # A user's function that masks or labels may not support MaskedNode.
-            what = f"init raises {type(error).__name__}({str(error)!r})"
-            return f"the optimizer needs the other leaves for its state: {what}"
+            return f"without the other leaves, init raises {error!r}"
         with_path, structure = jax.tree_util.tree_flatten_with_path(state)
         names = [jax.tree_util.keystr(path) for path, _ in with_path]
         numbers = [self._numbers.get(name, -1) for name in names]

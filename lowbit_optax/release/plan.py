@@ -15,8 +15,7 @@ scan is a stretch of its own if its loop can update the parameters that it loops
 import dataclasses
 import itertools
 import math
-import typing
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -155,12 +154,7 @@ def _last(loss: TracedLoss, found: Sequence[Part], parts: Parts) -> Part:
     return dataclasses.replace(part, exclusive=left)
 
 
-def _reports(
-    leaves: Sequence[ParamLeaf],
-    parts: Sequence[Part],
-    late: Mapping[ParamLeaf, str],
-    no_loop: Mapping[ParamLeaf, typing.Any],
-) -> dict[str, str]:
+def _reports(leaves, parts: Sequence[Part], late, no_loop) -> dict[str, str]:
     """Return a text for each path: when the leaf is updated.
 
     Args:
@@ -200,11 +194,7 @@ def _active_values(loss: TracedLoss) -> set[Node]:
     return made & needed
 
 
-def _divided(
-    order: Sequence[Call],
-    loops: Container[Call],
-    read_first: Mapping[Call, Sequence[ParamLeaf]],
-) -> list[tuple[list[Call], list[ParamLeaf]]]:
+def _divided(order, loops, read_first) -> list[tuple[list[Call], list[ParamLeaf]]]:
     """Return pairs: a stretch's calls, and the leaves to update at its beginning.
 
     Leaves are collected until they have half as many elements as the largest leaf, or

@@ -1,13 +1,13 @@
 """Run a step: the loss, an optional pass that measures gradients, and the updates."""
 
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from lowbit_optax._numerics.landing import REPLACE
-from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
+from lowbit_optax._step import trees
+from lowbit_optax._step.guard import UNGUARDED, Guard
 from lowbit_optax.loss_scaling.sizes import Sizes
 from lowbit_optax.release.evaluation import Rule, carried, evaluate
 from lowbit_optax.release.float_state import as_floats, as_state
@@ -18,21 +18,9 @@ from lowbit_optax.release.wrappers import alone, kept, tied
 from lowbit_optax.states.host_memory import on_device, placed, placed_like
 from lowbit_optax.transformations.step import guarded
 
-ByPath = Mapping[str, typing.Any]
-
-
-_NOTHING = 0.0, 1.0, 0.0
-"""Measurements of no gradients: the sum of the squares of the unscaled gradients; 1 if
-all are finite, or 0; and their largest magnitude if all are finite."""
-
 
 def released_step(
-    loss: TracedLoss,
-    plan: ReleasePlan,
-    tx,
-    opt_state,
-    max_grad_norm: float | None,
-    state_memory: str,
+    loss: TracedLoss, plan: ReleasePlan, tx, opt_state, max_grad_norm, state_memory
 ) -> tuple:
     """Run a step, and return ``(value, params, opt_state)``.
 
@@ -74,6 +62,9 @@ def released_step(
 def _measuring(factor: jax.Array | None, squares: bool) -> Rule:
     """Return a rule that measures gradients without updating parameters.
 
+    Its tokens are the sum of the squares of the unscaled gradients so far; 1 if all are
+    finite, or 0; and their largest magnitude if all are finite.
+
     Args:
       factor: the factor that unscales gradients; None if they are not scaled, and
         therefore not checked for overflows.
@@ -85,7 +76,7 @@ def _measuring(factor: jax.Array | None, squares: bool) -> Rule:
             gradient = Guard(factor, jnp.bool_(True)).times(gradient)
         return jnp.sum(jnp.square(gradient.astype(jnp.float32)))
 
-    def rule(part: Part, params, state, gradients: ByPath, found: tuple):
+    def rule(part: Part, params, state, gradients, found: tuple):
         del part
         total, finite, largest = found
         if squares:
@@ -99,13 +90,7 @@ def _measuring(factor: jax.Array | None, squares: bool) -> Rule:
     return rule
 
 
-def _updating(
-    loss: TracedLoss,
-    tx,
-    state: list[jax.Array],
-    guard: Guard | Unguarded,
-    transform: Callable[[jax.Array], jax.Array],
-) -> Rule:
+def _updating(loss: TracedLoss, tx, state, guard, transform: Callable) -> Rule:
     """Return a rule that updates parameters.
 
     Args:
@@ -115,7 +100,7 @@ def _updating(
       transform: a function that is applied to every gradient before the step.
     """
 
-    def rule(part: Part, params, numbered, gradients: ByPath, token):
+    def rule(part: Part, params, numbered, gradients, token):
         def step(params, numbered):
             """Return new parameters by path, and new state by index."""
             leaves = *part.leaves, *part.others
@@ -125,10 +110,10 @@ def _updating(
             }
             before = (on_device(numbered.get(n, state[n])) for n in part.numbers)
             before = part.structure.unflatten(before)
-            trees = loss.tree_of(values), before, loss.tree_of(found)
-            new, after = guarded(tx, *trees, guard, REPLACE, {})
+            arguments = loss.tree_of(values), before, loss.tree_of(found)
+            new, after = guarded(tx, *arguments, guard, REPLACE, {})
             after = jax.tree.leaves(kept(before, after))
-            by_name = loss.by_path(new)
+            by_name = trees.by_path(new)
             by_number = dict(zip(part.numbers, after, strict=True))
             new = {leaf.name: by_name[leaf.name] for leaf in part.leaves}
             return new, {n: by_number[n] for n in numbered}
@@ -139,9 +124,7 @@ def _updating(
     return rule
 
 
-def _differentiated(
-    loss: TracedLoss, plan: ReleasePlan, state: list[jax.Array]
-) -> tuple[list, Callable[[jax.Array, Rule], tuple]]:
+def _differentiated(loss: TracedLoss, plan: ReleasePlan, state) -> tuple:
     """Run the forward pass of a loss once.
 
     Args:
@@ -155,7 +138,7 @@ def _differentiated(
       leaves of the state, and the measurements.
     """
     parts = [stretch.part for stretch in plan.stretches if stretch.part]
-    nothing = tuple(map(jnp.float32, _NOTHING))
+    nothing = tuple(map(jnp.float32, (0, 1, 0)))
     arrays = {
         leaf.name: leaf.arguments[-1]
         for leaf in loss.leaves

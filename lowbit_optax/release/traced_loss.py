@@ -78,11 +78,6 @@ class TracedLoss:
         masked = optax.MaskedNode()
         return self.treedef.unflatten([found.get(x.name, masked) for x in self.leaves])
 
-    def by_path(self, tree) -> dict[str, typing.Any]:
-        """Return the values in a tree with the structure of the parameters."""
-        names, values = [x.name for x in self.leaves], self.treedef.flatten_up_to(tree)
-        return dict(zip(names, values, strict=True))
-
     @property
     def arguments(self) -> list:
         """The arguments of the program."""
@@ -130,13 +125,11 @@ def trace_loss(
     program = LossProgram(closed, parameters=len(jax.tree.leaves(traced)))
     check_result(shapes, has_aux)
     inputs, leaves = iter(program.inputs), []
-    for name, value, given, gradient in zip(
-        names, values, traced, gradients, strict=True
-    ):
-        nodes = [next(inputs) for _ in jax.tree.leaves(given)]
-        arrays = tuple(nodes[: len(jax.tree.leaves(value))])
-        gradient_value = nodes[-1] if trees.is_inexact(value) else None
-        leaves.append(ParamLeaf(name, value, arrays, gradient_value, gradient))
+    for name, value, gradient in zip(names, values, gradients, strict=True):
+        arrays = tuple(next(inputs) for _ in jax.tree.leaves(value))
+        own = next(inputs) if tensors.is_quantized(value) else arrays[0]
+        own = own if trees.is_inexact(value) else None
+        leaves.append(ParamLeaf(name, value, arrays, own, gradient))
     result, has_effects = jax.tree.structure(shapes), bool(closed.effects)
     return TracedLoss(program, leaves, treedef, other_arguments, result, has_effects)
 

@@ -150,7 +150,8 @@ class ReleasedLoop:
             old = _layer_at(index, stacks, early)
             with context.changed(layer=Layer(index, count, frozenset(self.names))):
                 *new, token = self.update(*old, gradients, token)
-            put = functools.partial(_put, index)
+            write = functools.partial(lax.dynamic_update_index_in_dim, axis=0)
+            put = lambda stack, x, y: stack if y is x else write(stack, y, index)
             stacks = jax.tree.map(put, stacks, old, tuple(new))
             ct_shared = jax.tree.map(jnp.add, ct_shared, more)
             return (ct_carry, ct_shared, token, stacks), ct_x
@@ -212,13 +213,6 @@ def _layer_at(index, stacks, early):
     number = lambda x: early if is_on_host(x) else index
     read = lambda x: lax.dynamic_index_in_dim(x, number(x), keepdims=False)
     return jax.tree.map(read, stacks)
-
-
-def _put(index, stack, old, new):
-    """Write a new layer to the stack, unless the update returned the old one."""
-    if new is old:
-        return stack
-    return lax.dynamic_update_index_in_dim(stack, new, index, 0)
 
 
 def alone(update: Callable, *old):
