@@ -57,7 +57,7 @@ def evaluate(
       token: any tree of floats.
     """
     program, remaining = loss.program, iter(states)
-    known = dict(zip(program.inputs, loss.arguments, strict=True))
+    known: dict = dict(zip(program.inputs, loss.arguments, strict=True))
     known |= {x.gradient_value: arrays[x.name] for x in loss.leaves if x.name in arrays}
     segments = program.segments([stretch.calls for stretch in plan.stretches])
     for stretch, segment in zip(plan.stretches, segments, strict=True):

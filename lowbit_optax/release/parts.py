@@ -109,7 +109,7 @@ class Parts:
         self._blanks = {n for n, part in of_state if part.kind == "blank"}
         numbers = range(len(self._state))
         self.whole = Part(loss.leaves, structure, numbers, numbers)
-        found = {leaf: self._stacks_of(leaf) for leaf in stacks}
+        found: dict = {leaf: self._stacks_of(leaf) for leaf in stacks}
         self.reasons = {leaf: x for leaf, x in found.items() if isinstance(x, str)}
         self.stacks = {x: found[x] for x in found if x not in self.reasons}
         if self.stacks:
@@ -269,7 +269,7 @@ class Parts:
         return reasons
 
 
-def _owner(key: Key) -> str | None:
+def _owner(key: Key) -> typing.Any:
     """Return the path of the parameter to which a result belongs, or None."""
     return key[0] if isinstance(key, tuple) else None
 

@@ -46,15 +46,15 @@ def released_step(
         start, (squares, finite, largest) = tied((start, found))
         sizes = Sizes(finite > 0, largest)
         guard = UNGUARDED if factor is None else Guard(factor, sizes.finite)
-    if max_grad_norm is not None:
-        # Clipping uses the norm of the unscaled gradients.
-        unscaled, norm = guard.unscaled, jnp.sqrt(squares)
-        transform = lambda gradient: _clipped(norm, max_grad_norm, unscaled(gradient))
-        if factor is not None:
-            guard = Guard(jnp.float32(1), sizes.finite)
+        if max_grad_norm is not None:
+            # Clipping uses the norm of the unscaled gradients.
+            unscaled, norm = guard.unscaled, jnp.sqrt(squares)
+            transform = lambda grad: _clipped(norm, max_grad_norm, unscaled(grad))
+            if factor is not None:
+                guard = Guard(jnp.float32(1), sizes.finite)
     params, state, _ = go_back(start, _updating(loss, inner, state, guard, transform))
     state = jax.tree.unflatten(treedef, state)
-    if scaled is not None:
+    if scaled is not None and sizes is not None:
         state = scaled.after(opt_state, state, sizes)
     return loss.result.unflatten(outputs), loss.tree_of(params), state
 

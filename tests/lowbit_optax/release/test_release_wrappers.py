@@ -263,6 +263,11 @@ def test_the_state_of_scanned_layers_is_stacked():
         step(layers, TX.init(layers), *released.batches(1)[0])
 
 
+def test_a_loss_without_layers_returns_empty_lists():
+    step = release.value_and_update_layers(lambda layers, x: mean_square(x), SGD)
+    assert step([], [], jnp.ones(2)) == (1, [], [])
+
+
 def test_a_state_keeps_its_bits_and_dtypes_as_floats():
     state = {
         "bytes": jnp.arange(256, dtype=jnp.uint8),
