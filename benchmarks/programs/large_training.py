@@ -77,16 +77,15 @@ def measure(args) -> dict:
 
 
 def text(record: dict) -> str:
-    sent = [step["exchanged"] for step in record["steps"].values()]
-    most = {kind: max(x.get(kind, 0) for x in sent) for kind in hlo.COLLECTIVES}
-    kinds = [kind for kind, size in most.items() if size > 0.005 * GIB]
-    heads = ["", "weights", "state", "average", "temporary GiB", *kinds]
+    heads = ["", "weights", "state", "average", "temporary GiB", "exchanged GiB"]
     rows = []
     for name, x in record["steps"].items():
         stored = [x[part] for part in ("weights", "state", "average")]
-        sizes = [x["temporary"], *(x["exchanged"].get(kind, 0) for kind in kinds)]
         per_parameter = [f"{size / x['parameters']:.2f}" for size in stored]
-        rows.append([name, *per_parameter, *(f"{size / GIB:.2f}" for size in sizes)])
+        sizes = (
+            f"{x / GIB:.2f}" for x in (x["temporary"], sum(x["exchanged"].values()))
+        )
+        rows.append([name, *per_parameter, *sizes])
     return records.table(heads, rows)
 
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks rehearsal``, and the page that shows its functions."""
+"""``python -m benchmarks rehearsal``, and the example that uses its functions."""
 
 import re
 
@@ -18,10 +18,8 @@ pytestmark = pytest.mark.example
 FOLDER = ROOT / "benchmarks" / "training" / "large_model"
 
 
-def page_blocks() -> list[str]:
-    """The programs of the page, in order."""
-    page = (ROOT / "docs" / "large_model.md").read_text()
-    return re.findall(r"```python\n(.*?)```", page, re.S)
+EXAMPLE = ROOT / "examples" / "large_model.py"
+MARKER = re.compile(r"# --8<-- \[(start|end):(\w+)\]\n\n*")
 
 
 def test_a_run_that_is_killed_and_resumed_loses_nothing(tmp_path):
@@ -66,21 +64,29 @@ def test_one_differing_bit_is_counted(tmp_path):
     assert same_bits.differing(tree(), [tmp_path / "kept"]) == 1
 
 
-def test_the_page_shows_the_functions_of_the_benchmark():
+def test_the_example_consists_of_the_functions_of_the_benchmark():
     files = "\n".join(path.read_text() for path in FOLDER.glob("*.py"))
-    imports, *functions, main = page_blocks()
-    assert (imports[:6], main[:8]) == ("import", "def main")
-    shown = [part for x in functions for part in x.rstrip().split("\n\n\n")]
+    program = MARKER.sub("", EXAMPLE.read_text())
+    _, _, program = program.partition("\nfrom lowbit_optax import release\n\n")
+    program, _, main = program.partition("\n\n\ndef main():")
+    shown = [part.strip() for part in program.strip().split("\n\n\n")]
     assert len(shown) > 15
+    assert main
     assert [part for part in shown if part not in files] == []
 
 
-def test_the_program_of_the_page_trains_and_continues(tmp_path):
-    file = tmp_path / "train.py"
-    file.write_text("\n\n".join(page_blocks()))
+def test_the_page_includes_every_section_of_the_example():
+    page = (ROOT / "docs" / "large_model.md").read_text()
+    included = re.findall(r'^--8<-- "examples/large_model.py:(\w+)"$', page, re.M)
+    marked = [name for kind, name in MARKER.findall(EXAMPLE.read_text())]
+    assert marked == [name for name in included for _ in range(2)]
+    assert not re.search(r"^(def|class) ", page, re.M)
+
+
+def test_the_example_trains_and_continues(tmp_path):
     printed = ""
     for options in ("lowbit_adamw 4", "kahan_adamw 8 --source lowbit_adamw"):
-        command = [file, tmp_path / "run", *options.split()]
+        command = [EXAMPLE, tmp_path / "run", *options.split()]
         ended = run_python(*command, PYTHONPATH=str(ROOT))
         assert ended.returncode == 0, ended.stderr
         printed += ended.stdout
