@@ -77,7 +77,7 @@ def test_the_example_consists_of_the_functions_of_the_benchmark():
 
 def test_the_page_includes_every_section_of_the_example():
     page = (ROOT / "docs" / "large_model.md").read_text()
-    included = re.findall(r'^--8<-- "examples/large_model.py:(\w+)"$', page, re.M)
+    included = re.findall(r"^examples/large_model.py:(\w+)$", page, re.M)
     marked = [name for kind, name in MARKER.findall(EXAMPLE.read_text())]
     assert marked == [name for name in included for _ in range(2)]
     assert not re.search(r"^(def|class) ", page, re.M)
