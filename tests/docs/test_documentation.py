@@ -81,3 +81,15 @@ def test_every_command_names_an_existing_file():
             assert (ROOT / name).exists(), f"{page}: {name}"
         for name in re.findall(r"-m benchmarks (\w+)", text):
             assert name in {*BENCHMARKS, "all"}, f"{page}: {name}"
+
+
+def test_quoted_errors_are_in_the_code():
+    source = "".join(x.read_text() for x in (ROOT / "lowbit_optax").rglob("*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", source)
+    _, errors = (DOCS / "troubleshooting.md").read_text().split("\n## Errors\n")
+    messages = re.findall(r"^\| `([^`]*)` \|", errors, re.MULTILINE)
+    assert messages
+    for message in messages:
+        varies = r"\.\.\.|params\['w'\]|'mu'|got \w+|with_loss_scale"
+        for part in re.split(varies, message):
+            assert part.strip(" ,") in joined, message
