@@ -68,8 +68,8 @@ def divided(node: Node, exists: Node, by: Node, graph: Graph) -> tuple[Node, Nod
     if by.is_scalar:
         # JAX's checks for NaNs and infinities would stop at a learning rate of 0.
         is_zero = graph.apply(lax.eq, by, ZERO)
-        by = graph.selected(is_zero, [by, ONE])
-        exists = graph.selected(is_zero, [exists, ZERO])
+        cases = [by, ONE], [exists, ZERO]
+        by, exists = (graph.selected(is_zero, x) for x in cases)
     return graph.apply(lax.div, node, by), exists
 
 

@@ -25,13 +25,7 @@ from lowbit_optax._jaxprs.graph import (
     is_zero,
     made_of,
 )
-from lowbit_optax._jaxprs.linear_part import (
-    ONE,
-    NotLinear,
-    divided,
-    inverse,
-    linear_factor,
-)
+from lowbit_optax._jaxprs.linear_part import NotLinear, divided, inverse, linear_factor
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.error_feedback import MOST_GROWTH, Feedback
@@ -116,8 +110,7 @@ class InnerUpdate:
     @functools.cached_property
     def feedback(self) -> list[Feedback | None]:
         """For each leaf, how its rounding errors enter a moment, or None."""
-        parts = enumerate(self.step.plan.error_parts)
-        return [self._feedback(number, part) for number, part in parts]
+        return [self._feedback(*x) for x in enumerate(self.step.plan.error_parts)]
 
     def _feedback(self, number: int, part: int | None) -> Feedback | None:
         """Return the error feedback of a leaf, and add its nodes to the graph."""
@@ -145,27 +138,26 @@ class InnerUpdate:
                 "their moment"
             ) from None
         a = linear_factor(update, nodes.masters[number], graph, strict=False)
+        mul = functools.partial(graph.apply, lax.mul)
+        one = constant(np.float32(1))
         growth = most = constant(np.float32(MOST_GROWTH))
         if c_next is not None:
-            # Without a next update, the growth is MOST_GROWTH, which changes nothing.
+            # If c_next is 0, the growth is MOST_GROWTH, which changes no moment.
             inverse_next, exists = inverse(c_next, graph)
-            growth = graph.apply(lax.mul, c, graph.apply(lax.mul, most, exists))
-            growth = graph.apply(lax.mul, growth, inverse_next)
-            missing = graph.apply(lax.sub, ONE, exists)
-            growth = graph.apply(lax.add, growth, graph.apply(lax.mul, most, missing))
+            missing = mul(most, graph.apply(lax.sub, one, exists))
+            growth = mul(mul(c, mul(most, exists)), inverse_next)
+            growth = graph.apply(lax.add, growth, missing)
             if c.is_scalar and c_next.is_scalar:
                 # If c falls by this ratio in each step, the moment will move the weight
                 # by c ratio / (a - b ratio). For other c, a kernel would compute the
                 # ratio of each element.
-                ratio = divided(c_next, ONE, c, graph)[0]
-                ratio = graph.apply(lax.min, ratio, ONE)
-                c = graph.apply(lax.mul, c, ratio)
-                b = None if b is None else graph.apply(lax.mul, b, ratio)
-        slow = ONE if a is None else graph.apply(lax.add, a, ONE)
+                ratio = graph.apply(lax.min, divided(c_next, one, c, graph)[0], one)
+                c, b = mul(c, ratio), None if b is None else mul(b, ratio)
+        slow = one if a is None else graph.apply(lax.add, a, one)
         slow = slow if b is None else graph.apply(lax.sub, slow, b)
         inverse_now, exists = inverse(c, graph)
-        rate = graph.apply(lax.mul, graph.apply(lax.mul, slow, exists), inverse_now)
-        reach = graph.apply(lax.mul, c, graph.apply(lax.div, ONE, slow))
+        rate = mul(mul(slow, exists), inverse_now)
+        reach = mul(c, graph.apply(lax.div, one, slow))
         return Feedback(part, rate, growth, reach)
 
     def feedback_values(self, step: Step) -> list[Feedback | None]:

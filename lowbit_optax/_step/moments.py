@@ -89,13 +89,9 @@ class MomentPlan:
     def storage(self) -> list[MomentStorage | None]:
         """How each part is stored; None for parts without a moment format."""
         count = jax.tree.structure(self.expected).num_leaves
-        found: list[MomentStorage | None] = [None] * count
-        if self.choice.is_float32:
-            return found
-        for i, moment in self._moments.items():
-            if moment.format is not None:
-                found[i] = moment
-        return found
+        moments = {} if self.choice.is_float32 else self._moments
+        found = map(moments.get, range(count))
+        return [x if x is not None and x.format is not None else None for x in found]
 
     @functools.cached_property
     def quantized(self) -> dict[str, list[BlockQuantized]]:
@@ -163,8 +159,7 @@ class MomentPlan:
                         f"{first.format} and {second.format or 'float32'}. Updates "
                         "next to large gradients would be many times too long. Pass "
                         "one format for both, such as lowbit_optax.block_quantized(8), "
-                        "or use lowbit_optax.factored_adamw, which averages divided "
-                        "gradients in 4 bits"
+                        "or use lowbit_optax.factored_adamw, with 4 bits or more"
                     )
 
     @property

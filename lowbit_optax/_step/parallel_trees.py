@@ -57,9 +57,7 @@ def check_container(format_: MomentFormat | None, stored, what: str) -> None:
     """
     if format_ is None or not format_.has_scales:
         return
-    want, given = (
-        getattr(x, "_fields", [x]) for x in (format_.container, type(stored))
-    )
+    want, given = format_.container._fields, getattr(stored, "_fields", [type(stored)])
     if want != given:
         raise ValueError(
             f"{what} must be stored as {want[0]}, got {given[0]}. Use the "

@@ -36,9 +36,8 @@ class Cast(MomentFormat):
         if is_second and self.smallest_share > 1e-6:
             raise ValueError(
                 f"cast: dtype must be bfloat16 or float16 for {name!r}, whose root "
-                f"divides updates, got {self.dtype}, in which small values become 0. "
-                "Pass a mapping from fields to formats, such as moments={'mu': cast("
-                f"{self.dtype.name!r}), {name!r}: cast('bfloat16')}}"
+                f"divides updates, got {self.dtype}; pass moments as a mapping, such "
+                f"as {{{name!r}: cast('bfloat16')}}"
             )
         return self
 

@@ -146,8 +146,7 @@ def register_moments(
             "register_moments: state_class must be a NamedTuple class or a dataclass, "
             f"such as optax.ScaleByAdamState, got {state_class!r}"
         )
-    given = averages, second_moments, orthogonalized, normalized
-    lists = tuple(map(tuple, given))
+    lists = [*map(tuple, (averages, second_moments, orthogonalized, normalized))]
     for name in sum(lists, ()):
         if name not in fields:
             raise ValueError(
@@ -171,13 +170,11 @@ def is_coarser(first: MomentFormat | None, second: MomentFormat | None) -> bool:
     >>> is_coarser(mu, nu), is_coarser(mu, None)
     (False, True)
     """
-    if first is None:
-        return False
     size = lambda format_: getattr(format_, "block_size", 1)
-    root = math.sqrt(second.smallest_share) if second is not None else 0.0
     # In larger blocks, a large value has more neighbours.
-    root = 0.0 if size(first) > size(second) else root
-    return first.smallest_share > max(1e-3, 1.5 * root)
+    is_larger = size(first) > size(second)
+    root = 0.0 if second is None or is_larger else math.sqrt(second.smallest_share)
+    return first is not None and first.smallest_share > max(1e-3, 1.5 * root)
 
 
 def fields_of(state_class: type | None) -> MomentFields:

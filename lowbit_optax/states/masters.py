@@ -330,11 +330,10 @@ def check_range(what: str, x, dtype: np.dtype) -> None:
     The message begins with ``what``.
     """
     if is_narrow(dtype) and _is_concrete(x) and traced_once(_overflows, dtype)(x):
+        largest = float(jnp.max(jnp.abs(x), initial=0, where=jnp.isfinite(x)))
         raise ValueError(
             f"{what} must have no magnitudes above {float(jnp.finfo(dtype).max):.6g} "
-            f"in {dtype}, got "
-            f"{float(jnp.max(jnp.abs(x), initial=0, where=jnp.isfinite(x))):.6g}. "
-            "Pass jnp.bfloat16, or keep this leaf in float32"
+            f"in {dtype}, got {largest:.6g}; pass bfloat16, or keep it in float32"
         )
 
 
