@@ -50,7 +50,6 @@ RANDOM_BITS = 12
 ONE_EXPONENT = 1 << 23  # adds 1 to the exponent of a float32 pattern
 _LARGEST_SCALED = 2.0**50  # in signed codes
 
-Scale = typing.Literal["bfloat16", "power_of_two"]
 Prepared = Sequence[jax.Array]
 
 
@@ -64,16 +63,16 @@ class Code:
     Args:
       bits: k, number of bits of a field.
       signed: whether the code can store negative values.
-      scale: allowed scales: ``"bfloat16"`` for any bfloat16 number, or
-        ``"power_of_two"``.
       limit: magnitudes at or above this number do not affect the scale. None means 2^50
         in signed codes and infinity in unsigned codes.
     """
 
     bits: int
     signed: bool
-    scale: Scale = "bfloat16"
     limit: float | None = dataclasses.field(default=None, kw_only=True)
+
+    scale: typing.ClassVar[str] = "bfloat16"
+    """The allowed scales: any bfloat16 number, or only each ``"power_of_two"``."""
 
     @property
     def largest_field(self) -> int:

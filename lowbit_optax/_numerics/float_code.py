@@ -56,17 +56,14 @@ class Float(Code):
 
     def scale_of_key(self, key):
         pattern = bits_of(self.magnitude_of(key))
-        step = self._dropped if self.scale == "bfloat16" else 23
         span = self.largest_field << self._dropped
         largest = _rounded_up(pattern + jnp.int32(_MARGIN), self._dropped)
         # Unless the whole block is 0, field 0 must decode to a normal number.
         largest = jnp.maximum(largest, jnp.int32(ONE_EXPONENT + span))
         first = largest - jnp.int32(span)
-        if step > self._dropped:
-            first = _rounded_up(first, step)
         # Only the field of infinity may decode to float32's infinity.
         last = pattern_of(math.inf) - (self.infinity_field << self._dropped)
-        first = jnp.minimum(first, jnp.int32(last >> step << step))
+        first = jnp.minimum(first, jnp.int32(last >> self._dropped << self._dropped))
         first = jnp.where(pattern == jnp.int32(0), jnp.int32(0), first)
         return float_layouts.from_bits(as_fields(first) >> jnp.uint32(16), jnp.bfloat16)
 

@@ -242,6 +242,13 @@ class Segments(InUnits):
 
 
 @dataclasses.dataclass(frozen=True)
+class Log(Segments):
+    """Segments whose scales are powers of two, so that encoding needs no division."""
+
+    scale = "power_of_two"
+
+
+@dataclasses.dataclass(frozen=True)
 class Sqrt(InUnits):
     """Squares of integers, from 0 to 254^2 with 8 bits: linear in the square root."""
 

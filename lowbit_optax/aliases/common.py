@@ -12,6 +12,7 @@ import optax
 
 from lowbit_optax import formats
 from lowbit_optax._numerics.float_layouts import is_narrow
+from lowbit_optax._step import trees
 from lowbit_optax._step.moment_slots import Moments
 
 Mask = typing.Any | Callable[[typing.Any], typing.Any] | None
@@ -69,9 +70,8 @@ def sgd(
     """Returns ``optax.sgd`` with an L2 penalty that adds no optimizer state."""
     decay = 0.0 if weight_decay is None else weight_decay
     check_learning_rate(alias, learning_rate)
-    check_numbers(alias, weight_decay=decay)
+    check_numbers(alias, weight_decay=decay, **without_none(momentum=momentum))
     if momentum is not None:
-        check_numbers(alias, momentum=momentum)
         dtype = accumulator_dtype
         check_moment_dtype(alias, "accumulator_dtype", dtype, "trace", moments)
     plain = optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
@@ -146,8 +146,7 @@ def check_moment_dtype(
     stored = "8-bit codes" if format_ is None else repr(format_)
     raise ValueError(
         f"{alias}: {argument} is {np.dtype(dtype)}, but moments stores {field} as "
-        f"{stored}; remove {argument}, or remove {field} from moments, for example "
-        'with moments="float32"'
+        f'{stored}; remove {argument}, or pass moments="float32"'
     )
 
 
@@ -169,10 +168,8 @@ def _check_array(alias: str, name: str, value, accepted: str) -> None:
         )
     # optax.inject_hyperparams stores hyperparameters in the dtype of the parameters by
     # default. A b2 of 0.999 becomes 1 in bfloat16, and 0 in unsigned integers.
-    wide_float = jnp.issubdtype(value.dtype, jnp.floating) and not is_narrow(
-        value.dtype
-    )
-    if not wide_float and not jnp.issubdtype(value.dtype, jnp.signedinteger):
+    is_wide = trees.is_float(value) and not is_narrow(value.dtype)
+    if not is_wide and not jnp.issubdtype(value.dtype, jnp.signedinteger):
         raise TypeError(
             f"{alias}: {name} must be {accepted}, got a {value.dtype} array. With "
             "optax.inject_hyperparams, pass hyperparam_dtype=jnp.float32"

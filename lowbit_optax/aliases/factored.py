@@ -44,10 +44,7 @@ class FactoredAdamState(typing.NamedTuple):
 
 
 register_moments(
-    FactoredAdamState,
-    averages=("mu", "nu"),
-    second_moments=("nu",),
-    normalized=("mu",),
+    FactoredAdamState, averages=("mu", "nu"), second_moments=("nu",), normalized=("mu",)
 )
 
 
@@ -117,14 +114,9 @@ def factored_adamw(
         "nu": formats.block_quantized(8),
     }
     arguments = learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask
-    inner = checked(
-        "factored_adamw",
-        moments,
-        _factored_adamw,
-        *arguments,
-        nesterov=nesterov,
-        **without_none(min_dim_size_to_factor=min_dim_size_to_factor),
-    )
+    given = without_none(min_dim_size_to_factor=min_dim_size_to_factor)
+    make = functools.partial(_factored_adamw, nesterov=nesterov, **given)
+    inner = checked("factored_adamw", moments, make, *arguments)
     if bits == 0:
         weights = formats.stochastic_rounding(error_feedback="mu")
     else:

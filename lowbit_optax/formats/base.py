@@ -260,12 +260,6 @@ class WeightFormat:
         return new, self.residual(master, new, random), difference
 
 
-def check_rounding(where: str, given: str) -> None:
-    """Raise a ValueError, which begins with ``where``, for an unknown rounding mode."""
-    if given not in typing.get_args(Rounding):
-        raise ValueError(f"{where} must be 'nearest' or 'stochastic', got {given!r}")
-
-
 def rounding_words(
     rounding: str, random: RandomBits, shape: tuple[int, ...], stream: int
 ) -> jax.Array | None:
@@ -295,10 +289,7 @@ class MomentFormat:
         return 0.0
 
     def for_field(
-        self,
-        name: str,
-        is_second: bool | None,
-        is_orthogonalized: bool = False,
+        self, name: str, is_second: bool | None, is_orthogonalized: bool = False
     ) -> "MomentFormat":
         """Return the format of the moments in one field of the inner state.
 
@@ -317,7 +308,7 @@ class MomentFormat:
         Raises:
           ValueError: if the format cannot store negative values.
         """
-        return self.for_field("trace", is_second=False)
+        return self.for_field("sum of gradients", is_second=False)
 
     def for_leaf(self, shape: tuple[int, ...], min_size: int) -> "MomentFormat | None":
         """Return the format for a leaf of this shape, or None for float32."""

@@ -13,13 +13,13 @@ import typing
 
 import jax
 
-from lowbit_optax._arguments import check_static_int
+from lowbit_optax._arguments import check_choice, check_static_int
 from lowbit_optax._numerics.code_kinds import UNSIGNED, code_of
 from lowbit_optax._numerics.codes import Code, Prepared
 from lowbit_optax._numerics.random_bits import Draws
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._numerics.sum_code import Sum
-from lowbit_optax.formats.base import MomentFormat, Rounding, check_rounding
+from lowbit_optax.formats.base import MomentFormat, Rounding
 from pallas_kernels.bitfields import pack, unpack
 from pallas_kernels.layout import (
     TILE_SIZE,
@@ -30,8 +30,6 @@ from pallas_kernels.layout import (
 )
 
 CodeName = typing.Literal["linear", "companded", "dynamic", "sqrt", "log", "float"]
-_CODES = typing.get_args(CodeName)
-_SCALES = ("bfloat16", "power_of_two")
 
 
 class QuantizedMoment(typing.NamedTuple):
@@ -82,7 +80,6 @@ class BlockQuantized(MomentFormat):
     block_size: int = TILE_SIZE
     code: CodeName | None = None
     rounding: Rounding | None = None
-    scale: typing.Literal["bfloat16", "power_of_two"] | None = None
     signed: bool = True
     is_sum: bool = False
 
@@ -90,17 +87,14 @@ class BlockQuantized(MomentFormat):
 
     @property
     def stored_as(self):
-        code, scale = self._code_and_scale
-        sign = "signed" if self.signed else "unsigned"
-        text = f"{self.bits}-bit {sign} {code!r} codes, blocks of {self.block_size}, "
-        return text + f"{scale} scales"
+        bits, sign, code, size, scale = self._parts
+        return f"{bits}-bit {sign} {code!r} codes, blocks of {size}, {scale} scales"
 
     @property
     def container(self) -> type[QuantizedMoment]:
         """The class of these moments in a state, which names their format."""
-        code, scale = self._code_and_scale
-        sign = "signed" if self.signed else "unsigned"
-        how = f"{self.bits}_bit_{sign}_{code}_{self.block_size}_{scale}"
+        bits, sign, code, size, scale = self._parts
+        how = f"{bits}_bit_{sign}_{code}_{size}_{scale}"
         return _container(f"{QuantizedMoment._fields[0]}_{how}")
 
     @property
@@ -109,19 +103,21 @@ class BlockQuantized(MomentFormat):
 
     @property
     def codec(self) -> Code:
-        name, scale = self._code_and_scale
-        code = code_of(name, self.bits, self.signed, scale)
+        code = code_of(self._code_name, self.bits, self.signed)
         if not self.is_sum:
             return code
         code = dataclasses.replace(code, limit=math.inf)
-        return Sum(self.bits, self.signed, scale, code=code)
+        return Sum(self.bits, self.signed, code=code)
 
     @property
-    def _code_and_scale(self):
+    def _code_name(self) -> CodeName:
         second = "float" if self.bits == 8 else "sqrt"
-        code = self.code or ("companded" if self.signed else second)
-        # Powers of two make division exact, and they are not coarser for "log".
-        return code, self.scale or ("power_of_two" if code == "log" else "bfloat16")
+        return self.code or ("companded" if self.signed else second)
+
+    @property
+    def _parts(self):
+        sign = "signed" if self.signed else "unsigned"
+        return self.bits, sign, self._code_name, self.block_size, self.codec.scale
 
     def for_field(self, name, is_second, is_orthogonalized=False):
         if is_orthogonalized:
@@ -131,9 +127,8 @@ class BlockQuantized(MomentFormat):
         is_unsigned = self.code in UNSIGNED
         if is_unsigned and is_second is False:
             raise ValueError(
-                f"block_quantized: code {self.code!r} is for second moments and "
-                f"cannot store {name!r}, which may be negative; omit code, or pass "
-                "moments as a mapping from fields to formats"
+                f"block_quantized: code {self.code!r} cannot store {name!r}, which may "
+                "be negative; omit code, or pass moments as a mapping from fields"
             )
         return dataclasses.replace(self, signed=not (is_second or is_unsigned))
 
@@ -197,16 +192,15 @@ def block_quantized(
     code: CodeName | None = None,
     block_size: int = TILE_SIZE,
     rounding: Rounding | None = None,
-    scale: typing.Literal["bfloat16", "power_of_two"] | None = None,
 ) -> MomentFormat:
     """Store moments in 8 or 4 bits, with one scale per block of 32 neighbours.
 
         x ~ s y(c)
 
     Each value x is stored as an integer c, its code, which represents the number y(c).
-    The scale s of a block is as small as possible while all values of the block are in
-    range. ``code`` chooses the function y. For 8 bits and positive values, it is one
-    of:
+    The scale s of a block is a bfloat16 number, for ``"log"`` a power of two. It is as
+    small as possible while all values of the block are in range. ``code`` chooses the
+    function y. For 8 bits and positive values, it is one of:
 
     - ``"linear"``: ``c / 127``. The steps are equal, so values far below the largest
       value of their block are lost.
@@ -255,9 +249,6 @@ def block_quantized(
         little, so with nearest rounding, a second moment does not even decay. If None,
         Muon's momentum, whose gradients exceed the code's steps, is rounded to nearest,
         and other moments are rounded stochastically.
-      scale: ``"bfloat16"``, or ``"power_of_two"``, which is up to twice as coarse, but
-        makes division exact. Both are stored in bfloat16. If None, ``"log"`` uses
-        powers of two, and other codes use bfloat16.
 
     Returns:
       A moment format. It needs ``bits/8 + 2/block_size`` bytes per value. Scalars and
@@ -287,17 +278,8 @@ def block_quantized(
     check_static_int("block_quantized", "block_size", block_size)
     if bits not in (4, 8):
         raise ValueError(f"block_quantized: bits must be 4 or 8, got {bits}")
-    if code is not None and code not in _CODES:
-        raise ValueError(
-            f"block_quantized: code must be None or one of {', '.join(_CODES)}, got "
-            f"{code!r}"
-        )
     check_block_size("block_quantized", block_size)
-    if rounding is not None:
-        check_rounding("block_quantized: rounding", rounding)
-    if scale is not None and scale not in _SCALES:
-        raise ValueError(
-            "block_quantized: scale must be None, 'bfloat16' or 'power_of_two', got "
-            f"{scale!r}"
-        )
-    return BlockQuantized(bits, block_size, code, rounding, scale)
+    check = functools.partial(check_choice, "block_quantized")
+    check("code", code, typing.Literal[CodeName, None])
+    check("rounding", rounding, typing.Literal[Rounding, None])
+    return BlockQuantized(bits, block_size, code, rounding)

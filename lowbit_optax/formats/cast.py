@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowbit_optax._arguments import check_choice
 from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics import rounding as rounding_
 from lowbit_optax._numerics.dtypes import dtype_of
-from lowbit_optax.formats.base import MomentFormat, Rounding, check_rounding
+from lowbit_optax.formats.base import MomentFormat, Rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,5 +89,5 @@ def cast(
             f"cast: dtype must be one of {names}, got {dtype}; to keep a moment in "
             'float32, pass "float32" instead of a format'
         )
-    check_rounding("cast: rounding", rounding)
+    check_choice("cast", "rounding", rounding, Rounding)
     return Cast(dtype, rounding)

@@ -8,6 +8,7 @@ Otherwise, the parameter of a NaN master could be a number.
 """
 
 import dataclasses
+import functools
 import math
 import re
 import typing
@@ -15,17 +16,12 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax._arguments import check_choice
+from lowbit_optax._arguments import check_choice, check_static_int
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics import rounding as rounding_
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM
-from lowbit_optax.formats.base import (
-    Rounding,
-    WeightFormat,
-    check_rounding,
-    rounding_words,
-)
+from lowbit_optax.formats.base import Rounding, WeightFormat, rounding_words
 from lowbit_optax.formats.plain import MasterCopyFormat
 from pallas_kernels.bitfields import pack, unpack
 from pallas_kernels.layout import VERSION, layout_of
@@ -139,26 +135,17 @@ class ExtraBits(WeightFormat):
     def residual(self, master, param, random):
         if not self.width:
             return None
-        sign, pattern = rounding_.pattern_of(
-            master,
-            param.dtype,
-            self._bits,
-            self.rounding,
-            self._of_residual(random, master.shape),
-        )
+        given = master, param.dtype, self._bits, self.rounding
+        of_residual = self._of_residual(random, master.shape)
+        sign, pattern = rounding_.pattern_of(*given, of_residual)
         fields = rounding_.residual_of(sign, pattern, param, self._bits, self.rounding)
         return self._stored(fields)
 
     def split(self, master, dtype, random):
         shape, rounding = master.shape, self.rounding if self._bits else "nearest"
-        param, fields = rounding_.split(
-            master,
-            dtype,
-            self._bits,
-            self.rounding,
-            rounding_words(rounding, random, shape, PARAM_STREAM),
-            self._of_residual(random, shape),
-        )
+        words = rounding_words(rounding, random, shape, PARAM_STREAM)
+        given = master, dtype, self._bits, self.rounding
+        param, fields = rounding_.split(*given, words, self._of_residual(random, shape))
         return param, None if fields is None else self._stored(fields)
 
     def _of_residual(self, random, shape) -> float_layouts.RoundingBits:
@@ -220,19 +207,15 @@ def extra_bits(
     >>> extra_bits().for_leaf((64, 64), jnp.dtype("float16"), min_size=4096).width
     13
     """
-    if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int)):
-        raise TypeError(
-            f"extra_bits: bits must be None or a static int, got {bits!r}; with "
-            "optax.inject_hyperparams, add it to static_args"
-        )
+    if bits is not None:
+        check_static_int("extra_bits", "bits", bits)
     if bits is not None and not 0 <= bits <= 21:
         raise ValueError(
             "extra_bits: bits must be from 0 to 16 for bfloat16, 13 for float16, 20 "
             f"for float8_e4m3fn or 21 for float8_e5m2, got {bits}"
         )
-    check_choice("extra_bits", "rounding", rounding, rounding_.Rounding)
-    check_choice(
-        "extra_bits", "residual_rounding", residual_rounding, rounding_.Rounding
-    )
-    check_rounding("extra_bits: sum_rounding", sum_rounding)
+    check = functools.partial(check_choice, "extra_bits")
+    check("rounding", rounding, rounding_.Rounding)
+    check("residual_rounding", residual_rounding, rounding_.Rounding)
+    check("sum_rounding", sum_rounding, Rounding)
     return ExtraBits(bits, rounding, residual_rounding, sum_rounding)

@@ -24,12 +24,7 @@ from lowbit_optax._numerics import rounding as rounding_
 from lowbit_optax._numerics.float_format import FloatFormat
 from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM, RandomBits
-from lowbit_optax.formats.base import (
-    Rounding,
-    WeightFormat,
-    check_rounding,
-    rounding_words,
-)
+from lowbit_optax.formats.base import Rounding, WeightFormat, rounding_words
 from lowbit_optax.formats.plain import Significand, rounded, significand_of, why_not
 
 Arithmetic = typing.Literal["float32", "param"]
@@ -178,9 +173,8 @@ class KahanFormat(WeightFormat):
     ) -> jax.Array:
         # If the parameter overflows, its error cannot be compensated.
         error = jnp.where(jnp.isfinite(error), error, jnp.float32(0))
-        words = rounding_words(
-            self.residual_rounding, random, error.shape, RESIDUAL_STREAM
-        )
+        rounding, shape = self.residual_rounding, error.shape
+        words = rounding_words(rounding, random, shape, RESIDUAL_STREAM)
         return rounded(self.significand, error, dtype, words)
 
 
@@ -220,10 +214,10 @@ def kahan(
     >>> kahan().residual_rounding
     'stochastic'
     """
-    check_rounding("kahan: rounding", rounding)
+    check_choice("kahan", "rounding", rounding, Rounding)
     check_choice("kahan", "arithmetic", arithmetic, Arithmetic)
     if residual_rounding is None:
         residual_rounding = "nearest" if arithmetic == "param" else "stochastic"
-    check_rounding("kahan: residual_rounding", residual_rounding)
+    check_choice("kahan", "residual_rounding", residual_rounding, Rounding)
     significand = significand_of("kahan", float_format)
     return KahanFormat(rounding, residual_rounding, arithmetic, significand)

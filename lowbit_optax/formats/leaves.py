@@ -18,9 +18,7 @@ from pallas_kernels import Operand, Result, fused_update, shards
 
 
 def join_leaf(
-    format_: WeightFormat,
-    param: jax.Array,
-    residual: jax.Array | None,
+    format_: WeightFormat, param: jax.Array, residual: jax.Array | None
 ) -> jax.Array:
     """Return the float32 master of a stored leaf.
 
@@ -51,10 +49,7 @@ def _joined(format_: WeightFormat, param, residual):
 
 
 def split_leaf(
-    format_: WeightFormat,
-    master: jax.Array,
-    dtype: jnp.dtype,
-    random: RandomBits,
+    format_: WeightFormat, master: jax.Array, dtype: jnp.dtype, random: RandomBits
 ) -> tuple[jax.Array, jax.Array | None]:
     """Split a float32 master into the parameter and residual that are stored.
 

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lowbit_optax._arguments import check_type
+from lowbit_optax._arguments import check_choice, check_type
 from lowbit_optax._numerics import float_layouts, rounding
 from lowbit_optax._numerics.chosen_neighbour import words_toward
 from lowbit_optax._numerics.float_format import FloatFormat
 from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM
-from lowbit_optax.formats.base import Rounding, WeightFormat, check_rounding
+from lowbit_optax.formats.base import Rounding, WeightFormat
 from pallas_kernels import operations
 
 _BFLOAT16_BITS = 7
@@ -89,9 +89,7 @@ def significand_of(name: str, float_format: typing.Any) -> Significand | None:
     """
     if float_format is None:
         return None
-    accepted = (
-        f"FloatFormat(8, m) with m from 1 to {_BFLOAT16_BITS}, and with any overflow"
-    )
+    accepted = f"FloatFormat(8, m) with m from 1 to {_BFLOAT16_BITS} and any overflow"
     check_type(f"{name}: float_format", float_format, FloatFormat, accepted)
     bits, overflow = float_format.mantissa_bits, float_format.overflow
     fits = 1 <= bits <= _BFLOAT16_BITS
@@ -302,11 +300,11 @@ def stochastic_rounding(
     >>> stochastic_rounding()
     StochasticRounding(sum_rounding='nearest', significand=None, error_feedback=None)
     """
-    check_rounding("stochastic_rounding: sum_rounding", sum_rounding)
+    name = "stochastic_rounding"
+    check_choice(name, "sum_rounding", sum_rounding, Rounding)
     accepted = "None or the name of a moment, such as 'mu'"
-    argument = "stochastic_rounding: error_feedback"
-    check_type(argument, error_feedback, str | None, accepted)
-    significand = significand_of("stochastic_rounding", float_format)
+    check_type(f"{name}: error_feedback", error_feedback, str | None, accepted)
+    significand = significand_of(name, float_format)
     return StochasticRounding(sum_rounding, significand, error_feedback)
 
 

@@ -126,9 +126,8 @@ class QuantizedTensor(QuantizedWeight):
                 return
         raise ValueError(
             f"QuantizedTensor: codes of shape {list(codes.shape)} and scales of shape "
-            f"{list(scales.shape)} do not match {self.bits}-bit codes along axis "
-            f"{self.axis} of length {self.length} in blocks of {self.block_size}. To "
-            "slice layers of a stack, pass stacked to quantize_params"
+            f"{list(scales.shape)} do not match {self.stored_as}, axis {self.axis} "
+            f"of length {self.length}; to slice layers, pass stacked to quantize_params"
         )
 
 

@@ -12,11 +12,12 @@ import typing
 
 import jax
 
+from lowbit_optax._arguments import check_choice
 from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.linear_code import QuantizedFields
 from lowbit_optax._numerics.random_bits import PARAM_STREAM
 from lowbit_optax.formats import quantized_tensor as tensors
-from lowbit_optax.formats.base import Rounding, WeightFormat, check_rounding
+from lowbit_optax.formats.base import Rounding, WeightFormat
 from lowbit_optax.formats.plain import Nearest
 
 
@@ -40,9 +41,8 @@ class QuantizedWeights(WeightFormat):
         if math.prod(shape) >= min_size:
             raise ValueError(
                 f"arrays with {min_size} or more elements must be quantised or "
-                f"float32, got {dtype}{list(shape)}; call "
-                "lowbit_optax.lpmm.quantize_params(params, bits=12) on the float32 "
-                "weights before tx.init"
+                f"float32, got {dtype}{list(shape)}; call lpmm.quantize_params on the "
+                "float32 weights before tx.init"
             )
         return Nearest()
 
@@ -93,5 +93,5 @@ def quantized_weights(*, rounding: Rounding = "stochastic") -> WeightFormat:
     >>> quantized_weights(rounding="nearest")
     QuantizedWeights(rounding='nearest')
     """
-    check_rounding("quantized_weights: rounding", rounding)
+    check_choice("quantized_weights", "rounding", rounding, Rounding)
     return QuantizedWeights(rounding)

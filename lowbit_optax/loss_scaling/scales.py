@@ -11,7 +11,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax._arguments import check_number
+from lowbit_optax._arguments import check_number, check_static_int
 
 LARGEST_SCALE = 2.0**126
 """The largest scale whose inverse is still a normal float32."""
@@ -138,14 +138,12 @@ def backoff_scale(
     >>> scaling.next(scale, state, jnp.float32(jnp.inf), jnp.bool_(False))[0]
     Array(4., dtype=float32)
     """
-    if isinstance(period, bool) or not isinstance(period, int) or period < 1:
-        raise ValueError(f"backoff_scale: period must be an int > 0, got {period!r}")
+    check_static_int("backoff_scale", "period", period, 1)
     if positive("factor", factor) <= 1:
         raise ValueError(f"backoff_scale: factor must be above 1, got {factor!r}")
     check_bounds(initial, smallest, largest)
-    return Backoff(
-        float(initial), float(factor), period, float(smallest), float(largest)
-    )
+    bounds = float(smallest), float(largest)
+    return Backoff(float(initial), float(factor), period, *bounds)
 
 
 def check_bounds(initial, smallest, largest) -> None:

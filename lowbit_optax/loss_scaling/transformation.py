@@ -176,12 +176,9 @@ class LossScaled(Stepper):
           inner_state: the state of the inner transformation after the step.
           sizes: the sizes of all gradients.
         """
-        scale, scaling_state = self.scaling.next(
-            jnp.asarray(state.scale, jnp.float32),  # users may set any real number
-            state.scaling_state,
-            sizes.largest,
-            sizes.finite,
-        )
+        old = jnp.asarray(state.scale, jnp.float32)  # users may set any real number
+        seen = state.scaling_state, sizes.largest, sizes.finite
+        scale, scaling_state = self.scaling.next(old, *seen)
         skipped = jnp.where(sizes.finite, state.skipped, state.skipped + 1)
         return LossScaleState(scale, scaling_state, skipped, inner_state)
 

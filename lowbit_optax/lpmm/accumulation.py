@@ -12,11 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from lowbit_optax import formats
-from lowbit_optax._arguments import (
-    check_static_int,
-    check_transformation,
-    check_type,
-)
+from lowbit_optax._arguments import check_static_int, check_transformation, check_type
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.blanks import blank
@@ -32,12 +28,7 @@ from lowbit_optax._step.parallel_trees import (
 )
 from lowbit_optax._step.param_shardings import leaf_shardings
 from lowbit_optax._step.seeds import seed_of
-from lowbit_optax._step.stepper import (
-    Stepper,
-    check_state,
-    stepper_of,
-    with_extra_args,
-)
+from lowbit_optax._step.stepper import Stepper, check_state, stepper_of, with_extra_args
 from lowbit_optax._step.wrapped import step_wrapped
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.lpmm.quantization import PAPER_BLOCK_SIZE
@@ -138,15 +129,8 @@ def accumulate_gradients(
     check_static_int("accumulate_gradients", "min_size", min_size, 0)
     accepted = "a moment format, such as lowbit_optax.block_quantized(8)"
     check_type("accumulate_gradients: format", format, MomentFormat, accepted)
-    try:
-        format = format.for_sums()
-    except ValueError as error:
-        raise ValueError(
-            "accumulate_gradients: format must have a code with negative values, "
-            f"because sums of gradients may be negative, got {format}"
-        ) from error
     check_transformation("accumulate_gradients", "inner", inner)
-    accumulators = Accumulators(format, min_size)
+    accumulators = Accumulators(format.for_sums(), min_size)
     return Accumulation(inner, every, accumulators, seed).transformation
 
 
@@ -179,9 +163,8 @@ class Accumulation(Stepper):
         next_mini_step = (state.mini_step + 1) % self.every  # keeps the dtype
         counts = jnp.asarray(optax.safe_increment(state.count)), next_mini_step
         count, mini_step = guard.chosen(counts, (state.count, state.mini_step))
-        return result, AccumulationState(
-            count, state.seed, mini_step, accumulators, inner_state
-        )
+        new = count, state.seed, mini_step, accumulators, inner_state
+        return result, AccumulationState(*new)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -317,29 +300,22 @@ class _Call:
     @functools.cached_property
     def _sums(self) -> Sums:
         """The accumulators before the step, and the gradients to add to them."""
-        names, leaves, treedef = self._named
+        names, params, treedef = self._named
         grads = trees.parts_of(names, treedef, self.grads, "grads")
         lowbit = stepper_of(self.config.inner)
         shardings: Sequence = [None] * len(names)
         if isinstance(lowbit, Lowbit):
             shardings = leaf_shardings(lowbit.param_shardings, self.params)
-        return Sums(
-            [
-                StoredLeaf(name, leaf, None, sharding=sharding).with_grad(grad)
-                for name, leaf, sharding, grad in zip(
-                    names, leaves, shardings, grads, strict=True
-                )
-            ],
-            self.state.seed,
-            self.state.count,
-            context.current().layer,
-            [
-                part if trees.is_inexact(leaf) else None
-                for leaf, part in zip(leaves, self._stored, strict=True)
-            ],
-            list(map(self.config.accumulators.of_sum, leaves)),
-            self.guard,
-        )
+        each = zip(names, params, shardings, grads, strict=True)
+        leaves = [
+            StoredLeaf(name, param, None, sharding=sharding).with_grad(grad)
+            for name, param, sharding, grad in each
+        ]
+        pairs = zip(params, self._stored, strict=True)
+        parts = [part if trees.is_inexact(param) else None for param, part in pairs]
+        formats = list(map(self.config.accumulators.of_sum, params))
+        drawn = self.state.seed, self.state.count, context.current().layer
+        return Sums(leaves, *drawn, parts, formats, self.guard)
 
     def _gradient(self, leaf: StoredLeaf, total):
         """Return a leaf's sum in the dtype that the inner transformation needs."""

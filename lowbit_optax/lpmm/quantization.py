@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax._arguments import check_static_int, check_type
+from lowbit_optax._arguments import check_choice, check_static_int, check_type
 from lowbit_optax._jaxprs.traced_once import traced_once
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import RandomBits, leaf_number, random_bits
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import trees
 from lowbit_optax._step.seeds import seed_of
-from lowbit_optax.formats.base import Rounding, check_rounding
+from lowbit_optax.formats.base import Rounding
 from lowbit_optax.formats.quantized_tensor import is_quantized, quantize
 from pallas_kernels.layout import check_block_size, layout_of
 
@@ -72,7 +72,7 @@ def quantize_params(
     check_static_int("quantize_params", "bits", bits, 4, 16)
     check_static_int("quantize_params", "block_size", block_size, 1)
     check_block_size("quantize_params", block_size)
-    check_rounding("quantize_params: rounding", rounding)
+    check_choice("quantize_params", "rounding", rounding, Rounding)
     check_static_int("quantize_params", "min_size", min_size, 0)
     check_static_int("quantize_params", "seed", seed, 0, 2**32 - 1)
     accepted = "a function path -> bool, or None"
@@ -86,10 +86,8 @@ def quantize_params(
     def convert(name: str, leaf, random: RandomBits | None):
         trees.check_plain("quantize_params", name, leaf)
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            raise TypeError(
-                f"quantize_params: params{name} must have a real dtype, got "
-                f"{leaf.dtype}"
-            )
+            where = f"quantize_params: params{name}"
+            raise TypeError(f"{where} must have a real dtype, got {leaf.dtype}")
         if not trees.is_float(leaf):
             return leaf
         x = to_float32(jnp.asarray(leaf))

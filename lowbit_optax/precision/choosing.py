@@ -181,9 +181,8 @@ def promote(
     expected = (len(assignment.plan.tensors),)
     if jnp.shape(overflow) != expected:
         raise ValueError(
-            f"promote: overflow must have one element for each of the {expected[0]} "
-            f"tensors, got shape {list(jnp.shape(overflow))}; pass the overflow that "
-            "the function from apply returns"
+            "promote: overflow must come from apply, with one element for each of the "
+            f"{expected[0]} tensors, got shape {list(jnp.shape(overflow))}"
         )
     low = assignment.low & ~(overflow > jnp.float32(threshold))
     low_backward = jnp.asarray(assignment.low_backward)

@@ -96,7 +96,7 @@ def products(
         nodes = _pairs(*call.inputs, *call.outputs)
         number = found.numbers.get(call.outputs[0])
         tensor = None if number is None else found.tensors[number]
-        repeats = 1 if tensor is None else tensor.repeats
+        name, repeats = ("", 1) if tensor is None else (tensor.name, tensor.repeats)
         lhs, rhs = found.operands[call]
         for gives, pair in _pairs(*formats).items():
             sources = [found.tensors[n] for n in (lhs if gives == "lhs" else rhs)]
@@ -105,16 +105,10 @@ def products(
             x, y = nodes[gives]
             native = product_dtypes(*pair)
             dtypes = native or (x.aval.dtype, y.aval.dtype)
-            listed.append(
-                Product(
-                    "" if tensor is None else tensor.name,
-                    gives,
-                    (np.dtype(dtypes[0]).name, np.dtype(dtypes[1]).name),
-                    native is not None,
-                    _flop(call) * repeats,
-                    (x.aval.size * repeats, y.aval.size * repeats),
-                )
-            )
+            names = np.dtype(dtypes[0]).name, np.dtype(dtypes[1]).name
+            sizes = x.aval.size * repeats, y.aval.size * repeats
+            flop = _flop(call) * repeats
+            listed.append(Product(name, gives, names, native is not None, flop, sizes))
     return listed
 
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import primitives
 
-from lowbit_optax._arguments import check_choice
+from lowbit_optax._arguments import check_choice, check_type
 from lowbit_optax._jaxprs.graph import Call, Node, as_closed_jaxpr, run, value_of
 from lowbit_optax._jaxprs.program import LossProgram, ScanCall, Segment
 from lowbit_optax._numerics.float_format import FloatFormat
@@ -100,11 +100,8 @@ def apply(
     >>> print(precision.promote(assignment, overflow).low)
     [ True False  True]
     """
-    if not isinstance(assignment, Assignment):
-        raise TypeError(
-            "apply: assignment must be an Assignment, from demote, uniform or "
-            f"operator_based, got a {type(assignment).__name__}"
-        )
+    accepted = "an Assignment, from demote, uniform or operator_based"
+    check_type("apply: assignment", assignment, Assignment, accepted)
     check_choice("apply", "products", products, Products)
     is_native = products == "native"
     if (stored or is_native) and isinstance(assignment.low, Tracer):
@@ -302,12 +299,9 @@ class _Evaluation(typing.NamedTuple):
             return (carry, patterns_of(carry)), (outputs[call.carry :], shares)
 
         iterations = jnp.arange(length, dtype=jnp.uint32)
-        (carry, _), (ys, shares) = lax.scan(
-            keeping_patterns(iterate, prevent_cse=False) if is_stored else iterate,
-            (carry, patterns_of(carry)),
-            (iterations, xs),
-            **call.options,
-        )
+        step = keeping_patterns(iterate, prevent_cse=False) if is_stored else iterate
+        start, xs = (carry, patterns_of(carry)), (iterations, xs)
+        (carry, _), (ys, shares) = lax.scan(step, start, xs, **call.options)
         return [*carry, *ys], {n: jnp.sum(x, axis=0) for n, x in shares.items()}
 
     def _carried_formats(

@@ -365,15 +365,8 @@ def _records(values: Iterable[Value]) -> list[Tensor]:
     for value in values:
         earlier = counts[value.name]
         counts[value.name] += 1
-        tensors.append(
-            Tensor(
-                f"{value.name} ({earlier})" if earlier else value.name,
-                value.kind,
-                tuple(value.aval.shape),
-                value.repeats,
-                value.group or 0,
-                value.made_by,
-                tuple(value.read_by),
-            )
-        )
+        name = f"{value.name} ({earlier})" if earlier else value.name
+        places = value.group or 0, value.made_by, tuple(value.read_by)
+        shape = tuple(value.aval.shape)
+        tensors.append(Tensor(name, value.kind, shape, value.repeats, *places))
     return tensors

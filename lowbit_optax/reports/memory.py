@@ -284,14 +284,8 @@ def memory_report(
         steps_directly = is_direct(tx, params, state, {})
     except ChangedUpdateError as error:
         changed = error.names
-    return MemoryReport(
-        tuple(rows),
-        total,
-        steps_directly,
-        changed,
-        gradients=sum(whole for whole, _ in sizes),
-        released_gradients=released(one for _, one in sizes),
-    )
+    gradients = sum(whole for whole, _ in sizes), released(one for _, one in sizes)
+    return MemoryReport(tuple(rows), total, steps_directly, changed, *gradients)
 
 
 def gradient_bytes(
@@ -340,14 +334,10 @@ def _row(name: str, param, parts: list[StateLeaf]) -> LeafMemory:
         float32_master += 4 * size if is_whole else _nbytes(part.leaf)
         if is_whole and not is_sum:
             moment_dtypes.append((part.moment_field, part.leaf.dtype.name))
+    held |= {"params": stored, "float32_master": float32_master}
+    dtypes = tuple(moment_dtypes)
     return LeafMemory(
-        name,
-        tuple(param.shape),
-        dtype_name,
-        params=stored,
-        float32_master=float32_master,
-        moment_dtypes=tuple(moment_dtypes),
-        **held,
+        name, tuple(param.shape), dtype_name, **held, moment_dtypes=dtypes
     )
 
 

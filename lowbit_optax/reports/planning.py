@@ -10,7 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lowbit_optax._arguments import brief, check_number
+from lowbit_optax._arguments import (
+    check_number,
+    check_static_int,
+    check_transformation,
+    check_type,
+)
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._step.engine import InexactWeightsError
 from lowbit_optax._step.kept_float32 import (
@@ -21,7 +26,7 @@ from lowbit_optax._step.kept_float32 import (
 from lowbit_optax._step.moment_slots import Moments, NoSuchMomentError
 from lowbit_optax._step.stepper import with_extra_args
 from lowbit_optax._tables import Table, Tabular
-from lowbit_optax._types import PyTree, Transformation
+from lowbit_optax._types import PyTree
 from lowbit_optax.aliases.adamw import sr_adamw
 from lowbit_optax.aliases.factored import factored_adamw
 from lowbit_optax.formats import (
@@ -251,13 +256,17 @@ def plan(
     >>> params["w"].dtype
     dtype(bfloat16)
     """
-    _check_numbers(device_bytes, other_bytes, devices)
-    _check_optimizer(optimizer)
-    dtype = float_dtype("plan: dtype", dtype)
+    _check_bytes("device_bytes", device_bytes, 2**20)
+    _check_bytes("other_bytes", other_bytes, 0)
+    check_static_int("plan", "devices", devices, 1)
+    accepted = "a function of the learning rate, such as optax.adamw"
+    check_type("plan: optimizer", optimizer, Callable, accepted)
+    result = "the result of optimizer, a function of the learning rate,"
+    check_transformation("plan", result, optimizer(_ANY_RATE))
+    what = "plan: dtype"
+    dtype = float_dtype(what, dtype)
     # This also checks the parameters, with errors that name the leaf.
-    shapes_in = lambda dtype: narrowed_shapes(
-        "plan: dtype", params, dtype, keep_float32
-    )
+    shapes_in = lambda dtype: narrowed_shapes(what, params, dtype, keep_float32)
     narrow, wide = shapes_in(dtype), shapes_in(jnp.float32)
     rows = []
     for choice in _CHOICES:
@@ -275,18 +284,9 @@ def plan(
                 )
             except (NoSuchMomentError, InexactWeightsError):
                 continue
-            row = PlannedFormats(
-                choice.name,
-                report,
-                params=shapes,
-                dtype=dtype,
-                devices=devices,
-                other_bytes=int(other_bytes),
-                device_bytes=int(device_bytes),
-                make=make,
-                init=functools.partial(_started, choice, dtype, keep_float32),
-            )
-            rows.append(row)
+            init = functools.partial(_started, choice, dtype, keep_float32)
+            given = shapes, dtype, devices, int(other_bytes), int(device_bytes)
+            rows.append(PlannedFormats(choice.name, report, *given, make, init))
             break
     return Plan(tuple(rows))
 
@@ -300,13 +300,7 @@ def _transformation(optimizer, choice: _Formats, moments: Moments, learning_rate
     return lowbit(inner, weights=choice.weights, moments=moments)
 
 
-def _started(
-    choice: _Formats,
-    dtype: np.dtype,
-    keep_float32: KeepFloat32,
-    tx: Transformation,
-    weights: PyTree,
-):
+def _started(choice: _Formats, dtype, keep_float32: KeepFloat32, tx, weights):
     """Return parameters and state that start from float32 weights."""
     if choice.bits is not None:
         weights = quantize_params(weights, bits=choice.bits)
@@ -335,23 +329,6 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.2f}"
 
 
-def _check_numbers(device_bytes, other_bytes, devices) -> None:
-    for name, value, least in (
-        ("device_bytes", device_bytes, 2**20),
-        ("other_bytes", other_bytes, 0),
-    ):
-        accepted = f"a number of bytes, at least {least}, such as 80e9"
-        is_accepted = lambda x, least=least: least <= x < float("inf")
-        check_number("plan", name, value, is_accepted, accepted)
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise ValueError(f"plan: devices must be a positive int, got {devices!r}")
-
-
-def _check_optimizer(optimizer) -> None:
-    made = optimizer(_ANY_RATE) if callable(optimizer) else None
-    if not hasattr(made, "init") or not hasattr(made, "update"):
-        raise TypeError(
-            "plan: optimizer must be a function of the learning rate that returns an "
-            "optax transformation, such as optax.adamw or lambda rate: optax.sgd(rate, "
-            f"0.9), got {brief(optimizer)}"
-        )
+def _check_bytes(name: str, value, least: int) -> None:
+    accepted = f"a number of bytes, at least {least}, such as 80e9"
+    check_number("plan", name, value, lambda x: least <= x < float("inf"), accepted)

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 import jax
 
 from lowbit_optax._step import trees
+from lowbit_optax._tables import some
 from lowbit_optax._types import PyTree, Transformation
 from lowbit_optax.states.decoded import Recorded, recorded_nodes
 from pallas_kernels.layout import VERSION
-
-_SHOWN = 3
 
 
 def storage_formats(tx: Transformation, params: PyTree) -> dict[str, str]:
@@ -87,12 +86,10 @@ def check_storage_formats(
     ]
     if not differ:
         return
-    more = len(differ) - _SHOWN
-    shown = "; ".join(differ[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
     raise ValueError(
         "check_storage_formats: the checkpoint and this run must store the same "
-        f"formats: {shown}. Restore with the transformation of the checkpoint, and "
-        "then call lowbit_optax.convert"
+        f"formats: {some(differ)}. Restore with the transformation of the checkpoint, "
+        "and then call lowbit_optax.convert"
     )
 
 

@@ -19,7 +19,7 @@ from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import DrawsToNearest, ToNearest
 from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.kept_float32 import KeepFloat32, is_bias_or_norm
+from lowbit_optax._step.kept_float32 import is_bias_or_norm
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.state import LowbitState
@@ -47,7 +47,6 @@ def convert(
     to_tx: Transformation,
     *,
     dtype: typing.Any = None,
-    keep_float32: KeepFloat32 = is_bias_or_norm,
 ) -> tuple[Params, OptState]:
     """Convert a run to other formats for weights and moments, or to plain optax.
 
@@ -96,10 +95,11 @@ def convert(
       state: state of ``from_tx`` for these parameters.
       from_tx: the transformation that made ``state``.
       to_tx: the transformation that continues the run.
-      dtype, keep_float32: select the new dtypes, as in :func:`from_master`. A tree
-        ``dtype`` may also contain arrays and shapes, for their dtypes, and quantised
-        weights (``jax.eval_shape`` of :func:`quantize_params` or :func:`block_scale`),
-        for weights of this kind. If ``dtype`` is None, float32 matrices that ``to_tx``
+      dtype: selects the new dtypes, as in :func:`from_master`. One dtype does not apply
+        to biases and normalisations; a tree of dtypes selects the dtype of each leaf.
+        It may also contain arrays and shapes, for their dtypes, and quantised weights
+        (``jax.eval_shape`` of :func:`quantize_params` or :func:`block_scale`), for
+        weights of this kind. If ``dtype`` is None, float32 matrices that ``to_tx``
         stores in a weight format and ``from_tx`` does not become bfloat16, as in
         :func:`from_master`; weights in a format of ``from_tx`` become float32 if
         ``to_tx`` has no format for them; and other parameters keep their dtypes.
@@ -126,7 +126,7 @@ def convert(
     check_transformation("convert", "from_tx", from_tx)
     check_transformation("convert", "to_tx", to_tx)
     source = decoded_run(from_tx, params, state)
-    shapes = _new_shapes(source, params, to_tx, dtype, keep_float32)
+    shapes = _new_shapes(source, params, to_tx, dtype)
     names, leaves, treedef = trees.named_leaves(shapes)
     by_name = dict(zip(names, leaves, strict=True))
     nodes, around = recorded_nodes(to_tx, shapes)
@@ -136,15 +136,12 @@ def convert(
         if isinstance(node, Recorded):
             stored = node.leaves("to_tx", by_name)
             if node.config.warn:
-                warn_of_wide_params(
-                    node.config.weights, node.names, [leaf.param for leaf in stored]
-                )
+                new_params = [leaf.param for leaf in stored]
+                warn_of_wide_params(node.config.weights, node.names, new_params)
             plans[i] = node.plan(stored)
             node.config.check_start(stored, plans[i].expected)
             formats |= {leaf.name: leaf.format for leaf in stored}
-    wanted = [
-        plans[i].expected if i in plans else node for i, (_, node) in enumerate(nodes)
-    ]
+    wanted = [plans[i].expected if i in plans else x for i, (_, x) in enumerate(nodes)]
     pairs = {
         name: _pair(source, name, leaf, formats.get(name))
         for name, leaf in by_name.items()
@@ -255,52 +252,28 @@ def _initial(to_tx: Transformation, shapes, numbers: list[int]) -> list[Part]:
         return [Part(x, x) for x in init()]
 
 
-def _new_shapes(source: DecodedRun, params, to_tx, dtype, keep_float32: KeepFloat32):
-    """Return a tree of the shapes and dtypes of the new parameters."""
+def _new_shapes(source: DecodedRun, params, to_tx, dtype):
+    """Return the shapes and dtypes of the new parameters."""
     names, leaves, treedef = trees.named_leaves(params)
-    given = "convert: dtype", params, dtype, keep_float32
-    dtypes = dtypes_under(to_tx, *given, stored=source.leaves)
-    kinds = trees.leaves_of_prefix("convert: dtype", dtypes, params)
-    if dtype is not None:
-        return treedef.unflatten(map(_shape, names, leaves, kinds))
-    logical = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    nodes, _ = recorded_nodes(to_tx, treedef.unflatten(logical))
-    low = {x for _, node in nodes if isinstance(node, Recorded) for x in node.names}
-    # Plain optax would train these weights without their low bits.
-    widened = {
-        name
-        for name, leaf in source.leaves.items()
-        if leaf.format is not None and name not in low
-    }
-    return treedef.unflatten(
-        jax.ShapeDtypeStruct(leaf.shape, jnp.float32 if name in widened else kind)
-        if name in widened or kind != leaf.dtype
-        else trees.abstract(leaf)
-        for name, leaf, kind in zip(names, leaves, kinds, strict=True)
-    )
+    what = "convert: dtype"
+    dtypes = dtypes_under(to_tx, what, params, dtype, is_bias_or_norm, source.leaves)
+    kinds = trees.leaves_of_prefix(what, dtypes, params)
+    return treedef.unflatten(map(_shape, names, leaves, kinds))
 
 
 def _shape(name: str, leaf, kind):
-    """Return the shape of a new leaf, for a dtype, an array or a quantised weight."""
+    """Return the abstract parameter that ``kind`` selects; see :func:`convert`."""
     if not trees.is_float(leaf):
         return trees.abstract(leaf)
+    what = f"convert: dtype for params{name}"
     is_array = hasattr(kind, "shape") and not isinstance(kind, np.dtype | type)
     if is_array and tuple(kind.shape) != tuple(leaf.shape):
         raise ValueError(
-            f"convert: dtype for params{name} must have shape {list(leaf.shape)}, got "
-            f"{list(kind.shape)}"
+            f"{what} must have shape {list(leaf.shape)}, got {list(kind.shape)}"
         )
     if trees.is_quantized(kind):
-        quantized: typing.Any = kind
         with trees.naming(name):
-            quantized.check()
+            kind.check()
         return trees.abstract(kind)
-    try:
-        given = getattr(kind, "dtype", None) if is_array else kind
-        dtype = float_dtype("convert: dtype", given)
-    except TypeError as error:
-        raise TypeError(
-            f"convert: dtype for params{name} must be a floating-point dtype such as "
-            f"bfloat16, an array or a quantised weight, got {kind!r}"
-        ) from error
-    return jax.ShapeDtypeStruct(leaf.shape, dtype)
+    kind = getattr(kind, "dtype", None) if is_array else kind
+    return trees.abstract(jax.ShapeDtypeStruct(leaf.shape, float_dtype(what, kind)))

@@ -78,9 +78,8 @@ def _check_has(what: str, device, kind: str) -> None:
     if kind not in kinds:
         raise ValueError(
             f"{what} cannot be in {kind!r} memory, because {device} supports "
-            f"{', '.join(map(repr, sorted(kinds))) or 'no kinds of memory'}; use "
-            "another backend, or keep the state on the device (with release, pass "
-            "state_memory='device')"
+            f"{', '.join(map(repr, sorted(kinds))) or 'no kinds of memory'}; keep the "
+            "state on the device (with release, pass state_memory='device')"
         )
 
 

@@ -1,13 +1,13 @@
 """Place the optimizer state in host memory, except for counts and other scalars."""
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from lowbit_optax._arguments import check_transformation
 from lowbit_optax._step import trees
 from lowbit_optax._types import PyTree, Transformation
 from lowbit_optax.states.host_memory import devices_of, with_memory_kind
-from lowbit_optax.states.sharding import Uneven, known_shardings, state_shardings
+from lowbit_optax.states.sharding import known_shardings, state_shardings
 from lowbit_optax.states.state_leaves import (
     StateLeaf,
     is_scalar_of_the_state,
@@ -15,14 +15,7 @@ from lowbit_optax.states.state_leaves import (
 )
 
 
-def host_shardings(
-    tx: Transformation,
-    params: PyTree,
-    shardings: PyTree = None,
-    *,
-    mesh: Mesh | AbstractMesh | None = None,
-    uneven: Uneven = "error",
-):
+def host_shardings(tx: Transformation, params: PyTree, shardings: PyTree = None):
     """Return shardings that place the state of parameters in host memory.
 
     The moments, residuals, packed words and scales of parameters are in ``pinned_host``
@@ -39,9 +32,9 @@ def host_shardings(
     Args:
       tx: an optax transformation.
       params: tree of arrays or ShapeDtypeStructs. A QuantizedTensor is one leaf.
-      shardings, mesh, uneven: see :func:`lowbit_optax.state_shardings`. If neither
-        shardings nor a mesh is known, the state is on the device of the parameters, or
-        on the first device for ShapeDtypeStructs.
+      shardings: see :func:`lowbit_optax.state_shardings`. If neither shardings nor a
+        mesh is known, the state is on the device of the parameters, or on the first
+        device for ShapeDtypeStructs.
 
     Returns:
       A tree of shardings like ``tx.init(params)``.
@@ -63,9 +56,9 @@ def host_shardings(
     shapes = {name: tuple(x.shape) for name, x in trees.by_path(params).items()}
     state = jax.eval_shape(tx.init, trees.abstract(params))
     devices = _devices(params)
-    is_sharded = shardings is not None or mesh is not None or len(devices) > 1
+    is_sharded = shardings is not None or len(devices) > 1
     if is_sharded or not jax.sharding.get_mesh().empty or known_shardings(tx, params):
-        placed = state_shardings(tx, params, shardings, mesh=mesh, uneven=uneven)
+        placed = state_shardings(tx, params, shardings)
     else:
         one = SingleDeviceSharding(next(iter(devices), jax.devices()[0]))
         placed = jax.tree.map(lambda _: one, state)

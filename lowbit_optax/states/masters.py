@@ -2,7 +2,6 @@
 
 import itertools
 import typing
-from collections.abc import Container
 
 import jax
 import jax.numpy as jnp
@@ -214,9 +213,7 @@ def with_master(
     return tx._replace(init=init)
 
 
-def dtypes_under(
-    tx, what: str, params, dtype, keep_float32: KeepFloat32, stored: Container[str] = ()
-):
+def dtypes_under(tx, what: str, params, dtype, keep_float32: KeepFloat32, stored=None):
     """Return the dtypes of parameters under a transformation, or of a prefix of them.
 
     Args:
@@ -224,9 +221,10 @@ def dtypes_under(
       what: the name of ``dtype``, for errors.
       params: tree of arrays or ShapeDtypeStructs.
       dtype: the new dtype, a tree of dtypes, or None: float32 leaves become bfloat16
-        when a weight format starts to store them, and other leaves keep their dtype.
+        when a weight format starts to store them, weights in a format become float32
+        when ``tx`` has none for them, and other leaves keep their dtype.
       keep_float32: see :data:`KeepFloat32`.
-      stored: paths of leaves that a weight format stores already.
+      stored: a dict from the paths of leaves that were stored before to StoredLeaf.
     """
     if dtype is not None:
         return dtypes_of(what, params, dtype, keep_float32)
@@ -235,15 +233,22 @@ def dtypes_under(
     logical = treedef.unflatten(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     nodes = [x for _, x in recorded_nodes(tx, logical)[0] if isinstance(x, Recorded)]
     configs = {name: x.config for x in nodes for name in x.names}
+    stored = stored or {}
 
     def choose(name: str, leaf, dtype):
-        config = configs.get(name)
-        if config is None or name in stored or is_narrow(leaf.dtype):
-            return leaf.dtype
+        config, kept = (
+            configs.get(name),
+            leaf if trees.is_quantized(leaf) else leaf.dtype,
+        )
+        if config is None:
+            # Plain optax would train these weights without their low bits.
+            return jnp.float32 if name in stored and stored[name].format else kept
         # With this format, small leaves would lose updates in bfloat16, and large
         # leaves raise an error.
         is_quantized = isinstance(config.weights, QuantizedWeights)
-        return leaf.dtype if is_quantized and leaf.size < config.min_size else dtype
+        is_kept = name in stored or leaf.dtype == dtype or is_narrow(leaf.dtype)
+        is_kept = is_kept or (is_quantized and leaf.size < config.min_size)
+        return kept if is_kept else dtype
 
     dtypes = treedef.flatten_up_to(dtypes)
     return treedef.unflatten(map(choose, names, leaves, dtypes))
@@ -278,9 +283,8 @@ def _formats(tx, names, leaves, treedef, rounded) -> dict[str, WeightFormat]:
     if rounded and not nodes:
         raise ValueError(
             "from_master: tx must be a transformation of this package, such as "
-            "lowbit_optax.lowbit(optax.adamw(1e-3)), because other transformations "
-            f"would lose the bits that the dtype of params{next(iter(rounded))} "
-            "removes. Leave out dtype to train float32 weights with plain optax"
+            "lowbit(optax.adamw(1e-3)), because others would lose the bits that the "
+            f"dtype of params{next(iter(rounded))} removes; or leave out dtype"
         )
     by_name = dict(zip(names, leaves, strict=True))
     formats = {}
@@ -352,8 +356,7 @@ def _residuals(
     if narrow and not kept:
         raise ValueError(
             "master_weights: state must contain a LowbitState with the low bits of "
-            f"params{narrow[0]}, {trees.describe(params[narrow[0]])}; pass the state "
-            "of a transformation of lowbit_optax"
+            f"params{narrow[0]}, {trees.describe(params[narrow[0]])}"
         )
     names_of = lambda x: filter(params.__contains__, trees.named_leaves(x.tree)[0])
     named = [(path, names_of(x)) for path, x in kept]
@@ -366,14 +369,11 @@ def _residuals(
             if name not in params:
                 raise ValueError(
                     "master_weights: params and state must have the same paths, but "
-                    f"the state has a residual of params{name}, and the first "
-                    f"parameter is params{next(iter(params), '')}. Pass the parameters "
-                    "that you passed to tx.init; for an nnx model, nnx.state(model, "
-                    "nnx.Param) and optimizer.opt_state, or nnx.as_pure of both"
+                    f"only the state has params{name}; pass the tree that you passed "
+                    "to tx.init, such as nnx.state(model, nnx.Param) of an nnx model"
                 )
             param = params[name]
-            is_block_scaled = isinstance(param, BlockScaledTensor)
-            is_held = is_block_scaled or trees.is_narrow_array(param)
+            is_held = trees.is_narrow_array(param) or type(param) is BlockScaledTensor
             format_ = format_named(own.name, param, residual) if is_held else None
             want = format_ and jax.eval_shape(format_.init, trees.abstract(param))
             if format_ is None or trees.describe(residual) != trees.describe(want):

@@ -121,8 +121,7 @@ def state_shardings(
                 f"not divide into the {shards} shards of params{part.owner}, of shape "
                 f"{list(shape)} ({sharding.spec}). {advice(part.owner, axis, shards)}; "
                 "or pass uneven='other_axis', which shards the state along another "
-                "axis, or, for a small leaf, 'replicate', which does not split this "
-                "array along the axis and gathers it in each step"
+                "axis, or 'replicate', which gathers this array in each step"
             )
         return _whole_along(does_not_divide, sharding)
 

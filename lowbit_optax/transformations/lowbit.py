@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import optax
 
-from lowbit_optax._arguments import check_static_int, check_transformation
+from lowbit_optax._arguments import check_static_int, check_transformation, check_type
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.moment_slots import MomentChoice, Moments
 from lowbit_optax._step.param_shardings import ParamShardings
@@ -120,38 +120,21 @@ def lowbit(
     >>> optax.apply_updates(params, updates)["w"].dtype
     dtype(bfloat16)
     """
-    _check_inner(inner)
-    weights = extra_bits(8) if weights is None else weights
-    if not isinstance(weights, WeightFormat):
+    check_transformation("lowbit", "inner", inner)
+    if isinstance(stepper_of(inner), Lowbit):
         raise TypeError(
-            "lowbit: weights must be a weight format, such as lowbit_optax.kahan() or "
-            f"lowbit_optax.extra_bits(8), got {weights!r}"
+            "lowbit: inner is already a transformation of this package, such as "
+            "kahan_adamw; use it alone, or pass one of optax, such as optax.adamw(1e-3)"
         )
+    weights = extra_bits(8) if weights is None else weights
+    accepted = "a weight format, such as lowbit_optax.kahan()"
+    check_type("lowbit: weights", weights, WeightFormat, accepted)
     check_implementation("lowbit", implementation)
     seed = 0 if seed is None else seed
     min_size = 4096 if min_size is None else min_size
     check_static_int("lowbit", "seed", seed, 0, 2**32 - 1)
     check_static_int("lowbit", "min_size", min_size, 0)
     choice = MomentChoice.of(moments)
-    return Lowbit(
-        inner,
-        weights,
-        choice,
-        seed,
-        min_size,
-        implementation,
-        param_shardings,
-        warn is None or warn,
-        bool(match_grad_dtype),
-    ).transformation
-
-
-def _check_inner(inner) -> None:
-    """Raise an error unless ``inner`` is a transformation outside of this package."""
-    check_transformation("lowbit", "inner", inner)
-    if isinstance(stepper_of(inner), Lowbit):
-        raise TypeError(
-            "lowbit: inner is already a transformation of this package, such as "
-            "kahan_adamw; use it alone, or pass an optax transformation such as "
-            "optax.adamw(1e-3)"
-        )
+    warn = warn is None or warn
+    given = implementation, param_shardings, warn, bool(match_grad_dtype)
+    return Lowbit(inner, weights, choice, seed, min_size, *given).transformation

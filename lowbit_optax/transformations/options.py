@@ -58,9 +58,7 @@ def takes_options(function: _Function) -> _Function:
             if name not in names:
                 raise TypeError(
                     f"{function.__name__}: arguments must be among {', '.join(names)}, "
-                    f"got {name}. For other formats, use lowbit, as in "
-                    "lowbit_optax.lowbit(optax.adamw(1e-3), weights=lowbit_optax.kahan("
-                    "))"
+                    f"got {name}. For other formats, use lowbit_optax.lowbit"
                 )
             is_array = isinstance(value, jax.Array) and name in static
             # A mask that is called with a count, as a schedule is, returns a bool.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lowbit_optax._arguments import check_type
 from lowbit_optax._step import trees
 
 
@@ -51,17 +52,13 @@ def regularize(
     >>> print(1 - lowbit_optax.master_weights(w, state)[0, 0] == 2.0**-20)
     True
     """
-    if not callable(penalty):
-        raise TypeError(
-            f"regularize: penalty must be a function of the parameters, got {penalty!r}"
-        )
+    accepted = "a function of the parameters"
+    check_type("regularize: penalty", penalty, Callable, accepted)
 
     def update(updates, state, params=None, **extra_args):
         del extra_args
         if params is None:
-            raise ValueError(
-                "regularize: update needs params; call tx.update(grads, state, params)"
-            )
+            raise ValueError("regularize: update needs params as its third argument")
         return _added(updates, _gradients(penalty, params)), state
 
     init = lambda params: optax.EmptyState()

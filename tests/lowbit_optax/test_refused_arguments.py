@@ -105,7 +105,6 @@ block_quantized(code='log2')  # code  'log2'  None
 block_quantized(block_size=48)  # block_size  48
 block_quantized(block_size='32')  # block_size  '32'
 block_quantized(rounding='up')  # rounding  'up'
-block_quantized(scale='float16')  # scale  'float16'  None
 block_quantized(6)  # bits  4  8  6
 register_moments(3)  # state_class  3
 register_moments(int)  # state_class  'int'  NamedTuple

@@ -155,7 +155,6 @@ def test_a_checkpoint_of_other_weights_is_an_error_before_it_is_used(
 EIGHT = block_quantized(8)
 OTHER_MOMENTS = {
     "code": (EIGHT, {"mu": EIGHT, "nu": block_quantized(8, code="log")}),
-    "scale": (EIGHT, block_quantized(8, scale="power_of_two")),
     # In this shape, blocks of 32 and 64 values have equally many scales.
     "block size": (EIGHT, block_quantized(8, block_size=64)),
 }

@@ -81,7 +81,7 @@ def _converted():
 
     def to_all(params, state):
         return {
-            name: convert(params, state, FLOAT32, tx, dtype=dtypes, keep_float32=None)
+            name: convert(params, state, FLOAT32, tx, dtype=dtypes)
             for name, (tx, dtypes, *_) in FORMATS.items()
         }
 
@@ -114,7 +114,7 @@ def test_every_pair_of_formats_loses_what_the_two_cannot_hold_and_no_more():
         return {
             (first, second): convert(
                 *runs[first], FORMATS[first][0], FORMATS[second][0],
-                dtype=FORMATS[second][1], keep_float32=None,
+                dtype=FORMATS[second][1],
             )
             for first in FORMATS
             for second in FORMATS
@@ -170,7 +170,7 @@ def test_weights_come_back_from_float32_bit_for_bit():
         for name in few_bits:
             tx, dtypes = FORMATS[name][:2]
             wide = convert(*runs[name], tx, FLOAT32)
-            back[name] = convert(*wide, FLOAT32, tx, dtype=dtypes, keep_float32=None)
+            back[name] = convert(*wide, FLOAT32, tx, dtype=dtypes)
             masters[name] = wide[0], convert(*back[name], tx, FLOAT32)[0]
         return back, masters
 
@@ -205,7 +205,7 @@ def test_a_moment_keeps_its_codes_where_the_other_gets_fewer_bits():
     params, state = train(old, params, state, gradient_series(params, 3))
     wide = convert(params, state, old, inner)
     _, got = convert(params, state, old, new)
-    _, want = convert(*wide, inner, new, dtype=BF16, keep_float32=None)
+    _, want = convert(*wide, inner, new, dtype=BF16)
     assert_same_bits(got.inner_state[0].mu, state.inner_state[0].mu)
     assert_same_bits(got.inner_state, want.inner_state)
 
@@ -237,7 +237,7 @@ def test_wrappers_keep_their_state(wrap):
         )
         there = convert(params, state, from_tx, to_tx)
         wide = convert(params, state, from_tx, plain)
-        back = convert(*wide, plain, from_tx, dtype=BF16, keep_float32=None)
+        back = convert(*wide, plain, from_tx, dtype=params)
         ahead = lowbit_optax.step(to_tx, *there, gradient_series(params, 1)[0])
         return (params, state), there, wide, back, ahead
 
@@ -417,7 +417,7 @@ def test_a_run_with_integers_and_booleans_continues_after_a_step(optimizer):
         step = lambda run, tx: lowbit_optax.step(tx, *run, grads)
         runs = [step((params, low.init(params)), low)]
         for from_tx, to_tx in itertools.pairwise([low, kahans, plain, low]):
-            run = convert(*runs[-1], from_tx, to_tx, dtype=BF16, keep_float32=None)
+            run = convert(*runs[-1], from_tx, to_tx, dtype=BF16)
             step(run, to_tx)  # a step must accept this state
             runs.append(run)
         return runs
@@ -439,9 +439,7 @@ def test_shards_stay_where_they_are_and_have_the_same_bits():
         lambda x: x + jnp.asarray(0.5, x.dtype) if x.ndim else x, state
     )
     change = jax.jit(
-        functools.partial(
-            convert, from_tx=from_tx, to_tx=to_tx, dtype=BF16, keep_float32=None
-        )
+        functools.partial(convert, from_tx=from_tx, to_tx=to_tx, dtype=BF16)
     )
     want = change(params, state)
     at = lambda x: jax.device_put(
@@ -470,7 +468,8 @@ def test_biases_and_normalisations_stay_float32_as_with_from_master():
     assert_same_bits(params, want)
     assert params["norm"]["scale"].dtype == jnp.float32
     assert_same_bits(state.residual, want_state.residual)
-    params, _ = convert(*run, optax.adamw(0.1), to_tx, dtype=BF16, keep_float32=None)
+    everywhere = {"kernel": BF16, "norm": {"scale": BF16}}
+    params, _ = convert(*run, optax.adamw(0.1), to_tx, dtype=everywhere)
     assert params["norm"]["scale"].dtype == BF16
 
 
@@ -507,7 +506,8 @@ REFUSED = {
         r"state\[0\]\.mu\['kernel'\] must be bfloat16\[64, 24\].*got float32\[8, 8\]",
     ),
     "too many bits for the dtype": (
-        _adamw(kahan()), _adamw(kahan()), _adamw(extra_bits(16)), dict(dtype=F16),
+        _adamw(kahan()), _adamw(kahan()), _adamw(extra_bits(16)),
+        dict(dtype={"kernel": F16, "bias": F16}),
         r"params\['bias'\]: .*13.*float16.*16",
     ),
     "an integer dtype": (
@@ -536,6 +536,4 @@ def test_mismatched_arguments_are_refused(made_by, from_tx, to_tx, given, messag
     params = model_params()
     state = initial(made_by, given.get("params", params))
     with pytest.raises((ValueError, TypeError), match=message):
-        convert(
-            params, state, from_tx, to_tx, dtype=given.get("dtype"), keep_float32=None
-        )
+        convert(params, state, from_tx, to_tx, dtype=given.get("dtype"))

@@ -207,9 +207,7 @@ def converted(number):
     params, float32 = {"w": normal(0, (64, 32)) + number}, optax.adamw(0.1)
     tx = adamw(0.1, extra_bits(8))
     state = float32.init(params)
-    return lowbit_optax.convert(
-        params, state, float32, tx, dtype=jnp.bfloat16, keep_float32=None
-    )[1].seed
+    return lowbit_optax.convert(params, state, float32, tx)[1].seed
 
 
 def accumulated(number):
