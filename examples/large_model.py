@@ -369,7 +369,8 @@ def restore(manager: ocp.CheckpointManager, training: Training) -> tuple[int, Ru
     if step is None:
         raise FileNotFoundError(f"{manager.directory} has no complete checkpoint")
     like = ocp.args.StandardRestore(targets(training))
-    return step, manager.restore(step, args=like)
+    run: Any = manager.restore(step, args=like)
+    return step, run
 
 
 # --8<-- [end:checkpoints]

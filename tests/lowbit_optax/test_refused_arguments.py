@@ -195,7 +195,6 @@ release.value_and_update(jnp.sum, SGD, max_grad_norm='1')  # max_grad_norm  '1'
 release.value_and_update(jnp.sum, SGD, max_grad_norm=True)  # max_grad_norm  True
 release.value_and_update(jnp.sum, SGD, state_memory='host')
     # state_memory  'pinned_host'  'host'
-release.explain(jnp.sum, SGD, state_memory=None)  # state_memory  'pinned_host'  None
 """,
     "states of other transformations and parameters": r"""
 step(CHAINED, MASTER, LOW.init(MASTER), MASTER)  # LowbitState  EmptyState

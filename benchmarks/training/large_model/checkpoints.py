@@ -1,5 +1,7 @@
 """Save a run in the background, and restore it on any mesh."""
 
+from typing import Any
+
 import orbax.checkpoint as ocp
 
 from benchmarks.training.large_model.training import Run, Training, targets
@@ -16,4 +18,5 @@ def restore(manager: ocp.CheckpointManager, training: Training) -> tuple[int, Ru
     if step is None:
         raise FileNotFoundError(f"{manager.directory} has no complete checkpoint")
     like = ocp.args.StandardRestore(targets(training))
-    return step, manager.restore(step, args=like)
+    run: Any = manager.restore(step, args=like)
+    return step, run
