@@ -17,14 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from lowbit_optax._jaxprs.graph import (
-    Graph,
-    Node,
-    constant,
-    evaluate,
-    is_zero,
-    made_of,
-)
+from lowbit_optax._jaxprs.graph import Graph, Node, constant, evaluate, is_zero, made_of
 from lowbit_optax._jaxprs.linear_part import NotLinear, divided, inverse, linear_factor
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import context, trees
@@ -173,11 +166,7 @@ class InnerUpdate:
         return {i: nodes[i] for i in sorted(parts) if nodes[i].call is not None}
 
     def updates_from_stored(
-        self,
-        step: Step,
-        leaves: Iterable[int],
-        parts: Sequence,
-        first: frozenset[int],
+        self, step: Step, leaves: Iterable[int], parts: Sequence, first: frozenset[int]
     ) -> tuple[list, list]:
         """Compute the updates of leaves from moments that are rounded and stored.
 

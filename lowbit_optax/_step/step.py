@@ -156,11 +156,7 @@ class Step(LeafStep):
         return trees.parts_of(self.names, self.treedef, updates, "inner updates")
 
     def landed(
-        self,
-        number: int,
-        update,
-        parts: MutableSequence | dict,
-        into: Feedback | None,
+        self, number: int, update, parts: MutableSequence | dict, into: Feedback | None
     ) -> Landed:
         """Add an inner update to the master of a leaf, and store it.
 

@@ -31,11 +31,7 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.state import holds_lowbit
-from lowbit_optax._step.stepper import (
-    split_extra_args,
-    stepper_of,
-    with_extra_args,
-)
+from lowbit_optax._step.stepper import split_extra_args, stepper_of, with_extra_args
 from lowbit_optax._step.wrapper_trace import InnerStep, WrapperTrace, trace_wrapper
 
 

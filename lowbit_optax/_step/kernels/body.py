@@ -301,10 +301,7 @@ class LeafBody:
         return stored
 
     def _rounding(
-        self,
-        rows: WeightRows | MomentRows,
-        function: Callable,
-        *tangent: Callable,
+        self, rows: WeightRows | MomentRows, function: Callable, *tangent: Callable
     ) -> Callable:
         """Return ``function``, with a derivative if rounding these rows needs one."""
         has_rule = self.is_differentiable and rows.format and not rows.has_scales
