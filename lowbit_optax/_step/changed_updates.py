@@ -4,7 +4,7 @@ An update of ``lowbit`` is the difference of two stored parameters, and the resi
 the new state belongs to the new parameter. A wrapper may return the update unchanged,
 or skip the step by returning zeros and the old state. Any other update leads to a
 parameter that does not match the residual, and small updates are lost.
-:mod:`.wrapper_trace` calls :func:`check_updates` with the graph of a wrapper's update.
+:mod:`.wrapped` calls :func:`check_updates` with the graph of a wrapper's update.
 """
 
 import itertools

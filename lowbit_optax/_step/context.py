@@ -19,6 +19,8 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import inspect
+import types
 import typing
 from collections.abc import Callable, Iterator
 
@@ -78,6 +80,17 @@ def changed(**fields) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+def calling_frames() -> Iterator[types.FrameType]:
+    """Yield the frames of all calling functions, starting with the innermost one.
+
+    optax and JAX pass no information about a caller to the functions that they call.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 LAYERWISE = "lowbit_layerwise"

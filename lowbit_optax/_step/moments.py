@@ -26,15 +26,10 @@ import optax
 from lowbit_optax._numerics.random_bits import Draws, RandomBits
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import trees
+from lowbit_optax._step.blanks import blank, is_blank
 from lowbit_optax._step.context import layerwise
 from lowbit_optax._step.leaf import StoredLeaf, min_size_of_shard, on_whole_units
 from lowbit_optax._step.moment_slots import MomentChoice, Slot, find_slots
-from lowbit_optax._step.parallel_trees import (
-    check_container,
-    in_parallel_trees,
-    leaf_by_leaf,
-    uncontained,
-)
 from lowbit_optax.formats.base import MomentFormat
 from lowbit_optax.formats.block_quantized import BlockQuantized, QuantizedMoment
 from lowbit_optax.formats.moment_fields import fields_of, is_coarser
@@ -376,3 +371,62 @@ def _encoded_shape(format_: MomentFormat, shape: tuple[int, ...]):
 
     scalar = jax.ShapeDtypeStruct((), jnp.uint32)
     return jax.eval_shape(encode, jax.ShapeDtypeStruct(shape, jnp.float32), scalar)
+
+
+def in_parallel_trees(
+    format_: MomentFormat | None, treedef, parts: Sequence, before: typing.Any = None
+):
+    """Return the moments of one field as the state stores them.
+
+    Each part is a result of the format's ``encode``, or an unencoded array. If the
+    format has scales, the result is a QuantizedMoment of trees, and its ``scales``
+    contain a blank for each unencoded array. These blanks come from ``before`` if it is
+    a QuantizedMoment.
+    """
+    if format_ is None or not format_.has_scales:
+        return treedef.unflatten(parts)
+    if isinstance(before, QuantizedMoment):
+        blanks = treedef.flatten_up_to(before.scales)
+    else:
+        blanks = [blank(x) if hasattr(x, "shape") else None for x in parts]
+    pairs = [
+        x if isinstance(x, QuantizedMoment) else QuantizedMoment(x, old)
+        for x, old in zip(parts, blanks, strict=True)
+    ]
+    return format_.container(
+        treedef.unflatten(x.codes for x in pairs),
+        treedef.unflatten(x.scales for x in pairs),
+    )
+
+
+def leaf_by_leaf(names: Sequence[str], treedef, stored, what: str) -> list:
+    """Invert :func:`in_parallel_trees`; an unencoded array is in a QuantizedMoment."""
+    if not isinstance(stored, QuantizedMoment):
+        return trees.parts_of(names, treedef, stored, what)
+    codes = trees.parts_of(names, treedef, stored.codes, "codes")
+    scales = trees.parts_of(names, treedef, stored.scales, "scales")
+    return [
+        QuantizedMoment(x, None if is_blank(scale) else scale)
+        for x, scale in zip(codes, scales, strict=True)
+    ]
+
+
+def check_container(format_: MomentFormat | None, stored, what: str) -> None:
+    """Raise a ValueError unless the moments of one field are stored in this format.
+
+    The message begins with ``what``.
+    """
+    if format_ is None or not format_.has_scales:
+        return
+    want, given = format_.container._fields, getattr(stored, "_fields", [type(stored)])
+    if want != given:
+        raise ValueError(
+            f"{what} must be stored as {want[0]}, got {given[0]}. Use the "
+            "transformation that made this state, or move the state to this format "
+            "with lowbit_optax.convert"
+        )
+
+
+def uncontained(part):
+    """Return a stored moment, without its QuantizedMoment if it has no scales."""
+    return part.codes if getattr(part, "scales", part) is None else part

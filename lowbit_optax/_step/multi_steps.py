@@ -10,12 +10,10 @@ not pass any information about itself to the transformation inside, so
 :func:`check_multi_steps_around` looks for it in the calling frames.
 """
 
-import inspect
-
 import jax
 import optax
 
-from lowbit_optax._step import trees
+from lowbit_optax._step import context, trees
 
 _SKIPS = (optax.ApplyIfFiniteState, optax.ZeroNansState)
 """States of optax's transformations that skip or zero non-finite gradients."""
@@ -28,15 +26,10 @@ def check_multi_steps_around(params, skips: str | None = None) -> None:
       params: the parameters that the caller's ``init`` received.
       skips: the name of the caller if it skips non-finite gradients.
     """
-    this = inspect.currentframe()
-    assert this is not None, "Python without frames"
-    frame, around = this.f_back, None
-    while frame is not None:
-        if frame.f_code is this.f_code:
-            return  # the outer call checks the whole state
-        if around is None and frame.f_code is optax.MultiSteps.init.__code__:
-            around = frame
-        frame = frame.f_back
+    this, init = check_multi_steps_around.__code__, optax.MultiSteps.init.__code__
+    if sum(x.f_code is this for x in context.calling_frames()) > 1:
+        return  # the outer call checks the whole state
+    around = next((x for x in context.calling_frames() if x.f_code is init), None)
     if around is None:
         return
     if any(map(trees.is_quantized, trees.named_leaves(params)[1])):

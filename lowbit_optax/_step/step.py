@@ -182,17 +182,3 @@ class Step(LeafStep):
             feed = straight_through(fed)
             parts[into.part] = feed(moment, landed.error, into.rate, into.growth)
         return Landed(result, residual)
-
-
-class Stepped(typing.NamedTuple):
-    """The results of a step.
-
-    Args:
-      results: for each leaf, the new parameter or the update.
-      residuals: for each leaf, the new residual or None.
-      inner_state: the new inner state in its stored form.
-    """
-
-    results: list
-    residuals: list
-    inner_state: typing.Any

@@ -190,13 +190,11 @@ def _is_in_conditional() -> bool:
     the dtypes of the gradients for both. The wrapper passes no information about
     itself, so this function looks for it in the calling frames.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name == "do_update" and module.startswith("optax."):
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        frame.f_code.co_name == "do_update"
+        and frame.f_globals.get("__name__", "").startswith("optax.")
+        for frame in context.calling_frames()
+    )
 
 
 def _check_dtypes(updates, grads) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from lowbit_optax._numerics.float_layouts import is_narrow
-from lowbit_optax._step import trees
+from lowbit_optax._step import context, trees
 from lowbit_optax._step.kept_float32 import is_bias_or_norm
 from lowbit_optax._step.left_to_xla import warn_once
 from lowbit_optax.formats.base import WeightFormat
@@ -63,7 +63,4 @@ def _is_only_shaped() -> bool:
     Traced values are the same under ``jax.jit``, so this reads the calling frames.
     """
     shaped = inspect.unwrap(jax.eval_shape).__code__
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not shaped:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code is shaped for frame in context.calling_frames())

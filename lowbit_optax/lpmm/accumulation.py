@@ -20,7 +20,7 @@ from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded, neutral_updates
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.moment_slots import NoSuchMomentError
-from lowbit_optax._step.parallel_trees import (
+from lowbit_optax._step.moments import (
     check_container,
     in_parallel_trees,
     leaf_by_leaf,

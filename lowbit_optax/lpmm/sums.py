@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowbit_optax._jaxprs.leaf_program import decode_scalar
+from lowbit_optax._jaxprs.elementwise import decode_scalar
 from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._numerics.random_bits import (
     ACCUMULATOR_STREAM,
@@ -23,10 +23,9 @@ from lowbit_optax._numerics.random_bits import (
 )
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.guard import Guard, Unguarded
-from lowbit_optax._step.kernels.body import KEYS
+from lowbit_optax._step.kernels.body import KEYS, MomentRows
 from lowbit_optax._step.kernels.launches import Launches
-from lowbit_optax._step.kernels.limits import has_layers, needs_loop
-from lowbit_optax._step.kernels.rows import MomentRows
+from lowbit_optax._step.kernels.plan import has_layers, needs_loop
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.moments import decoded, encoded
 from lowbit_optax._step.step import LeafStep

@@ -25,13 +25,13 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend import core
 
-from lowbit_optax._jaxprs.coming_autodiff import in_todays_terms
 from lowbit_optax._jaxprs.graph import (
     CALLS,
     Call,
     Node,
     called_jaxpr,
     evaluate,
+    in_todays_terms,
     inline,
     is_by_platform,
     made_of,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from lowbit_optax import precision
-from lowbit_optax._jaxprs.coming_autodiff import in_todays_terms
+from lowbit_optax._jaxprs.graph import in_todays_terms
 
 
 def mlp(w, x):

@@ -15,9 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars, program_of
+from lowbit_optax._jaxprs.elementwise import (
+    NotElementwise,
+    Program,
+    Scalars,
+    decode_scalar,
+    encode_scalars,
+    program_of,
+)
 from lowbit_optax._jaxprs.graph import Node, calls_between, constant
-from lowbit_optax._jaxprs.leaf_program import Program, decode_scalar, encode_scalars
 from lowbit_optax._step.inner_update import InnerUpdate
 from lowbit_optax._step.step import Step
 from pallas_kernels.axis_sums import axis_sums
@@ -38,32 +44,19 @@ class _Summed:
         return self.program.run([grad], scalars)[0]
 
 
-class LeafSums(typing.NamedTuple):
-    """Sums of a function of a leaf's gradient.
-
-    Args:
-      leaf: index of the leaf.
-      function: elementwise function of the gradient.
-      nodes: the nodes with the sums over the last axis, and the nodes with the sums
-        over the axis before it.
-    """
-
-    leaf: int
-    function: Callable
-    nodes: tuple[list[Node], list[Node]]
-
-
 class Sums(typing.NamedTuple):
     """The sums to compute before the kernels of a step.
 
     Args:
       traced: the inner update.
-      leaves: the sums of each leaf.
+      leaves: ``(leaf, function, nodes)`` for each summed function of a gradient: the
+        index of the leaf, the elementwise function, and the nodes with the sums over
+        the last axis and over the axis before it.
       scalars: the table of scalars that their functions read.
     """
 
     traced: InnerUpdate
-    leaves: list[LeafSums]
+    leaves: list[tuple[int, Callable, tuple[list[Node], list[Node]]]]
     scalars: Scalars
 
     def values(
@@ -92,7 +85,7 @@ def plan_sums(traced: InnerUpdate, outside: Mapping[int, Sequence[Node]]) -> Sum
     guard = traced.step.guard.scalars
     scalars = Scalars(traced.graph, map(constant, guard))
     leaves = [
-        LeafSums(i, _Summed(program, bool(guard)), nodes)
+        (i, _Summed(program, bool(guard)), nodes)
         for i, needed in outside.items()
         for program, nodes in _summed(traced.nodes.grads[i], needed, scalars).items()
         if all(nodes)

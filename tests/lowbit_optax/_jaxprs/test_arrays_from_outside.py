@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from optimizers import assert_same_bits
 
-from lowbit_optax._jaxprs import leaf_program
+from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars, program_of
 from lowbit_optax._jaxprs.graph import Graph, evaluate
 from lowbit_optax._jaxprs.outside import arrays_from_outside
@@ -26,7 +26,7 @@ def updated(function, *others):
     program = program_of(graph.outputs, [*own, *outside], scalars)
     known = dict(zip(graph.inputs, arguments, strict=True))
     values = evaluate([*own, *outside], known)
-    table = leaf_program.encode_scalars(evaluate(scalars.nodes, known) or [0])
+    table = elementwise.encode_scalars(evaluate(scalars.nodes, known) or [0])
     rows = [jnp.broadcast_to(value, X.shape) for value in values]
     results = program.run(rows, table)
     return [x.aval.shape for x in outside], results

@@ -17,7 +17,7 @@ from released import ordinary, run
 import lowbit_optax
 from lowbit_optax import cast, extra_bits, kahan, lowbit, release, stochastic_rounding
 from lowbit_optax._numerics import random_bits
-from lowbit_optax._step.kernels import limits
+from lowbit_optax._step.kernels import plan
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -34,8 +34,8 @@ ADVANCES = {"step": lowbit_optax.step, "update": apply}
 
 @pytest.fixture(autouse=True)
 def low_limits(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_ELEMENTS", ROWS * COLUMNS)
-    monkeypatch.setattr(limits, "_LEAST_OF_LAYER", ROWS * COLUMNS)
+    monkeypatch.setattr(plan, "MAX_ELEMENTS", ROWS * COLUMNS)
+    monkeypatch.setattr(plan, "_LEAST_OF_LAYER", ROWS * COLUMNS)
     monkeypatch.setattr(random_bits, "COUNTERS", ROWS * COLUMNS)
 
 

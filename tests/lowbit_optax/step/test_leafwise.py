@@ -7,7 +7,7 @@ import optax
 import pytest
 from optimizers import assert_same_bits
 
-from lowbit_optax._jaxprs import elementwise, leaf_program
+from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars
 from lowbit_optax._jaxprs.graph import Graph, evaluate
 
@@ -27,7 +27,7 @@ def run(function, *arrays):
     """Returns the results of a function's program, with scalars from the table."""
     program, scalars, graph = program_from(function, *arrays)
     known = dict(zip(graph.inputs, arrays, strict=True))
-    table = leaf_program.encode_scalars(evaluate(scalars.nodes, known) or [0])
+    table = elementwise.encode_scalars(evaluate(scalars.nodes, known) or [0])
     rows = [x for x in arrays if jnp.ndim(x)]
     return jax.jit(program.run)(rows, table)
 
@@ -176,9 +176,9 @@ SCALARS = [
 
 @jax.jit
 def there_and_back(scalars):
-    words = leaf_program.encode_scalars(scalars)
+    words = elementwise.encode_scalars(scalars)
     back = zip(words, scalars, strict=True)
-    return [leaf_program.decode_scalar(word, x.dtype) for word, x in back]
+    return [elementwise.decode_scalar(word, x.dtype) for word, x in back]
 
 
 def test_scalars_come_back_from_their_words():
