@@ -89,8 +89,8 @@ def is_blank(part, dtype: jnp.dtype = NOT_HELD) -> bool:
     return part is None or getattr(part, "dtype", None) == dtype
 
 
-def residuals_of(name: str | None, treedef, parts, blanks) -> Residuals:
+def residuals_of(name: str | None, treedef, parts, blanks, dtypes) -> Residuals:
     """Return the residuals of a state, with the given blanks instead of None."""
     pairs = zip(parts, blanks, strict=True)
     filled = [old if new is None else new for new, old in pairs]
-    return Residuals.of(name, treedef.unflatten(filled))
+    return Residuals.of(name, treedef.unflatten(filled), dtypes)

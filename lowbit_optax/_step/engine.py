@@ -123,7 +123,7 @@ class Lowbit(Stepper):
     def residuals(self, treedef, parts: Sequence, leaves: Sequence[StoredLeaf]):
         """Return the residuals of a new state; None stands for a missing residual."""
         name, blanks = self.weights.residual_name, [leaf.blank() for leaf in leaves]
-        return residuals_of(name, treedef, parts, blanks)
+        return residuals_of(name, treedef, parts, blanks, _dtypes(leaves))
 
     def run(self, params, state, grads, landing, extra_args, guard=UNGUARDED):
         """Run a step unless the guard skips it; see :meth:`.Stepper.run`."""
@@ -146,7 +146,8 @@ class Lowbit(Stepper):
         residual = state.residual
         if residual.name is not None:
             before = step.treedef.flatten_up_to(residual.tree)
-            residual = residuals_of(residual.name, step.treedef, residuals, before)
+            of_state = step.treedef, residuals, before, residual.dtypes
+            residual = residuals_of(residual.name, *of_state)
         new_state = LowbitState(count, state.seed, residual, inner_state)
         return step.tree(results), new_state
 
@@ -229,6 +230,13 @@ class Lowbit(Stepper):
                 f"{self.weights}, got {given!r}. Use the transformation that made the "
                 "state, or move the state to this format with lowbit_optax.convert"
             )
+        for dtype, leaf in _dtypes(leaves).items():
+            if name is not None and dtype not in residual.dtypes:
+                raise TypeError(
+                    f"lowbit: params{leaf} must have a dtype of the parameters in "
+                    f"tx.init ({', '.join(sorted(residual.dtypes))}), got {dtype}. To "
+                    "change the dtype, use lowbit_optax.convert"
+                )
         tree = residual.tree
         if name is None and isinstance(tree, tuple) and not tree:  # without blanks
             return leaves
@@ -279,6 +287,12 @@ class Lowbit(Stepper):
                 "Pass weights=lowbit_optax.extra_bits(), which stores all bits of "
                 "float32, or weights=lowbit_optax.master_copy()"
             )
+
+
+def _dtypes(leaves: Sequence[StoredLeaf]) -> dict[str, str]:
+    """Return the dtypes of leaves with a weight format, each with the path of one."""
+    stored = [x for x in leaves if x.format is not None]
+    return {jnp.dtype(x.param.dtype).name: x.name for x in stored}
 
 
 def _split(leaf: StoredLeaf, master) -> tuple[typing.Any, typing.Any]:

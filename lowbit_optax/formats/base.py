@@ -16,6 +16,7 @@ rounding the stored master could not have produced its parameter.
 
 import dataclasses
 import typing
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +32,16 @@ Residual = typing.Any
 """An array, or None if a leaf has no residual."""
 
 _NO_RESIDUALS = "none"
+_IN = "_in_"
+_UNNAMED = frozenset({"bfloat16"})
 
 
 class Residuals(typing.NamedTuple):
     """The residuals of a state, with a name for the way they are stored.
 
     The name is in the path of every residual. It prevents restoring a checkpoint of
-    another format, and tells :func:`lowbit_optax.master_weights` the format.
+    another format, and tells :func:`lowbit_optax.master_weights` the format. The dtypes
+    of the parameters follow the name, unless all are bfloat16.
 
     Args:
       by_name: maps the name to a tree with the structure of the parameters. Leaves
@@ -49,15 +53,27 @@ class Residuals(typing.NamedTuple):
     by_name: dict[str, typing.Any]
 
     @classmethod
-    def of(cls, name: str | None, tree) -> "Residuals":
-        """Return the residuals of a format with this ``residual_name``."""
-        return cls({_NO_RESIDUALS if name is None else name: tree})
+    def of(cls, name: str | None, tree, dtypes: Iterable[str] = ()) -> "Residuals":
+        """Return the residuals of a format with this ``residual_name``.
+
+        ``dtypes`` are the names of the dtypes of the parameters that have residuals.
+        """
+        if name is None:
+            return cls({_NO_RESIDUALS: tree})
+        others = () if set(dtypes) <= _UNNAMED else sorted(dtypes)
+        return cls({_IN.join([name, *others]): tree})
 
     @property
     def name(self) -> str | None:
         """The ``residual_name`` of the format."""
-        name = next(iter(self.by_name), _NO_RESIDUALS)
+        name = next(iter(self.by_name), _NO_RESIDUALS).split(_IN)[0]
         return None if name == _NO_RESIDUALS else name
+
+    @property
+    def dtypes(self) -> frozenset[str]:
+        """The names of the dtypes of the parameters that have residuals."""
+        _, *names = next(iter(self.by_name), "").split(_IN)
+        return frozenset(names) or _UNNAMED
 
     @property
     def tree(self):
