@@ -333,12 +333,16 @@ def check_range(what: str, x, dtype: np.dtype) -> None:
 
     The message begins with ``what``.
     """
-    if is_narrow(dtype) and _is_concrete(x) and traced_once(_overflows, dtype)(x):
+    if not is_narrow(dtype) or not _is_concrete(x):
+        return
+    with jax.ensure_compile_time_eval():  # a traced function may close over x
+        if not traced_once(_overflows, dtype)(x):
+            return
         largest = float(jnp.max(jnp.abs(x), initial=0, where=jnp.isfinite(x)))
-        raise ValueError(
-            f"{what} must have no magnitudes above {float(jnp.finfo(dtype).max):.6g} "
-            f"in {dtype}, got {largest:.6g}; pass bfloat16, or keep it in float32"
-        )
+    raise ValueError(
+        f"{what} must have no magnitudes above {float(jnp.finfo(dtype).max):.6g} "
+        f"in {dtype}, got {largest:.6g}; pass bfloat16, or keep it in float32"
+    )
 
 
 def _overflows(dtype: np.dtype, x: jax.Array) -> jax.Array:

@@ -427,5 +427,5 @@ def test_another_loss_or_a_traced_assignment_is_refused():
         precision.apply(recurrent, assignment)(w, x[None])
     with pytest.raises(ValueError, match=r"assignment .*stored=True"):
         jax.jit(lambda a: precision.apply(residual, a, stored=True)(w, x))(assignment)
-    with pytest.raises(TypeError, match=r"assignment .* a str$"):
+    with pytest.raises(TypeError, match=r"assignment .* got 'uniform'$"):
         precision.apply(residual, "uniform")

@@ -207,6 +207,16 @@ def test_parameters_that_became_float32_raise_an_error_with_a_remedy(tx, advance
         _fail(tx, advance, _grads(), params=WIDE)
 
 
+@pytest.mark.parametrize("tx", WITH_RESIDUALS)
+def test_parameters_cannot_change_between_dtypes_of_16_bits(tx):
+    cast_to = lambda dtype: jax.tree.map(lambda x: x.astype(dtype), _params())
+    for before, after in ((jnp.bfloat16, jnp.float16), (jnp.float16, jnp.bfloat16)):
+        state, wrong = tx.init(cast_to(before)), cast_to(after)
+        names = rf"{before.dtype}.*got {after.dtype}.*convert"
+        with pytest.raises(TypeError, match=rf"params{KERNEL}.*{names}"):
+            lowbit_optax.step(tx, wrong, state, _grads())
+
+
 def test_errors_leave_arguments_alone():
     tx = lowbit_optax.kahan_adamw(0.1)
     params, grads = _params(), _grads(bias=jnp.ones(7))
