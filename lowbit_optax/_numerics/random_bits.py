@@ -290,7 +290,8 @@ def _keys(*numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
     keys, seconds = (jnp.uint32(start) for start in _START)
     for number in numbers:
         keys, seconds = take_in(keys, seconds, number)
-    return not_fused(keys, seconds)
+    keys, seconds = not_fused(keys, seconds)
+    return keys, seconds
 
 
 def leaf_number(path: str) -> int:

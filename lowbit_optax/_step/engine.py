@@ -159,7 +159,8 @@ class Lowbit(Stepper):
         """
         if not context.current().wants_params:
             return self.update(updates, state, params, **extra)
-        if jax.config.jax_check_tracer_leaks:  # A marker keeps traced values.
+        # A marker keeps traced values.
+        if jax.config.jax_check_tracer_leaks:  # pyright: ignore[reportAttributeAccessIssue]
             return super().update_within(updates, state, params, **extra)
         step = self.open(params, state, updates, UNGUARDED, REPLACE)
         traced = trace_update(self._update_with(extra), step)

@@ -300,6 +300,11 @@ class MomentFormat:
         return repr(self)
 
     @property
+    def container(self) -> typing.Any:
+        """The class of its moments in a state, if it has scales."""
+        raise NotImplementedError
+
+    @property
     def smallest_share(self) -> float:
         """The smallest positive value that it stores next to a value of 1, or 0."""
         return 0.0

@@ -146,14 +146,16 @@ def register_moments(
             "register_moments: state_class must be a NamedTuple class or a dataclass, "
             f"such as optax.ScaleByAdamState, got {state_class!r}"
         )
-    lists = [*map(tuple, (averages, second_moments, orthogonalized, normalized))]
-    for name in sum(lists, ()):
+    fields_of_kind = averages, second_moments, orthogonalized, normalized
+    averages, second_moments, orthogonalized, normalized = map(tuple, fields_of_kind)
+    for name in (*averages, *second_moments, *orthogonalized, *normalized):
         if name not in fields:
             raise ValueError(
                 f"register_moments: {state_class.__name__} has no field {name!r}; its "
                 f"fields are {', '.join(fields)}"
             )
-    _DECLARED[state_class] = MomentFields(*lists)
+    declared = MomentFields(averages, second_moments, orthogonalized, normalized)
+    _DECLARED[state_class] = declared
 
 
 def is_coarser(first: MomentFormat | None, second: MomentFormat | None) -> bool:

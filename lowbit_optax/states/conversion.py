@@ -273,7 +273,7 @@ def _shape(name: str, leaf, kind):
         )
     if trees.is_quantized(kind):
         with trees.naming(name):
-            kind.check()
+            typing.cast(typing.Any, kind).check()
         return trees.abstract(kind)
     kind = getattr(kind, "dtype", None) if is_array else kind
     return trees.abstract(jax.ShapeDtypeStruct(leaf.shape, float_dtype(what, kind)))

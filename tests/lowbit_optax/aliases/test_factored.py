@@ -208,9 +208,11 @@ def test_eight_devices_exchange_only_sums(bits, spec, axis_type):
         for grads in series:
             params, state = step(params, state, grads)
     assert params.sharding.is_equivalent_to(sharding, 2)
-    # The sums are added in another order, so a few weights are rounded differently.
+    # The sums are added in another order, so a few weights are rounded differently, by
+    # at most one unit of bfloat16.
     got, want = (np.asarray(x, np.float32) for x in (params, want))
-    np.testing.assert_allclose(got, want, atol=1e-2)
+    unit = 2.0**-7 * np.abs(want)
+    assert np.all(np.abs(got - want) <= np.maximum(1e-2, unit))
     assert np.mean(got != want) < 0.01
     for got, want in zip(
         jax.tree.leaves((state.inner_state[0].nu_row, state.inner_state[0].nu_column)),
