@@ -20,14 +20,10 @@ from benchmarks.papers.microbatches import SMALL
 from benchmarks.programs import large_training
 from benchmarks.records import gaps, shown
 from benchmarks.training import (
-    compute_optimal,
     digit_moments,
-    four_bit_muon,
     pareto,
     reinforcement,
-    resnet_cifar,
     rounding_errors,
-    shakespeare,
 )
 
 BITS = (12, 10, 8)
@@ -261,17 +257,15 @@ def _regularizers(record):
 def _pareto(record):
     runs = record["runs"]
     linear, digits = (pareto.excess(runs, task) for task in ("linear", "digits"))
-    names = "nearest", "stochastic", "error into mu", "+4", "+8"
-    names += tuple(f"LPMM {bits}" for bits in BITS)
     bits = {name: each["bits"] for name, each in runs.items()}
-    for name in (*(f"{name}, 8" for name in names), "+16, 32"):
-        ends = f"{shown(linear[name], 0)} | {shown(digits[name], 0)}"
-        yield f"| {name} | {bits[name]:.0f} | {ends} |"
+    percent = {name: f"{shown(each, 0)}%" for name, each in linear.items()}
+    assert f"{bits['nearest, 8']:.0f}" == f"{bits['stochastic, 8']:.0f}" == "33"
+    yield f"{percent['nearest, 8']} with nearest rounding and 8-bit moments (33 bits"
+    yield f"reduces the excess to {percent['stochastic, 8']} with the same 33 bits"
+    yield f"reduce it to {percent['+8, 8']} with {bits['+8, 8']:.0f} bits"
+    yield f"in {len(runs) - 1} formats"
     above = [name for name, x in digits.items() if x["mean"] > x["std"] > 0]
     assert above == ["nearest, 32", "nearest, 8"]
-    best = pareto.front(bits, {name: each["mean"] for name, each in linear.items()})
-    assert {"+8, 8", "+4, 8", "error into mu, 8"} <= set(best)
-    assert {f"LPMM {bits}, 8" for bits in BITS} <= set(best)
 
 
 def _precision_memory(record):
@@ -303,49 +297,143 @@ def _large_training(record):
     yield from large_training.text(record).splitlines()
 
 
-def _gpt_formats(record):
-    for run in record["runs"].values():
-        loss = shown(run["held-out loss"], 4)
-        yield f"| {run['bytes_per_parameter']:.2f} | {loss} |"
-        for end in {"held-out loss", "of the average"} & set(run["gaps"]):
-            if run["gaps"][end]["std"]:
-                yield f"| {shown(run['gaps'][end], 4)} |"
+SMALL_TEXT = "2 layers, 3 seeds"
+MIDDLE = "217,664 parameters, 2 seeds"
+LARGEST = "1,025,408 parameters"
+START_TIMES = "float32, initial weights times 1 + 2^-20"
+ERROR = '`sr_adamw(error_feedback="mu", moments=block_quantized(8))`'
+EIGHT_BIT = "`sr_adamw(moments=block_quantized(8))`"
+# The rows of the table of formats, and the runs of each model.
+COMPARED = {
+    "Shakespeare, 4 seeds": {
+        "`lowbit_adamw`": "lowbit",
+        "`kahan_adamw`": "Kahan",
+        "`sr_adamw`": "stochastic",
+        "`lpmm_adam`, 12 bits": "LPMM, 12 bits",
+        "`factored_adamw`": "factored",
+        "`factored_adamw(bits=0)`": "factored, no extra bits",
+        "plain bfloat16": "bfloat16, nearest",
+    },
+    SMALL_TEXT: {
+        "`lowbit_adamw`": "8 extra bits",
+        EIGHT_BIT: "stochastic",
+        ERROR: "error into mu",
+        "float16, 8 extra bits": "float16, 8 extra bits",
+        "plain bfloat16": "bfloat16, nearest",
+    },
+    MIDDLE: {
+        START_TIMES: "float32, start times 1 + 2^-20",
+        "`lowbit_adamw`": "lowbit",
+        EIGHT_BIT: "stochastic",
+        ERROR: "error into mu",
+        "float8, 8 extra bits": "float8, 8 extra bits",
+        "MXFP8, 8 extra bits": "MXFP8, 8 extra bits",
+        "`lpmm_adam`, 12 bits": "LPMM, 12 bits",
+        "`factored_adamw`": "factored",
+        "`factored_adamw(bits=0)`": "factored, no extra bits",
+        "flashoptim-jax": "flashoptim-jax",
+        "torchao AdamW8bit": "torchao AdamW8bit, stochastic",
+        "torchao AdamW4bit": "torchao AdamW4bit, stochastic",
+        "plain bfloat16": "bfloat16, nearest",
+    },
+    LARGEST: {
+        START_TIMES: "float32, start times 1 + 2^-20",
+        "`lowbit_adamw`": "lowbit",
+        ERROR: "error into mu",
+        "plain bfloat16": "bfloat16, nearest",
+    },
+}
+ROWS = dict.fromkeys(row for rows in COMPARED.values() for row in rows)
+
+
+def _compared(model, end):
+    """Returns the figures of one model, and checks which cells are empty."""
+
+    def figures(record):
+        runs, rows = record["runs"], COMPARED[model]
+        gap = lambda row: shown(runs[rows[row]]["gaps"][end], 4)
+        yield {(row, model): gap(row) if row in rows else "" for row in ROWS}
+        for row, name in rows.items():
+            # GPT-2's embeddings are not the same share of the other models.
+            if model == MIDDLE or row not in COMPARED[MIDDLE]:
+                size = f"{runs[name]['bytes_per_parameter']:.2f}"
+                yield {(row, "bytes per parameter"): size}
+        seeds = {n: len(x[end]["values"]) for n, x in runs.items()}
+        if model == LARGEST:
+            assert seeds == dict.fromkeys(runs, 1) | {"float32": 3, "lowbit": 3}
+        else:
+            assert model.endswith(f", {seeds['float32']} seeds")
+        if "parameters" in record:
+            assert model.startswith(f"{record['parameters']:,}")
+            yield f"{record['tokens_per_parameter']:.1f} bytes of text per parameter"
+
+    return figures
+
+
+_gpt_formats = _compared(SMALL_TEXT, "held-out loss")
+_compute_optimal_large = _compared(LARGEST, "held_out")
 
 
 def _compute_optimal(record):
-    yield from compute_optimal.table(record["runs"]).splitlines()
-    yield f"{record['parameters']:,}"
-    yield f"{record['tokens_per_parameter']:.1f} bytes of text per parameter"
-
-
-def _four_bit_muon(record):
-    yield from four_bit_muon.text(record).splitlines()
-
-
-def _digit_moments(record):
-    runs = record["runs"].items()
-    found = gaps(
-        {name: x["training"]["values"] for name, x in runs}, digit_moments.BASE
-    )
-    for name, gap in found.items():
-        size = record["runs"][name]["bytes_per_parameter"]
-        yield f"| {size:.2f} | {shown(gap, 5)} |"
-    yield shown(record["runs"][digit_moments.BASE]["training"], 5)
-
-
-def _rounding_errors(record):
-    for name, found in record["linear"].items():
-        if name.startswith(("bfloat16", "float8")):
-            cells = (shown(found[str(rate)], 2) for rate in rounding_errors.RATES)
-            yield f"| {name} | {' | '.join(cells)} |"
-
-
-def _resnet_cifar(record):
-    yield from resnet_cifar.text(record).splitlines()
+    yield from _compared(MIDDLE, "held_out")(record)
+    gap = record["runs"]["factored, all in float32"]["gaps"]["held_out"]
+    yield f"Its factored moment alone ends {shown(gap, 4)} above AdamW"
 
 
 def _shakespeare(record):
-    yield from shakespeare.table(record).splitlines()
+    yield from _compared("Shakespeare, 4 seeds", "validation")(record)
+    found = {n: x["gaps"]["validation"] for n, x in record["runs"].items()}
+    below = lambda name: f"{-found[name]['mean']:.4f}"
+    yield f"lowers the float32 loss on Shakespeare by {below('float32, Nesterov')}"
+    yield f"as high lowers it by {below('float32, rate times 1.25')}"
+    above = [name for name, x in found.items() if min(x["values"]) > 0]
+    assert {"LPMM, 12 bits", "bfloat16, nearest"} <= set(above)
+
+
+def _four_bit_muon(record):
+    runs = record["runs"]
+    gap = {n: x["gaps"]["held-out loss"] for n, x in runs.items()}
+    ends = {name: f"{shown(x, 4)} above" for name, x in gap.items()}
+    grid = "4 bits on a grid, top singular part with 8 bits"
+    yield f"The 4-bit codes of this package end {ends['4 bits']} float32"
+    yield f"the least possible error would end {ends['4 bits, least error']}"
+    yield f"with {runs['MuonQ']['bits']:.2f} bits end {ends['MuonQ']}"
+    yield f"with {runs[grid]['bits']:.2f} bits ends {ends[grid]}"
+    few = [n for n, x in runs.items() if x["bits"] <= 4.5]
+    assert few
+    assert min(gap[name]["mean"] for name in few) > 0.005
+
+
+def _digit_moments(record):
+    runs = record["runs"]
+    values = {name: x["training"]["values"] for name, x in runs.items()}
+    found = {n: shown(x, 5) for n, x in gaps(values, digit_moments.BASE).items()}
+    yield f"{shown(runs[digit_moments.BASE]['training'], 5)} nats"
+    yield f"8-bit moments differ from it by {found['8 bits, the default']}"
+    yield f"losses of `factored_adamw` by {found['factored, 4-bit mu']}"
+
+
+def _rounding_errors(record):
+    assert (str(rounding_errors.RATES[0]), record["options"]["seeds"]) == ("0.001", 8)
+    of = lambda name, rate="0.001": shown(record["linear"][name][rate], 2)
+    mu = "error into mu"
+    yield f"multiplies the excess loss of float32 by {of('bfloat16, stochastic')}"
+    yield f"multiplies it by {of(f'bfloat16, {mu}')}"
+    both = [of(f"bfloat16, {name}", "1e-05") for name in ("stochastic", mu)]
+    yield f"the factors are {' and '.join(both)}"
+    yield f"the factor is {of('float8, stochastic')} with stochastic rounding"
+    yield f"{of(f'float8, {mu}')} with error feedback"
+    yield f"{of('float8, 8 extra bits')} with 8 extra bits"
+
+
+def _resnet_cifar(record):
+    end = "accuracy, %"
+    of = lambda name: shown(record["gaps_to_float32"][end][name], 2)
+    yield f"test accuracy is {shown(record[end]['float32'], 2)}%"
+    yield f"float16 weights without extra bits differs by {of('float16')}"
+    yield f"differ by {of('float8')} points without extra bits"
+    yield f"by {of('float8, 4 extra bits')} with 4 extra bits"
+    yield f"by {of('float8, 8 extra bits')} with 8."
 
 
 def _reinforcement(record):
@@ -353,18 +441,12 @@ def _reinforcement(record):
 
 
 def _muon_momentum(record):
-    for name, run in record["runs"].items():
-        label = name.removesuffix(" momentum").replace("and weights", MASTERS)
-        if label != "companded, nearest":
-            label = label.replace("companded, stochastic", "8 bits, the codes of AdamW")
-            gap = run["gaps"]["held-out loss"]
-            gap = shown(gap, 4) if gap["std"] else ""
-            size = f"{run['bytes_per_parameter']:.2f}"
-            loss = shown(run["held-out loss"], 4)
-            yield f"| {label} | {size} | {loss} | {gap} |"
+    gap = {n: shown(x["gaps"]["held-out loss"], 4) for n, x in record["runs"].items()}
+    yield f"the loss ends {gap['8 bits, the default']} above float32"
+    yield f"With a bfloat16 momentum, it ends {gap['bfloat16 momentum']} above"
+    yield f"8-bit codes of AdamW, {gap['companded, stochastic']} above"
 
 
-MASTERS = "and float32 weights"
 LOWBIT = "`lowbit` minus float32"
 PLAIN = "plain bfloat16 minus float32"
 
@@ -434,9 +516,13 @@ FIGURES = [
     ),
     *((f"training/{name}", "accuracy", each) for name, each in ANSWERS.items()),
     ("training/pareto", "accuracy_records", _pareto),
-    ("training/gpt_formats", "accuracy_records", _gpt_formats),
+    (
+        "training/gpt_formats",
+        "accuracy_records",
+        _compared(SMALL_TEXT, "held-out loss"),
+    ),
     ("training/compute_optimal", "accuracy_records", _compute_optimal),
-    ("training/compute_optimal_large", "accuracy_records", _compute_optimal),
+    ("training/compute_optimal_large", "accuracy_records", _compute_optimal_large),
     ("training/muon_momentum", "accuracy_records", _muon_momentum),
     ("training/four_bit_muon", "accuracy_records", _four_bit_muon),
     ("training/digit_moments", "accuracy_records", _digit_moments),
