@@ -2,7 +2,6 @@
 
 import functools
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -95,13 +94,9 @@ def test_the_program_trains():
     assert np.all(moved != program.weights()["kernel"])
 
 
-def test_the_program_of_the_documentation_runs(tmp_path):
-    page = (ROOT / "docs" / "checkpoints.md").read_text()
-    (text,) = re.findall(r"<!-- two processes -->\n```python\n(.*?)```", page, re.S)
-    file, folder = tmp_path / "train.py", tmp_path / "run"
-    file.write_text(text)
-    folder.mkdir()
+def test_the_example_runs(tmp_path):
+    file = ROOT / "examples" / "two_processes.py"
     address = f"localhost:{_free_port()}"
-    printed = _run_together(file, [(address, rank, folder) for rank in range(2)])
+    printed = _run_together(file, [(address, rank, tmp_path) for rank in range(2)])
     assert "the loss is 0.96" in printed
-    assert (folder / "3.json").exists()
+    assert (tmp_path / "3.json").exists()
