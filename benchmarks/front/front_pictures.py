@@ -1,4 +1,4 @@
-"""Pictures of the front page: bits of a weight, loss curves, step times on an H200.
+"""Pictures of weights, loss curves, step times on an H200, and words of a matrix.
 
     .venv/bin/python -m benchmarks front_pictures
 
@@ -142,6 +142,46 @@ def draw_steps(record, matrices, gpt2):
     return None
 
 
+@pictures.panels(3.5, ratios=(1, 1), sharey=True, columns=4)
+def draw_words(record, good, bad):
+    """Draw the words and blocks of a small matrix, and two cuts between devices."""
+    del record
+    rows, columns = 16, 8
+    for axes, cut, title in (
+        (good, 8, "cut after 8 rows: all are whole"),
+        (bad, 6, "cut after 6 rows: some are divided"),
+    ):
+        for row, column in np.ndindex(rows, columns):
+            color = "#cfe3f1" if row < cut else "#f6e3c5"
+            axes.add_patch(_box(column, row, 1, 1, fc=color, ec="white", lw=1.5))
+        for row, column in np.ndindex(rows // 4, columns):
+            look = {"ec": RESIDUAL, "lw": 1.2, "fc": "none"}
+            place = (column + 0.12, 4 * row + 0.12, 0.76, 3.76)
+            axes.add_patch(_box(*place, label="word: 4 rows", **look))
+        for row, column in np.ndindex(rows // 8, columns // 4):
+            look = {"ec": "black", "lw": 2, "fc": "none", "label": "block: 8 x 4"}
+            axes.add_patch(_box(4 * column, 8 * row, 4, 8, **look))
+        axes.plot(
+            (-0.4, columns + 0.4),
+            (cut, cut),
+            color=SIGN,
+            lw=3,
+            label="cut",
+        )
+        axes.set(title=title, xlim=(-0.5, columns + 0.5), ylim=(rows + 0.3, -0.3))
+        axes.axis("off")
+    return (
+        "A word holds 8 bits of each of 4 rows. A block of 8 rows and 4 columns shares "
+        "a scale."
+    )
+
+
+def _box(x, y, width, height, **look):
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y), width, height, **look)
+
+
 def main(argv: list[str] | None = None) -> None:
     records.Options(__doc__).parse_args(argv)
     shakespeare = records.load(ROOT / "benchmarks/training/shakespeare.json")
@@ -150,6 +190,7 @@ def main(argv: list[str] | None = None) -> None:
         (draw_bits, None, "bits_of_a_weight"),
         (draw_curves, shakespeare, "loss_curves"),
         (draw_steps, h200, "h200_steps"),
+        (draw_words, None, "words_and_blocks"),
     ):
         path = pictures.picture_of(name)
         draw(record, path)
