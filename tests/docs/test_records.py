@@ -18,7 +18,6 @@ from places import ROOT
 import lowbit_optax
 from benchmarks.papers.lpmm_states import CODES
 from benchmarks.papers.microbatches import SMALL
-from benchmarks.programs import large_training
 from benchmarks.records import gaps, shown
 from benchmarks.training import (
     digit_moments,
@@ -293,20 +292,20 @@ def _precision_memory(record):
 
 
 def _large_models(record):
-    parts = ("parameters", "state", "carries", "temporary", "peak")
-    label = lambda name: name.replace("lowbit_adamw", "`lowbit_adamw`")
-    for name, found in record["llama_8b"].items():
-        case, _, place = name.rpartition(", 8 ")
-        cells = " | ".join(f"{found[part] / 2**30:.2f}" for part in parts)
-        yield f"| {place[:-1].rstrip(chr(39))}: {label(case)} | {cells} |"
-    for case in ("float32 master", "lowbit_adamw, release"):
-        found = [record["largest"][f"{case}, {x}"] for x in ("1 H200", "1 v6e")]
-        cells = " | ".join(f"{x['parameters'] / 1e9:.1f}" for x in found)
-        yield f"| {label(case)} | {cells} |"
+    peak = lambda case: f"{record['llama_8b'][case]['peak'] / 2**30:.2f} GiB"
+    master, released = "float32 master, 8 H200s", "lowbit_adamw, release, 8 H200s"
+    yield f"needs {peak(master)} per device with a float32 master, and {peak(released)}"
 
 
 def _large_training(record):
-    yield from large_training.text(record).splitlines()
+    of = lambda name: record["steps"][f"8 H200s, {name}"]
+    gib = lambda size: f"{size / 2**30:.2f} GiB"
+    temporary = lambda name: gib(of(name)["temporary"])
+    exchanged = lambda name: gib(sum(of(name)["exchanged"].values()))
+    yield f"`lowbit_adamw` step needs {temporary('lowbit_adamw')} of temporary memory"
+    yield f"released step {temporary('lowbit_adamw_released')}, because"
+    yield f"float32 step needs {temporary('float32')}, and exchanges"
+    yield f"{exchanged('float32')} between devices instead of {exchanged('lowbit_adamw')}"
 
 
 SMALL_TEXT = "2 layers, 3 seeds"
