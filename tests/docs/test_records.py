@@ -305,7 +305,8 @@ def _large_training(record):
     yield f"`lowbit_adamw` step needs {temporary('lowbit_adamw')} of temporary memory"
     yield f"released step {temporary('lowbit_adamw_released')}, because"
     yield f"float32 step needs {temporary('float32')}, and exchanges"
-    yield f"{exchanged('float32')} between devices instead of {exchanged('lowbit_adamw')}"
+    exchanges = exchanged("float32"), exchanged("lowbit_adamw")
+    yield f"{exchanges[0]} between devices instead of {exchanges[1]}"
 
 
 SMALL_TEXT = "2 layers, 3 seeds"
