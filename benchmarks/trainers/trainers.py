@@ -29,13 +29,11 @@ END = "<!-- End of the generated part -->\n"
 OWN_TESTS = "Tunix own tests"
 COMMAND = "python -m benchmarks trainers"
 COLUMNS = """\
-The second column shows the loss with `optax.adamw` on float32 parameters, and the next
-three columns show by how much the losses of this package's optimizers differ from it.
-The loss is measured on a held-out batch, or, for optimistix and jaxopt, on the training
-batch. The last column shows on how many devices a checkpoint was saved and restored.
-On the same number of devices, the restored run matched an uninterrupted run bit for
-bit (for flax `TrainState`, the test compares four steps). On a different number of
-devices, its final loss differed by at most 0.2%."""
+The columns of this package's optimizers show by how much their losses differ from the
+loss in the second column. The last column shows on how many devices a checkpoint was
+saved and restored. On the same number of devices, the restored run matched an
+uninterrupted run bit for bit. On a different number of devices, its final loss differed
+by at most 0.2%."""
 
 
 def found_by_the_tests(some: str) -> tuple[int, dict[str, dict]]:
@@ -129,16 +127,21 @@ def failures(rows: dict[str, dict]) -> str:
 
 
 def own_tests(row: dict | None) -> str:
-    """Return a list with the number of Tunix's own tests that pass per optimizer."""
+    """Describe how many of Tunix's own tests pass with each optimizer."""
     if not row:
         return "Tunix's own tests were not run."
-    lines = ["Tunix's own tests of its trainer also ran with these optimizers:", ""]
+    whole = [f"`{name}`" for name, found in row.items() if not found["failed"]]
+    sentences = [f"Tunix's own tests of its trainer pass with {_joined(whole)}."]
     for name, found in row.items():
-        failed = [f"`{test}`" for test in found["failed"]]
-        verb = "fails" if len(failed) == 1 else "fail"
-        exceptions = f", and {' and '.join(failed)} {verb}" if failed else ""
-        lines.append(f"- `{name}`: {found['passed']} tests pass{exceptions}.")
-    return "\n".join(lines)
+        if failed := [f"`{test}`" for test in found["failed"]]:
+            verb = "fails" if len(failed) == 1 else "fail"
+            few = f"With `{name}`, {found['passed']} tests pass"
+            sentences.append(f"{few}, and {_joined(failed)} {verb}.")
+    return _filled(" ".join(sentences))
+
+
+def _joined(names: list[str]) -> str:
+    return " and ".join(names) or "no optimizer"
 
 
 def _filled(paragraph: str) -> str:

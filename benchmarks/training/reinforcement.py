@@ -133,19 +133,27 @@ def train(name: str, rate: float, args) -> dict:
 
 
 def table(record: dict) -> str:
-    """Return a Markdown table of final rewards, with one row per format and rate."""
+    """Return a Markdown table: the master's final rewards, and differences from it."""
     ends = lambda run: np.asarray(run["curves"])[:, -1]
-    idle = ends(record["not_trained"])
-    heads = "learning rate", "format", "reward", "difference", "weights changed"
-    lines = []
-    for rate, runs in record["runs"].items():
-        for name, run in runs.items():
-            gap = ends(run) - ends(runs["float32 master"])
-            reward = records.shown(records.spread(ends(run)), 3)
-            difference = records.shown(records.spread(gap), 4) if gap.any() else ""
-            lines.append([rate, name, reward, difference, f"{run['changed']:.2%}"])
-    lines.append(["", "not trained", records.shown(records.spread(idle), 3), "", ""])
-    return records.table(heads, lines)
+    shown = lambda values, digits: records.shown(records.spread(values), digits)
+    heads = ["format", *(f"rate 1e{np.log10(float(x)):.0f}" for x in record["runs"])]
+    lines = {name: [name] for name in ROWS}
+    for runs in record["runs"].values():
+        master = ends(runs["float32 master"])
+        lines["float32 master"].append(shown(master, 3))
+        for name in lines.keys() - {"float32 master"}:
+            lines[name].append(shown(ends(runs[name]) - master, 4))
+    return records.table(heads, list(lines.values()))
+
+
+def idle(record: dict) -> str:
+    """Return the reward of the weights at the start."""
+    ends = np.asarray(record["not_trained"]["curves"])[:, -1]
+    return records.shown(records.spread(ends), 3)
+
+
+def text(record: dict) -> str:
+    return f"{table(record)}\n\nnot trained: {idle(record)}"
 
 
 @pictures.panels(3.6, (1,) * len(RATES), columns=4)
@@ -176,4 +184,4 @@ def measure(args) -> dict:
 
 def main(argv: list[str] | None = None) -> None:
     args = records.Options(__doc__, seeds=3, steps=200).parse_args(argv)
-    records.run(__name__, args, measure, table, draw)
+    records.run(__name__, args, measure, text, draw)

@@ -450,6 +450,9 @@ def _resnet_cifar(record):
 
 def _reinforcement(record):
     yield from reinforcement.table(record).splitlines()
+    yield f"Without training, the reward is {reinforcement.idle(record)}."
+    changed = record["runs"]["1e-06"]["lowbit"]["changed"]
+    yield f"one in {round(1 / changed, -1):.0f} of the sampler's weights"
 
 
 def _muon_momentum(record):
