@@ -86,7 +86,7 @@ def draw(record: dict, curves, losses) -> str:
         look = look | {"marker": "", "label": label.removeprefix("LPMM, ")}
         curves.semilogy(x, np.where(moved > 0, moved, np.nan), **look)
     curves.set(title="change of a weight per step", xlabel="step", ylim=(1e-5, 30))
-    curves.set(ylabel="in spacings of the quantised numbers")
+    curves.set(ylabel="in spacings of the quantized numbers")
     for rounding in ROUNDINGS:
         found = [held_out[f"{bits} bits, {rounding}"] for bits in BITS]
         means, bars = ([each[part] for each in found] for part in ("mean", "std"))

@@ -77,7 +77,7 @@ def draw(record: dict, curves, auc) -> str:
         pictures.band(curves, x, runs, ls=line, color=color, label=name)
         ends.append(runs.mean(0)[-1])
     curves.set(title="nearest rounding: mean and range of the seeds", xlabel="step")
-    curves.set(ylabel="cancelled updates, %", ylim=(0, 100))
+    curves.set(ylabel="canceled updates, %", ylim=(0, 100))
     label = "AUC on held-out clicks, %"
     pictures.each_seed(auc, record["auc"], label, 100, 2, "higher")
     lost = -100 * record["gaps_to_float32"]["nearest"]["mean"]

@@ -34,7 +34,7 @@ def check_multi_steps_around(params, skips: str | None = None) -> None:
         return
     if any(map(trees.is_quantized, trees.named_leaves(params)[1])):
         raise TypeError(
-            "optax.MultiSteps does not support quantised weights, because its "
+            "optax.MultiSteps does not support quantized weights, because its "
             "accumulators have the types of the parameters. Use "
             "lowbit_optax.accumulate_gradients, or put MultiSteps inside lowbit"
         )

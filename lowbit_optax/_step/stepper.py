@@ -199,7 +199,7 @@ def _is_in_conditional() -> bool:
 
 def _check_dtypes(updates, grads) -> None:
     """Raise a TypeError unless updates are arrays with the dtypes of the gradients."""
-    kind = lambda x: "quantised" if trees.is_quantized(x) else trees.describe(x)
+    kind = lambda x: "quantized" if trees.is_quantized(x) else trees.describe(x)
     names, leaves, treedef = trees.named_leaves(grads)
     parts = trees.parts_of(names, treedef, updates, "updates")
     for name, grad, part in zip(names, leaves, parts, strict=True):

@@ -180,10 +180,10 @@ def outline(state) -> str:
 
 
 def check_plain(function: str, name: str, leaf) -> None:
-    """Raise a TypeError unless a leaf is an array that is not quantised yet."""
+    """Raise a TypeError unless a leaf is an array that is not quantized yet."""
     if is_quantized(leaf):
         raise TypeError(
-            f"{function}: params{name} must not be quantised yet, got a "
+            f"{function}: params{name} must not be quantized yet, got a "
             f"{type(leaf).__name__}. Dequantize it first"
         )
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):

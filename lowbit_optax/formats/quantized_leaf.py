@@ -91,7 +91,7 @@ class QuantizedWeight(NotAnArray):
         raise NotImplementedError
 
     def _refusal(self, what: str) -> str:
-        return f"a quantised weight of shape {list(self.shape)} {what}; {_REMEDY}"
+        return f"a quantized weight of shape {list(self.shape)} {what}; {_REMEDY}"
 
 
 @functools.cache

@@ -40,7 +40,7 @@ class QuantizedWeights(WeightFormat):
         # With nearest rounding, a large array would silently lose small updates.
         if math.prod(shape) >= min_size:
             raise ValueError(
-                f"arrays with {min_size} or more elements must be quantised or "
+                f"arrays with {min_size} or more elements must be quantized or "
                 f"float32, got {dtype}{list(shape)}; call lpmm.quantize_params on the "
                 "float32 weights before tx.init"
             )

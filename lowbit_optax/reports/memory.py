@@ -175,7 +175,7 @@ class MemoryReport(Tabular):
         if 0 < self.float32_params < self.total.size:
             notes.append(
                 f"parameters stored in float32: {some(wide)}\n(without keep_float32, "
-                "from_master casts no vectors, biases and normalisations)"
+                "from_master casts no vectors, biases and normalizations)"
             )
         share = self.float32_params / max(self.total.size, 1)
         if share >= _NOTABLE_SHARE:

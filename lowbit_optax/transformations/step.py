@@ -187,6 +187,6 @@ def _check_frozen(params, state) -> None:
     owners = LowbitState, optax.MaskedState
     if name is not None and not trees.all_of(owners, state):
         raise TypeError(
-            f"step: params{name} is quantised, and optax cannot update it. Use "
+            f"step: params{name} is quantized, and optax cannot update it. Use "
             "lpmm_adam, or freeze it with optax.partition and optax.set_to_zero"
         )

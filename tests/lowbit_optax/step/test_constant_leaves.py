@@ -197,5 +197,5 @@ def test_quantised_weights_can_be_frozen(tx):
 def test_optax_alone_cannot_train_quantised_weights():
     params = {"w": lpmm.quantize_params(jnp.ones((64, 32)), min_size=0)}
     tx = optax.sgd(1.0)
-    with pytest.raises(TypeError, match=r"params\['w'\] is quantised"):
+    with pytest.raises(TypeError, match=r"params\['w'\] is quantized"):
         lowbit_optax.step(tx, params, tx.init(params), {"w": jnp.ones((64, 32))})
