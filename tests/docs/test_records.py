@@ -285,10 +285,8 @@ def _pareto(record):
 
 
 def _precision_memory(record):
-    yield f" | {record['float32']:,.0f} |"
-    for found in record["ratios"].values():
-        both = f"{found['emulated']:,.0f} | {found['stored']:,.0f}"
-        yield f"| {found['low_ratio']:.2f} | {both} |"
+    yield f"{record['ratios']['0.5']['stored']:,.0f} MiB of temporary memory"
+    yield f"and {record['float32']:,.0f} MiB in float32"
 
 
 def _large_models(record):
