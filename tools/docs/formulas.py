@@ -1,21 +1,24 @@
-"""Draw the formulas of the pages: a hook of MkDocs. See ``mkdocs.yml``.
+"""Draw the formulas of the pages.
 
-Pages write formulas as LaTeX in ``math`` fences, which GitHub draws, too. The built pages
-contain them as MathML, which browsers draw without scripts.
+This is a hook of MkDocs; see ``mkdocs.yml``. Pages write formulas as LaTeX in ``math``
+fences, which GitHub draws, too. The built pages contain them as MathML, which browsers
+draw without scripts.
 """
+
+from typing import Any
 
 import latex2mathml.converter
 from pymdownx.superfences import SuperFencesException
 
 
-def on_config(config):
+def on_config(config: Any) -> Any:
     """Let a fence with the language ``math`` contain a formula."""
     fence = {"name": "math", "class": "math", "format": as_mathml}
     config.mdx_configs.setdefault("pymdownx.superfences", {})["custom_fences"] = [fence]
     return config
 
 
-def as_mathml(latex: str, *args, **kwargs) -> str:
+def as_mathml(latex: str, *args: Any, **kwargs: Any) -> str:
     r"""Return the MathML of a formula.
 
     >>> as_mathml("x").endswith('display="block"><mrow><mi>x</mi></mrow></math>')
