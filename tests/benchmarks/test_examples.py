@@ -16,7 +16,7 @@ from places import ROOT, run_python
 
 EXAMPLES = ROOT / "examples"
 NAMES = ["fsdp.py", "gpt.py", "resnet_cifar.py"]
-SHORT = ["block_scaled_float8.py"]  # without arguments
+SHORT = ["block_scaled_float8.py", "logical_axes.py", "lookahead.py"]  # no arguments
 ELSEWHERE = ["large_model.py", "two_processes.py"]  # test_rehearsal and states
 SUPPORT = "cifar_support"  # what resnet_cifar.py imports
 SMALL = "--width 4 --pixels 8 --batch-size 64 --steps 3"
@@ -223,9 +223,25 @@ def test_each_device_holds_an_eighth_of_the_weights_and_the_loss_falls(run):
     assert float(re.search(r"loss ([\d.]+) nats", shown).group(1)) < 5
 
 
-def test_block_scaled_float8_weights_train(run):
-    shown = run("block_scaled_float8.py")
+@pytest.mark.parametrize(
+    ("name", "first", "last_line"),
+    [
+        (
+            "block_scaled_float8.py",
+            42.2,
+            "codes float8_e4m3fn(64, 64), scales float8_e8m0fnu(2, 64)",
+        ),
+        ("logical_axes.py", None, "residuals P('fsdp', 'tensor')"),
+    ],
+)
+def test_short_examples_train(run, name, first, last_line):
+    shown = run(name)
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", shown)]
-    assert losses[0] == 42.2
+    assert first in (None, losses[0])
+    assert len(losses) == 3
     assert losses == sorted(set(losses), reverse=True)
-    assert "codes float8_e4m3fn(64, 64), scales float8_e8m0fnu(2, 64)" in shown
+    assert shown.splitlines()[-1] == last_line
+
+
+def test_lookahead_trains(run):
+    assert float(run("lookahead.py").removeprefix("loss ")) < 1

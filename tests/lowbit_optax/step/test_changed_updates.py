@@ -12,6 +12,7 @@ from optax import contrib
 from optimizers import jitted, matching_grad_dtype, normal, weights_only
 
 import lowbit_optax
+from examples.lookahead import lookahead
 from lowbit_optax import release
 
 pytestmark = pytest.mark.standard_promotion
@@ -275,22 +276,6 @@ def test_inside_lowbit_they_train_as_in_float32(name):
 def test_schedule_free_inside_lowbit_trains_as_in_float32():
     inner = contrib.schedule_free(optax.sgd(RATE), RATE)
     assert_close(*trained(lowbit(inner), PARAMS), control(inner), 1e-4)
-
-
-def lookahead(fast, period, rate):
-    """The recipe in docs/recipes/advanced.md, with the slow weights in the state."""
-    pairs, pair = optax.lookahead(fast, period, rate), optax.LookaheadParams
-
-    def init(params):
-        return *pairs.init(pair(params, params)), params
-
-    def update(grads, state, params):
-        fast, count, slow = state
-        state = optax.LookaheadState(fast, count)
-        updates, state = pairs.update(grads, state, pair(params, slow))
-        return updates.fast, (*state, optax.apply_updates(slow, updates.slow))
-
-    return optax.GradientTransformation(init, update)
 
 
 def test_lookahead_with_slow_weights_in_the_state_is_optaxs():
