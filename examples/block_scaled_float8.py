@@ -7,6 +7,7 @@ more bits of each weight.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,5 +59,5 @@ x = jnp.ones((8, 64), jnp.bfloat16)
 for _ in range(3):
     loss, params, state = train_step(params, state, x)
     print(f"loss {loss:.1f}")
-w = params["w"]
+w: Any = params["w"]
 print(f"codes {w.codes.dtype}{w.codes.shape}, scales {w.scales.dtype}{w.scales.shape}")

@@ -41,7 +41,8 @@ params, state = jax.jit(start, out_shardings=shardings)(key)
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def train_step(params, state, x):
     def loss_fn(params):
-        return jnp.mean(model.apply({"params": params}, x).astype(jnp.float32) ** 2)
+        out = jnp.asarray(model.apply({"params": params}, x), jnp.float32)
+        return jnp.mean(out**2)
 
     loss, grads = jax.value_and_grad(loss_fn)(params)
     return loss, *lowbit_optax.step(tx, params, state, grads)
