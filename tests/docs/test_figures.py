@@ -86,5 +86,7 @@ def test_precise_figures_have_a_record_or_a_command(page: pathlib.Path):
 
 def test_a_wrong_figure_is_noticed():
     assert _is_recorded("151,450")
-    assert list(_precise_figures("150,449 tokens, arXiv 2010.06192, 5.13")) == ["150,449"]
+    assert list(_precise_figures("150,449 tokens, arXiv 2010.06192, 5.13")) == [
+        "150,449"
+    ]
     assert not _is_recorded("150,449")
