@@ -52,6 +52,10 @@ def test_the_first_table_matches_the_records():
             "GPT-2 124M: weights and state, GiB",
             lambda x: f"{x['stored_bytes'] / 2**30:.2f}",
         ),
+        (
+            "GPT-2 124M: peak memory, GiB",
+            lambda x: f"{x['peak_bytes'] / 2**30:.2f}",
+        ),
         ("GPT-2 124M: tokens per second", lambda x: f"{x['tokens_per_second']:,.0f}"),
     ):
         assert rows[name][:2] == [text(RUNS[x]) for x in BOTH]
