@@ -310,6 +310,7 @@ class Graph:
 
     Attributes:
       inputs, outputs: flat lists of :class:`Node`.
+      computes_all_branches: whether a selection has replaced expensive branches.
     """
 
     def __init__(
@@ -317,6 +318,7 @@ class Graph:
     ):
         self._opaque = opaque
         self._selects = selects
+        self.computes_all_branches = False
         self._count = 0
         self._scalars: dict[typing.Any, Sequence[Node]] = {}
         self.inputs = [Node(v.aval) for v in closed.jaxpr.invars]
@@ -382,8 +384,10 @@ class Graph:
         """Return whether to compute all branches of a conditional, and select one."""
         if is_by_platform(p.cond_p, params):
             return False
-        expensive = lambda x: x.primitive in EXPENSIVE
-        return self._selects or not holds(params, expensive)
+        is_expensive = holds(params, lambda x: x.primitive in EXPENSIVE)
+        selects = self._selects or not is_expensive
+        self.computes_all_branches |= selects and is_expensive
+        return selects
 
 
 def evaluate(nodes: Sequence[Node], known: dict[Node, typing.Any]) -> list:

@@ -7,9 +7,10 @@ a bound method of a stepper. :func:`stepper_of` returns this stepper, and
 
 ``optax.chain``, ``masked``, ``partition`` and ``inject_hyperparams`` return the updates
 of the transformation inside them unchanged. Therefore, :func:`lowbit_optax.step` traces
-such wrappers with ``context.wants_params`` set. Each ``update`` of this package then
-calls :func:`marked`, which adds a marker to the trace instead of computing anything,
-and :mod:`lowbit_optax._step.wrapped` reads the operations around the markers.
+such wrappers with ``context.wants_params`` set. Each ``update`` whose state contains a
+``LowbitState`` then calls :func:`marked`, which adds a marker to the trace instead of
+computing anything, and :mod:`lowbit_optax._step.wrapped` reads the operations around
+the markers.
 """
 
 import abc
@@ -28,7 +29,7 @@ from jax.interpreters import mlir
 from lowbit_optax._numerics.landing import ADD, ADD_LIKE_GRADS, Landing
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
-from lowbit_optax._step.leaf import StoredLeaf
+from lowbit_optax._step.state import holds_lowbit
 
 
 class Stepper(abc.ABC):
@@ -75,7 +76,7 @@ class Stepper(abc.ABC):
         self, updates: optax.Updates, state, params: optax.Params | None = None, **extra
     ) -> tuple[optax.Updates, typing.Any]:
         """Return ``(updates, new state)``; add a marker while a wrapper is traced."""
-        if context.current().wants_params:
+        if context.current().wants_params and holds_lowbit(state):
             return marked(self, lambda _: self, (), updates, state, params, extra)
         if not _is_in_conditional():
             return self.run(params, state, updates, ADD, extra)
@@ -214,6 +215,16 @@ def _check_dtypes(updates, grads) -> None:
             )
 
 
+class MarkedArguments(typing.NamedTuple):
+    """The arguments of a marked update, and the traced values that it contains."""
+
+    grads: typing.Any
+    state: typing.Any
+    params: typing.Any
+    extra_args: dict
+    held: Sequence
+
+
 update_p = Primitive("lowbit_update")
 """Marks the place of an update in a trace."""
 update_p.multiple_results = True
@@ -259,13 +270,8 @@ def marked(
       held: the traced values that the transformation contains.
       grads, state, params, extra_args: the arguments of the update.
     """
-    if params is not None:
-        names, given, treedef = trees.named_leaves(params)
-        parts = trees.parts_of(names, treedef, grads, "grads")
-        for name, leaf, grad in zip(names, given, parts, strict=True):
-            StoredLeaf(name, leaf, None).with_grad(grad)  # raises errors
     traced, static = split_extra_args(extra_args)
-    arguments = grads, state, params, traced, held
+    arguments = MarkedArguments(grads, state, params, traced, held)
     leaves, structure = jax.tree.flatten(arguments)
     updates = len(jax.tree.leaves(grads))
     results, of_results = jax.tree.flatten((grads, state))

@@ -13,6 +13,10 @@ update (:func:`.stepper.marked`). Then it runs the parts of the trace as follows
 The step returns new parameters instead of updates, and costs the same as without
 wrappers. If a wrapper computes with the updates or needs concrete values, the function
 returns None, and the caller uses ``update`` and ``apply_updates``.
+
+:attr:`WrapperTrace.origins` follows the results of markers through the wrappers. If an
+update depends on a marker but does not have the value of one result, a wrapper has
+changed this update, and the function raises an error.
 """
 
 import contextlib
@@ -29,13 +33,15 @@ from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars, program_of
 from lowbit_optax._jaxprs.graph import (
+    UNCHANGED,
     Call,
     Graph,
     Node,
     before_identities,
+    calls_between,
     evaluate,
+    is_constant_number,
     is_zero,
-    made_of,
     scalar_of,
 )
 from lowbit_optax._numerics.landing import REPLACE
@@ -46,32 +52,52 @@ from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.state import holds_lowbit
 from lowbit_optax._step.stepper import (
+    MarkedArguments,
     split_extra_args,
     stepper_of,
     update_p,
     with_extra_args,
 )
 
+_MOVES = UNCHANGED | {
+    "concatenate", "device_put", "dynamic_slice", "optimization_barrier", "reshape",
+    "rev", "slice", "split", "squeeze", "stack", "transpose", "unstack",
+}  # fmt: skip
+"""Operations that move the elements of arrays without changing them."""
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class InnerStep:
+
+class Origin(typing.NamedTuple):
+    """The result of a marked update whose value a node has.
+
+    Args:
+      call, number: the call of :data:`.stepper.update_p`, and the index of its result.
+      old: the node of the old value of a leaf of the state; None for an update.
+      conditions: scalar nodes. If one of them is false, the node is ``old`` or zero.
+      is_direct: whether the wrapper only makes such selections.
+    """
+
+    call: Call
+    number: int
+    old: Node | None
+    conditions: tuple[Node, ...] = ()
+    is_direct: bool = True
+
+
+class InnerStep(typing.NamedTuple):
     """The update of a transformation of this package inside wrappers.
 
     Args:
       call: the call of :data:`.stepper.update_p`.
-      grads, state, params, extra_args: the arguments of the update, as trees of nodes.
-      held: nodes that the transformation itself contains.
+      arguments: the arguments of the update, as trees of nodes.
       leaves: for each of its leaves, the index of the leaf among all parameters.
+      grads: the gradients of these leaves before the wrappers.
       conditions: scalar nodes; the update happens if all of them are true.
     """
 
     call: Call
-    grads: typing.Any
-    state: typing.Any
-    params: typing.Any
-    extra_args: typing.Any
-    held: typing.Any
+    arguments: MarkedArguments
     leaves: list[int]
+    grads: list[Node]
     conditions: tuple[Node, ...]
 
 
@@ -81,180 +107,227 @@ class WrapperTrace:
 
     Args:
       graph: the graph of the update.
-      arguments: the structure of gradients, state and parameters.
-      results: the structure of updates and new state.
+      grads, state, params: the arguments of the update, as trees of nodes.
+      updates: list with a node, or a tree of nodes, for each leaf of the parameters.
+      new_state: the new state, as a tree of nodes.
     """
 
     graph: Graph
-    arguments: trees.PyTreeDef
-    results: trees.PyTreeDef
-
-    @functools.cached_property
-    def inputs(self) -> tuple:
-        """Gradients, state and parameters, as trees of nodes."""
-        return jax.tree.unflatten(self.arguments, self.graph.inputs)
-
-    @functools.cached_property
-    def params(self) -> tuple[list[str], list, trees.PyTreeDef]:
-        """Paths, leaves and structure of the parameters."""
-        return trees.named_leaves(self.inputs[2])
-
-    @functools.cached_property
-    def grads(self) -> list[Node]:
-        """The gradients, as a list in the order of the parameters' leaves."""
-        names, _, treedef = self.params
-        return trees.parts_of(names, treedef, self.inputs[0], "grads")
-
-    @functools.cached_property
-    def outputs(self) -> tuple[list[Node], list[Node]]:
-        """The updates as a list of leaves, and the leaves of the new state."""
-        updates, state = jax.tree.unflatten(self.results, self.graph.outputs)
-        names, _, treedef = self.params
-        updates = trees.parts_of(names, treedef, updates, "updates")
-        return updates, jax.tree.leaves(state)
+    grads: typing.Any
+    state: typing.Any
+    params: typing.Any
+    updates: list
+    new_state: typing.Any
 
     @property
     def keeps_state(self) -> bool:
         """Whether the update keeps the state's structure, shapes and dtypes."""
-        like = lambda nodes: [(x.aval.shape, x.aval.dtype) for x in nodes]
-        same = self.arguments.children()[1] == self.results.children()[1]
-        return same and like(jax.tree.leaves(self.inputs[1])) == like(self.outputs[1])
+        avals = lambda tree: trees.abstract(jax.tree.map(lambda x: x.aval, tree))
+        old, new = map(jax.tree.flatten, map(avals, (self.state, self.new_state)))
+        return old == new
 
     @functools.cached_property
-    def found(self) -> "dict[Node, tuple[Call, int, tuple[Node, ...]]]":
-        """The results of the marked updates, keyed by output node.
+    def marked(self) -> dict[Call, MarkedArguments]:
+        """The marked updates and their arguments, as trees of nodes."""
+        calls = calls_between(self.graph.outputs, ())
+        marked = [x for x in calls if x.primitive is update_p]
+        return {x: x.params["structure"].unflatten(x.inputs) for x in marked}
 
-        The dict is empty if any other output depends on a marked update.
+    @functools.cached_property
+    def origins(self) -> dict[Node, Origin | None]:
+        """The origins of all nodes that marked updates affect.
+
+        The origin is None if the node does not have the value of one result. An update
+        that depends on another one has no such results.
         """
-        old_state = jax.tree.leaves(self.inputs[1])
-        updates, new_state = self.outputs
-        found = {}
-        if len(old_state) != len(new_state):
-            return {}
+        origins: dict[Node, Origin | None] = {}
+        for call in calls_between(self.graph.outputs, ()):
+            if not origins.keys().isdisjoint(call.inputs):
+                origins |= dict.fromkeys(call.outputs, self._after(call, origins))
+            elif call in self.marked:
+                state = jax.tree.leaves(self.marked[call].state)
+                old = [*[None] * call.params["updates"], *map(before_identities, state)]
+                results = enumerate(zip(call.outputs, old, strict=True))
+                origins |= {node: Origin(call, i, x) for i, (node, x) in results}
+        return origins
+
+    def _after(self, call: Call, origins: dict[Node, Origin | None]) -> Origin | None:
+        """Return the origin of the results of a call, given the origins before it."""
+        primitive, dtype = call.primitive, call.outputs[0].aval.dtype
+        if primitive is p.select_n_p:
+            return self._selected(call, origins)
+        affected = [x for x in call.inputs if x in origins]
+        first = origins[affected[0]]
+        if first is None:
+            return None
+        moved = first._replace(is_direct=False)
+        # A cast to one of these dtypes keeps every bit of an update.
+        is_wide = dtype in (jnp.float32, jnp.float64)
+        is_widened = primitive is p.convert_element_type_p and is_wide
+        if primitive.name in _MOVES or is_widened:
+            kinds = {x and (x.call, x.conditions) for x in map(origins.get, affected)}
+            return moved if len(kinds) == 1 else None
+        if primitive not in (p.add_p, p.mul_p) or len(affected) == 2:
+            return None
+        (other,) = [x for x in call.inputs if x not in origins]
+        if primitive is p.add_p:
+            return moved if _is_nothing(other) else None
+        factor = scalar_of(other)
+        if factor is None:
+            return None
+        if is_constant_number(factor) and factor.constant == 1:
+            return moved
+        holds = _truth_value(factor)
+        return holds and moved._replace(conditions=(*moved.conditions, holds))
+
+    def _selected(self, call: Call, origins: dict) -> Origin | None:
+        """Return the origin of a selection between results and zeros or ``old``."""
+        which, *cases = call.inputs
+        condition, others = scalar_of(which), [x for x in cases if x not in origins]
+        found = [origins[x] for x in cases if x in origins]
+        if condition is None or not found or None in found:
+            return None
+        first = found[0]
+        is_old = lambda x: before_identities(x) is first.old
+        is_skip = is_zero if first.old is None else is_old
+        if not all(map(is_skip, others)) or len({x.old for x in found}) > 1:
+            return None
+        if cases[0] in origins:
+            condition = self.graph.apply(lax.bitwise_not, condition)
+        is_direct = first.is_direct and len(found) == len(others) == 1
+        return first._replace(
+            conditions=(*first.conditions, condition),
+            is_direct=is_direct and which not in origins,
+        )
+
+    @functools.cached_property
+    def found(self) -> dict[Node, Origin]:
+        """The origins of the outputs that marked updates affect.
+
+        The dict is empty if the wrapper computes any of these outputs.
+        """
         # A gradient of a frozen quantised weight may be a tree of float0 arrays.
-        updates = jax.tree.leaves(updates)
-        before: list[Node | None] = [*[None] * len(updates), *old_state]
-        for node, old in zip([*updates, *new_state], before, strict=True):
-            result = _result(node, old, self.graph)
-            if result is None:
-                if any(map(_is_marked, made_of([node]))):
+        updates, state = map(jax.tree.leaves, (self.updates, self.state))
+        olds, outputs = [*[None] * len(updates), *state], self.graph.outputs
+        if len(outputs) != len(olds) or self.graph.computes_all_branches:
+            return {}
+        found = {}
+        for node, old in zip(outputs, olds, strict=True):
+            if node in self.origins:
+                found[node] = of = self.origins[node]
+                if of is None or not of.is_direct or of.old is not old:
                     return {}
-                continue
-            call, number, _ = result
-            if (old is None) != (number < call.params["updates"]):
-                return {}
-            found[node] = result
         return found
 
     @functools.cached_property
-    def inner(self) -> dict[Call, InnerStep]:
-        """The updates of this package, keyed by call; empty if wrappers change them."""
-        conditions: dict[Call, tuple[Node, ...]] = {}
-        for call, _, when in self.found.values():
-            if conditions.setdefault(call, when) != when:
-                return {}
+    def inner(self) -> list[InnerStep]:
+        """The updates of this package; empty if the step cannot be direct."""
         first_node = lambda leaf: jax.tree.leaves(leaf)[0]
-        numbers = {first_node(leaf): i for i, leaf in enumerate(self.params[1])}
-        inner = {}
-        for call, when in conditions.items():
-            structure = call.params["structure"]
-            grads, state, params, extra, held = structure.unflatten(call.inputs)
-            if any(map(_is_marked, made_of([*call.inputs, *when]))):
-                return {}
-            leaves = []
-            for i, leaf in enumerate(trees.named_leaves(params)[1]):
-                number = numbers.get(first_node(leaf))
-                if number is None:
-                    return {}
-                if self.found.get(self.outputs[0][number], ())[:2] != (call, i):
-                    return {}
-                leaves.append(number)
-            inner[call] = InnerStep(
-                call, grads, state, params, extra, held, leaves, when
-            )
+        names, leaves, treedef = trees.named_leaves(self.params)
+        numbers = {first_node(leaf): i for i, leaf in enumerate(leaves)}
+        inner = []
+        for call in dict.fromkeys(of.call for of in self.found.values()):
+            arguments = self.marked[call]
+            params = map(first_node, trees.named_leaves(arguments.params)[1])
+            leaves = [numbers[x] for x in params if x in numbers]
+            origins = [self.found.get(self.updates[i], ())[:2] for i in leaves]
+            passes_on = origins == [(call, i) for i in range(call.params["updates"])]
+            conditions = {x.conditions for x in self.found.values() if x.call is call}
+            if not passes_on or len(conditions) != 1:
+                return []
+            grads = trees.parts_of(names, treedef, self.grads, "grads")
+            grads = [grads[i] for i in leaves]
+            inner.append(InnerStep(call, arguments, leaves, grads, *conditions))
         return inner
+
+    def changes(self, param, update) -> bool:
+        """Return whether a wrapper changes the update of a parameter.
+
+        A wrapper may skip an update or freeze a parameter, but only together with the
+        old state.
+        """
+        nodes = lambda tree: {*jax.tree.leaves(tree)}
+        outputs, param, updates = {*self.graph.outputs}, nodes(param), nodes(update)
+        stepping = {
+            call
+            for call, arguments in self.marked.items()
+            if outputs & {*call.outputs[call.params["updates"] :]}
+        }
+        of_param = {x for x in stepping if param & nodes(self.marked[x].params)}
+
+        def is_kept(of: Origin | None) -> bool:
+            if of is None or of.old is not None or of_param - {of.call}:
+                return False
+            return not of.conditions or of.call not in stepping
+
+        is_ours = of_param or updates & self.origins.keys()
+        return bool(is_ours) and not all(map(is_kept, map(self.origins.get, updates)))
 
     def gets_gradients(self, inner: InnerStep) -> bool:
         """Return whether an update gets the gradients unchanged."""
-        grads = self.grads
-        pairs = zip(jax.tree.leaves(inner.grads), inner.leaves, strict=True)
-        return all(node is grads[i] for node, i in pairs)
+        return jax.tree.leaves(inner.arguments.grads) == inner.grads
 
     def is_elementwise(self, inner: InnerStep) -> bool:
         """Return whether kernels can compute the gradients of an update."""
-        grads, scalars = self.grads, Scalars(self.graph)
+        grads, scalars = jax.tree.leaves(inner.arguments.grads), Scalars(self.graph)
         if not isinstance(inner.call.params["stepper"], Lowbit):
             return self.gets_gradients(inner)
-        try:
-            for i, node in zip(inner.leaves, jax.tree.leaves(inner.grads), strict=True):
-                program_of([node], [grads[i]], scalars, is_exact=True)
-        except NotElementwise:
-            return False
-        return True
+        with contextlib.suppress(NotElementwise):
+            for node, grad in zip(grads, inner.grads, strict=True):
+                program_of([node], [grad], scalars, is_exact=True)
+            return True
+        return False
+
+
+def _is_nothing(node: Node) -> bool:
+    """Return whether a node is 0 or a product with 0, as for a weight decay of 0."""
+    call = node.call
+    if call is not None and call.primitive in (p.convert_element_type_p, p.mul_p):
+        return any(map(_is_nothing, call.inputs))
+    return is_zero(node)
+
+
+def _truth_value(scalar: Node) -> Node | None:
+    """Return the bool from which a scalar, 0 or 1, is cast; None for other scalars."""
+    while scalar.call is not None and scalar.aval.dtype != jnp.bool_:
+        if scalar.call.primitive is not p.convert_element_type_p:
+            return None
+        (scalar,) = scalar.call.inputs
+    return scalar if scalar.aval.dtype == jnp.bool_ else None
 
 
 def trace_wrapper(tx, grads, state, params, extra_args: dict) -> WrapperTrace | None:
     """Trace an update, or return None if it cannot return new parameters directly.
 
-    This is the case if ``tx`` contains no transformation of this package, or if a
-    wrapper computes with the results of a step or needs concrete values. Raises a
-    ChangedUpdateError if a wrapper changes an update of ``lowbit``.
+    This is the case if ``tx`` contains no ``lowbit``, or if a wrapper computes with the
+    results of a step or needs concrete values. Raises a ChangedUpdateError if a wrapper
+    changes an update of ``lowbit``.
     """
 
     def update(grads, state, params):
         with context.changed(wants_params=True):
             return tx.update(grads, state, params, **extra_args)
 
+    if not holds_lowbit(state):
+        return None
     check_state(state, params)
     arguments = grads, state, params
     try:
         closed, shapes = jax.make_jaxpr(update, return_shape=True)(*arguments)
-        if closed.effects:
-            return None
-        structure = jax.tree.structure
-        traced = WrapperTrace(Graph(closed), structure(arguments), structure(shapes))
-        if traced.inner:
-            return traced
-        whole = Graph(closed, selects=True)
-        read = dataclasses.replace(traced, graph=whole)
-        updates, nodes = read.outputs[0], read.params[1]
     except NEEDS_VALUES:
         return None
-    check_updates(whole, updates, nodes, params)
+    if closed.effects:
+        return None
+    graph, structure = Graph(closed, selects=True), jax.tree.structure
+    of_grads, of_state, of_params = structure(arguments).unflatten(graph.inputs)
+    updates, new_state = structure(shapes).unflatten(graph.outputs)
+    names, leaves, treedef = trees.named_leaves(of_params)
+    updates = trees.parts_of(names, treedef, updates, "updates")
+    traced = WrapperTrace(graph, of_grads, of_state, of_params, updates, new_state)
+    if traced.inner:
+        return traced
+    check_updates(params, map(traced.changes, leaves, updates))
     return None
-
-
-def _result(
-    node: Node, old: Node | None, graph: Graph
-) -> tuple[Call, int, tuple[Node, ...]] | None:
-    """Return ``(call, result index, conditions)`` for a result of a marked update.
-
-    If a condition is false, the result must be replaced by ``old``, or by zeros if
-    ``old`` is None. The function returns None for all other nodes.
-    """
-    call = node.call
-    if call is None:
-        return None
-    if call.primitive is update_p:
-        return call, [x is node for x in call.outputs].index(True), ()
-    if call.primitive is not p.select_n_p or len(call.inputs) != 3:
-        return None
-    which, *cases = call.inputs
-    which = scalar_of(which)
-    if which is None:
-        return None
-    for case, other, holds in zip(cases, cases[::-1], (False, True), strict=True):
-        is_kept = is_zero(other) if old is None else before_identities(other) is old
-        found = _result(case, old, graph) if is_kept else None
-        if found is not None:
-            condition = which if holds else graph.apply(lax.bitwise_not, which)
-            return *found[:2], (*found[2], condition)
-    return None
-
-
-def _is_marked(node: Node) -> bool:
-    """Return whether a node is a result of a marked update."""
-    return node.call is not None and node.call.primitive is update_p
 
 
 class Summed(typing.Protocol):
@@ -272,92 +345,59 @@ class Summed(typing.Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Run:
-    """Runs the step of a wrapped transformation.
+    """Runs the steps inside a wrapper.
 
     Args:
       traced: the trace of the wrappers.
-      seen: the tree of gradients that wrappers see.
-      params, state: the arguments of ``update``.
+      known: dict from nodes to values: the gradients that wrappers see, state and
+        parameters, and values that were computed from them.
       grads: list of the gradients that the user passed.
-      apply_update, guard, summed: see :func:`step_wrapped`.
+      guard, summed: see :func:`step_wrapped`.
     """
 
     traced: WrapperTrace
-    seen: typing.Any
-    params: typing.Any
-    state: typing.Any
+    known: dict[Node, typing.Any]
     grads: list
-    apply_update: Callable
     guard: Guard | Unguarded
     summed: Summed | None
 
-    def result(self) -> tuple:
-        """Return ``(new params, new state)``."""
-        traced, choose = self.traced, self.guard.chosen
-        updates, new_state = traced.outputs
-        _, leaves, treedef = trees.named_leaves(self.params)
-
-        def after(old, nodes, apply: Callable = lambda _, value: value):
-            value = jax.tree.map(self._value, nodes)
-            if traced.found.keys() >= set(jax.tree.leaves(nodes)):
-                return value  # already selected by its own guard
-            return choose(apply(old, value), old)
-
-        new = [after(*x, self.apply_update) for x in zip(leaves, updates, strict=True)]
-        old_state = jax.tree.leaves(self.state)
-        state = [after(*x) for x in zip(old_state, new_state, strict=True)]
-        structure = traced.results.children()[1]
-        return treedef.unflatten(new), structure.unflatten(state)
-
-    @functools.cached_property
-    def _known(self) -> dict[Node, typing.Any]:
-        """Values by node: the arguments, and values that were computed from them."""
-        flat = jax.tree.leaves((self.seen, self.state, self.params))
-        return dict(zip(self.traced.graph.inputs, flat, strict=True))
-
-    def _value(self, node: Node):
-        if node not in self.traced.found:
-            return evaluate([node], self._known)[0]
-        call, number, _ = self.traced.found[node]
-        return self._steps[call][number]
-
-    @functools.cached_property
-    def _steps(self) -> dict[Call, list]:
-        """The results of the updates of this package's transformations."""
-        return {call: self._step(inner) for call, inner in self.traced.inner.items()}
-
-    def _step(self, inner: InnerStep) -> list:
+    def step(self, inner: InnerStep) -> list:
         """Return a list of the new parameters and the leaves of the new state."""
-        one, guard = jnp.float32(1), self.guard
-        values = lambda tree: jax.tree.map(self._value, tree)
-        stepper = inner.call.params["with_held"](values(inner.held))
-        for node in inner.conditions:
-            guard = guard.within(one, self._value(node))
+        one, guard, arguments = jnp.float32(1), self.guard, inner.arguments
+        stepper = inner.call.params["with_held"](self._values(arguments.held))
+        for node in self._values(inner.conditions):
+            guard = guard.within(one, node)
         run, is_lowbit = stepper.run, isinstance(stepper, Lowbit)
         # If a wrapper may skip the step, its kernels cannot reset the accumulators.
         takes_sums = is_lowbit and not inner.conditions
         if self.traced.is_elementwise(inner) and (takes_sums or self.summed is None):
-            structure = jax.tree.structure(inner.grads)
+            structure = jax.tree.structure(arguments.grads)
             grads = structure.unflatten(self.grads[i] for i in inner.leaves)
             if is_lowbit:
                 run = self._in_kernels(stepper, inner)
         else:
-            grads = values(inner.grads)
+            grads = self._values(arguments.grads)
             guard = Guard(one, guard.scalars[1]) if guard.scalars else guard
-        state, params, extra_args = map(
-            values, (inner.state, inner.params, inner.extra_args)
-        )
+        state, params, extra_args = self._values(arguments[1:4])
         extra_args = extra_args | inner.call.params["static"]()
-        with context.changed(of_wrappers=tuple(self._known.values())):
+        with context.changed(of_wrappers=tuple(self.known.values())):
             new, new_state = run(params, state, grads, REPLACE, extra_args, guard)
         return [*trees.named_leaves(new)[1], *jax.tree.leaves(new_state)]
+
+    def _values(self, tree):
+        nodes, structure = jax.tree.flatten(tree)
+        return structure.unflatten(evaluate(nodes, self.known))
 
     def _in_kernels(self, lowbit: Lowbit, inner: InnerStep) -> Callable:
         """Return a step of ``lowbit`` whose kernels also compute its gradients."""
         within = with_extra_args(lowbit.inner)
+        wanted, structure = jax.tree.flatten(inner.arguments.grads)
 
         def update(updates, state, params=None, **extra_args):
-            updates = self._changed(inner, updates)
+            # Other known values were computed from gradients outside of this trace.
+            known = {node: self.known[node] for node in self.traced.graph.inputs}
+            known |= zip(inner.grads, jax.tree.leaves(updates), strict=True)
+            updates = structure.unflatten(evaluate(wanted, known))
             return within.update(updates, state, params, **extra_args)
 
         if not self.traced.gets_gradients(inner):
@@ -366,15 +406,6 @@ class _Run:
         if self.summed is None:
             return lowbit.run
         return functools.partial(self.summed.run, lowbit, inner.leaves)
-
-    def _changed(self, inner: InnerStep, grads):
-        """Compute an update's gradients from the float32 gradients of its leaves."""
-        nodes = [self.traced.grads[i] for i in inner.leaves]
-        # Other known values were computed from gradients outside of this trace.
-        known = {node: self._known[node] for node in self.traced.graph.inputs}
-        known |= zip(nodes, jax.tree.leaves(grads), strict=True)
-        wanted, structure = jax.tree.flatten(inner.grads)
-        return structure.unflatten(evaluate(wanted, known))
 
 
 def step_wrapped(
@@ -403,19 +434,35 @@ def step_wrapped(
 
     Returns:
       ``(new params, new state)``, or None if a wrapper prevents a direct step or ``tx``
-      contains no transformation of this package.
+      contains no ``lowbit``.
 
     Raises:
       ChangedUpdateError: if a wrapper changes an update of ``lowbit``.
     """
-    found = _chosen_trace(tx, params, state, grads, extra_args, guard, summed)
-    if found is None:
+    chosen = _chosen_trace(tx, params, state, grads, extra_args, guard, summed)
+    if chosen is None:
         return None
-    names, _, treedef = trees.named_leaves(params)
-    leaves = trees.parts_of(names, treedef, grads, "grads")
-    traced, seen = found
-    run = _Run(traced, seen, params, state, leaves, apply_update, guard, summed)
-    return run.result()
+    traced, seen = chosen
+    names, leaves, treedef = trees.named_leaves(params)
+    grads = trees.parts_of(names, treedef, grads, "grads")
+    outputs, inputs = traced.graph.outputs, jax.tree.leaves((seen, state, params))
+    known = dict(zip(traced.graph.inputs, inputs, strict=True))
+    run = _Run(traced, known, grads, guard, summed)
+    for inner in traced.inner:
+        new, found = run.step(inner), traced.found.items()
+        known |= {x: new[of.number] for x, of in found if of.call is inner.call}
+    values = dict(zip(outputs, evaluate(outputs, known), strict=True))
+
+    def after(old, nodes, apply: Callable = lambda _, value: value):
+        value = jax.tree.map(values.__getitem__, nodes)
+        if traced.found.keys() >= set(jax.tree.leaves(nodes)):
+            return value  # already selected by its own guard
+        return guard.chosen(apply(old, value), old)
+
+    new = [after(*x, apply_update) for x in zip(leaves, traced.updates, strict=True)]
+    nodes, structure = jax.tree.flatten(traced.new_state)
+    stored = [after(*x) for x in zip(jax.tree.leaves(state), nodes, strict=True)]
+    return treedef.unflatten(new), structure.unflatten(stored)
 
 
 def _chosen_trace(
@@ -427,21 +474,17 @@ def _chosen_trace(
     receive float32 gradients in two cases: if the step is guarded, and if this lets
     kernels compute the wrappers' operations.
     """
+    trace = lambda grads: trace_wrapper(tx, grads, state, params, extra_args)
     wide = jax.tree.map(_wide, grads)
-    seen = wide if guard.scalars else grads
-    traced = trace_wrapper(tx, seen, state, params, extra_args)
+    traced = trace(wide if guard.scalars else grads)
     if traced is None:
         return None
     if guard.scalars:
         return traced, guard.unscaled(wide) if summed is None else summed.seen
-    if not all(map(traced.gets_gradients, traced.inner.values())):
-        as_wide = trace_wrapper(tx, wide, state, params, extra_args)
-        if (
-            as_wide is not None
-            and as_wide.keeps_state
-            and all(map(as_wide.is_elementwise, as_wide.inner.values()))
-        ):
-            return as_wide, wide
+    if not all(map(traced.gets_gradients, traced.inner)):
+        wider = trace(wide)
+        if wider and wider.keeps_state and all(map(wider.is_elementwise, wider.inner)):
+            return wider, wide
     return traced, grads
 
 

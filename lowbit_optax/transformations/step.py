@@ -12,7 +12,7 @@ from lowbit_optax._numerics.landing import REPLACE, Landing, apply_leaf
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.direct_update import DirectUpdate
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
-from lowbit_optax._step.state import LowbitState, check_made_by, holds_lowbit
+from lowbit_optax._step.state import LowbitState, check_made_by
 from lowbit_optax._step.stepper import stepper_of, with_extra_args
 from lowbit_optax._step.wrapped import step_wrapped, trace_wrapper
 from lowbit_optax._types import OptState, Params, PyTree, Transformation
@@ -164,7 +164,7 @@ def _by_update(tx, params, state, grads, guard, landing: Landing, extra_args):
         direct = step_wrapped(*arguments)
         if direct is not None:
             return direct
-    elif holds_lowbit(state):
+    else:
         trace_wrapper(tx, grads, state, params, extra_args)  # raises errors
     _check_frozen(params, state)
     # Other transformations also run in skipped steps, which drop the results.

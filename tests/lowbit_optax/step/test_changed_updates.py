@@ -95,7 +95,22 @@ def assert_close(params, state, wanted, tolerance=1e-5):
         assert difference.max() <= tolerance * moved, name
 
 
+def alternating(tx):
+    """Clips the gradients in every other step, in a conditional with two updates."""
+
+    def update(grads, state, params=None):
+        count, inner = state
+        clipped = lambda: tx.update(optax.tree.clip(grads, -0.5, 0.5), inner, params)
+        plain = lambda: tx.update(grads, inner, params)
+        updates, inner = jax.lax.cond(count % 2 == 0, clipped, plain)
+        return updates, (count + 1, inner)
+
+    init = lambda params: (jnp.int32(0), tx.init(params))
+    return optax.GradientTransformation(init, update)
+
+
 PASS_ON = {
+    "a conditional between two updates": alternating,
     "chain, last": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
     "chain, before identity": lambda tx: optax.chain(tx, optax.identity()),
     "chain, before a product with 1": lambda tx: optax.chain(tx, optax.scale(1.0)),
