@@ -202,9 +202,10 @@ def times_table(jobs: list[dict]) -> str:
             row += [_cell(found, show("gb_per_s", 0))]
         rows.append(row)
     text = (
-        "Bytes are per parameter. Times are milliseconds for a billion parameters, "
-        "medians of seven measurements of 0.1 s. Python calls the step on 16 matrices "
-        "of 4096 x 4096, and a loop on the device calls it on GPT-2's 148 leaves. "
+        "Bytes are per parameter. Times are in milliseconds per billion parameters, "
+        "and are medians of seven measurements of 0.1 s. The step on 16 matrices of "
+        "4096 x 4096 is called from Python. The step on GPT-2's 148 leaves runs in a "
+        "loop on the device. "
         "GB/s is the number of bytes that a step must move, divided by its time."
     )
     heads = ["AdamW", "bytes stored, moved"]

@@ -41,8 +41,9 @@ def _by_bits(figure, found, name, digits=3):
 
 def _memory_profile(record):
     peaks = {name: found["peak"] for name, found in record["cases"].items()}
-    change = lambda name: f"{peaks[name] / peaks['float32 master'] - 1:+.0%}"
-    yield f"by {change('16 extra bits, release')} with 16 extra bits and release"
+    change = lambda name: f"{1 - peaks[name] / peaks['float32 master']:.0%}"
+    falls = f"The peak falls by {change('16 extra bits, release')}"
+    yield f"{falls} with 16 extra bits and release"
     yield f"by {change('lowbit_sgd')} with `lowbit_sgd`"
     yield f"by {change('lowbit_sgd, release')} with `lowbit_sgd` and release"
 
@@ -53,8 +54,10 @@ def _operator_bytes(record):
     split = [row for bits, row in rows.items() if bits != "0"]
     shares = [row["least"] / row["moved"] for row in split]
     launches = [row["launches"] for row in split]
-    needs = f"needs {min(shares):.0%} to {max(shares):.0%} of the bytes that it moves"
-    yield f"{needs}, in {min(launches)} to {max(launches)} kernels"
+    needs = (
+        f"needs only {min(shares):.0%} to {max(shares):.0%} of the bytes that it moves"
+    )
+    yield f"{needs}, and runs in {min(launches)} to {max(launches)} kernels"
 
 
 def _forward_error(record):
@@ -65,7 +68,8 @@ def _forward_error(record):
     first = f"is {ends['float16'][0]} in float16, and {ends['+8, stochastic'][0]} with"
     yield f"After one addition, the error {first} 8 extra bits"
     last = [each[-1] for each in ends.values()]
-    yield f"After 1,000 additions, the errors are {' and '.join(last)}."
+    after = "After 1,000 additions, the error is"
+    yield f"{after} {last[0]} in float16, and {last[1]} with 8 extra bits"
 
 
 EXTRA_BITS = {"0": "float8", "4": "float8, +4", "8": "float8, +8"}
@@ -81,7 +85,8 @@ def _float8_weights(record):
     yield {(bits, TO_NEAREST): figure for bits, figure in nearest.items()}
     yield f"In float32, the held-out loss is {found['float32']}"
     means = {name: each["mean"] for name, each in record["held_out"].items()}
-    yield f"end {means['float8, +8: toward zero'] - means['float32']:.2f} higher"
+    higher = means["float8, +8: toward zero"] - means["float32"]
+    yield f"the loss ends {higher:.2f} higher with 8 extra bits"
 
 
 def _float16_clicks(record):
@@ -95,16 +100,16 @@ def _digit_gan(found):
     gap = lambda name: shown(found["gaps_to_float32"][name], 1)
     head = "bfloat16: Fréchet distance"
     yield {("0", head): gap("bfloat16"), ("8", head): gap("bfloat16, +8")}
-    yield f"drawn and real digits is {shown(found['distance']['float32'], 1)}"
-    yield f"halves of the real digits are only {found['distance_of_halves']:.1f} apart"
+    yield f"generated and real digits is {shown(found['distance']['float32'], 1)}"
+    yield f"halves of the real digits is only {found['distance_of_halves']:.1f}."
 
 
 def _t5_release(found):
     peak = lambda batch, mode: found["memory"][batch][mode]["peak"]
-    changes = {x: peak(x, "with") / peak(x, "without") - 1 for x in found["memory"]}
-    of = [f"by {change:+.0%} with a batch of {x}" for x, change in changes.items()]
+    changes = {x: 1 - peak(x, "with") / peak(x, "without") for x in found["memory"]}
+    of = [f"by {change:.0%} at batch size {x}" for x, change in changes.items()]
     assert len(of) == 2
-    yield f"release changes the peak {' and '.join(of)}"
+    yield f"release lowers the peak {' and '.join(of)}"
     yield f"The loss of a small model changes by {shown(found['gap'], 5)}"
     yield f"{found['memory']['8']['with']['gradients'] / 2**30:.2f} GiB"
 
@@ -118,7 +123,8 @@ def _least_squares(record):
         "stochastic": of("weights stochastic"),
     }
     yield {(row, "least squares: loss"): figure for row, figure in rows.items()}
-    yield f"weights, the loss ends at {of('nearest: all but weights', 3)}"
+    ends = f"the loss ends at {of('nearest: all but weights', 3)}"
+    yield f"float32 weights, but rounded activations and gradients, {ends}"
 
 
 def _sixteen_bit_network(record):
@@ -131,8 +137,9 @@ def _sixteen_bit_network(record):
     yield f"by {loss('AdamW', 'nearest')} with rounding to nearest"
     together = "with stochastic rounding and Kahan summation together"
     yield f"by {loss('AdamW', 'stochastic + Kahan')} {together}"
-    kahan = f"Kahan summation, its accuracy differs by {accuracy['float16, Kahan']}"
-    yield f"{kahan}, or by {accuracy['float16, Kahan, 2^6']} with a loss scale of 2^6"
+    kahan = "With Kahan summation, the accuracy of AdamW differs from float32 by"
+    yield f"{kahan} {accuracy['float16, Kahan']} without a loss scale"
+    yield f"and by {accuracy['float16, Kahan, 2^6']} with a loss scale of 2^6"
     sgd = gaps["SGD"]["loss"]
     assert all(abs(sgd[f"float16, {x}"]["mean"]) < 0.0012 for x in ROUNDED)
 
@@ -142,9 +149,10 @@ ROUNDED = "nearest", "stochastic", "Kahan"
 
 def _kahan_parts(record):
     found = record["gaps_to_stochastic"]["Kahan: all"]
-    changes = f"changes the loss of stochastic rounding by {shown(found, 4)}"
+    differs = f"the loss with stochastic rounding by {shown(found, 4)}"
     seeds = f"Over {len(found['values'])} seeds"
-    yield f"{seeds}, Kahan summation in all layers {changes}"
+    kahan = "the loss with Kahan summation in all layers"
+    yield f"{seeds}, {kahan} differs from {differs}"
 
 
 def _cancelled_updates(record):
@@ -196,7 +204,7 @@ def _demotion_orders(record):
         }.items()
     }
     promoted = found["operator-based, outputs, promotion"]["accuracy"]["mean"]
-    yield f"assignment with outputs to {promoted:.1f}"
+    yield f"assignment with outputs rises to {promoted:.1f}%"
     saves = low["decreasing, 0.6"] / low["operator-based"]
     yield f"saves {saves:.1f} times as much memory"
     # Promoting an element from 8 to 16 bits adds half of its final 16 bits.
@@ -204,7 +212,7 @@ def _demotion_orders(record):
     promoted = [each for name, each in found.items() if name.endswith("promotion")]
     least = min(each["accuracy"]["mean"] for each in promoted)
     yield f"costs {cost:.0%} of the memory"
-    yield f"an accuracy of at least {least:.1f}"
+    yield f"an accuracy of at least {least:.1f}%"
     diverged = [found[f"only group {i}"]["diverged"] for i in range(8)]
     assert diverged == [0, 0, 0, 0, 0, 1, record["options"]["seeds"], 0]
 
@@ -230,8 +238,9 @@ def _lpmm_states(found):
     gap = lambda name: shown(found["gaps_to_float32"][name], 4)
     codes = {f"{c} {b}": gap(f"SGD, 12 bits, {c} {b}") for c, b in CODES}
     yield f"the loss differs from float32 by {codes['dynamic 8']}"
-    yield f"with a linear code by {codes['linear 8']}"
-    yield f"Adam with 8-bit weights differs from float32 by {gap('Adam, 8 bits')}"
+    yield f"With a linear code, it differs by {codes['linear 8']}"
+    adam = "the loss of Adam with 8-bit weights"
+    yield f"{adam} differs from float32 by {gap('Adam, 8 bits')}"
     bits = {name.removeprefix("LPMM-"): x for name, x in found["bits"].items()}
     text = {name: f"{x:.2f}" for name, x in bits.items()}
     less = f"{1 - bits['Adam, 8 bits'] / bits['Adam, float32']:.0%} less"
@@ -258,6 +267,10 @@ def _loss_scales(record):
     rate = {name: each["overflow_rate_after"]["mean"] for name, each in found.items()}
     assert rate["LogNormal"] == 0
     yield f"overflows in {rate['Backoff']:.2%} of the steps"
+    options = record["options"]
+    after = options["seeds"] * (options["steps"] - options["settled"])
+    yield f"After the first {options['settled']} steps of each run, LogNormal never"
+    yield f"overflows ({after:,} steps over three seeds)"
 
 
 def _regularizers(record):
@@ -265,7 +278,7 @@ def _regularizers(record):
     left = {name: _percent(each["off"], 1) for name, each in found.items()}
     yield f"{left['in the loss']} of the norm of these weights is left"
     assert left["master"] == left["float32"]
-    yield f"master, {left['master']} is left, as in float32"
+    yield f"float32 master, {left['master']} is left, as in float32"
     yield f"{found['in the loss']['lost']['mean']:.0%} of these gradients are lost"
 
 
@@ -279,8 +292,8 @@ def _pareto(record):
     yield f"by {percent['nearest, 8']} with rounding to nearest"
     yield f"by {percent['stochastic, 8']} with stochastic rounding"
     exceeds = f"exceeds the float32 loss by {percent['+8, 8']}"
-    yield f"With 8 extra bits ({bits['+8, 8']:.0f} bits), it {exceeds}"
-    yield f"in {len(runs) - 1} formats"
+    yield f"With 8 extra bits ({bits['+8, 8']:.0f} bits per parameter), it {exceeds}"
+    yield f"in each of {len(runs) - 1} formats"
 
 
 def _precision_memory(record):
@@ -393,7 +406,7 @@ def _shakespeare(record):
     yield from _compared("Shakespeare, 4 seeds", "validation")(record)
     found = {n: x["gaps"]["validation"] for n, x in record["runs"].items()}
     below = lambda name: f"{-found[name]['mean']:.4f}"
-    yield f"lowers the float32 loss on Shakespeare by {below('float32, Nesterov')}"
+    yield f"lowers the loss on Shakespeare by {below('float32, Nesterov')}"
     yield f"as high lowers it by {below('float32, rate times 1.25')}"
     above = [name for name, x in found.items() if min(x["values"]) > 0]
     assert {"LPMM, 12 bits", "bfloat16, nearest"} <= set(above)
@@ -404,8 +417,9 @@ def _four_bit_muon(record):
     gap = {n: x["gaps"]["held-out loss"] for n, x in runs.items()}
     ends = {name: f"{shown(x, 4)} above" for name, x in gap.items()}
     yield f"The 4-bit codes of this package end {ends['4 bits']} float32"
-    yield f"the least possible error would end {ends['4 bits, least error']}"
-    yield f"with {runs['MuonQ']['bits']:.2f} bits end {ends['MuonQ']}"
+    yield f"the least possible error ends {ends['4 bits, least error']}"
+    yield f"The {runs['MuonQ']['bits']:.2f}-bit codes of [MuonQ]"
+    yield f"(https://arxiv.org/abs/2605.11396) end {ends['MuonQ']}"
     few = [n for n, x in runs.items() if x["bits"] <= 4.5]
     assert few
     assert min(gap[name]["mean"] for name in few) > 0.005
@@ -416,8 +430,9 @@ def _digit_moments(record):
     values = {name: x["training"]["values"] for name, x in runs.items()}
     found = {n: shown(x, 5) for n, x in gaps(values, digit_moments.BASE).items()}
     yield f"{shown(runs[digit_moments.BASE]['training'], 5)} nats"
-    yield f"8-bit moments differ from it by {found['8 bits, the default']}"
-    yield f"losses of `factored_adamw` by {found['factored, 4-bit mu']}"
+    differs = f"the loss differs from this value by {found['8 bits, the default']}"
+    yield f"With the default 8-bit moments, {differs}"
+    yield f"and with `factored_adamw` by {found['factored, 4-bit mu']}"
 
 
 def _rounding_errors(record):
@@ -427,7 +442,7 @@ def _rounding_errors(record):
     yield f"multiplies the excess loss of float32 by {of('bfloat16, stochastic')}"
     yield f"multiplies it by {of(f'bfloat16, {mu}')}"
     both = [of(f"bfloat16, {name}", "1e-05") for name in ("stochastic", mu)]
-    yield f"the factors are {' and '.join(both)}"
+    yield f"the factor is {both[0]} without it and {both[1]} with it"
     yield f"the factor is {of('float8, stochastic')} with stochastic rounding"
     yield f"{of(f'float8, {mu}')} with error feedback"
     yield f"{of('float8, 8 extra bits')} with 8 extra bits"
@@ -437,8 +452,9 @@ def _resnet_cifar(record):
     end = "accuracy, %"
     of = lambda name: shown(record["gaps_to_float32"][end][name], 2)
     yield f"test accuracy is {shown(record[end]['float32'], 2)}%"
-    yield f"float16 weights without extra bits differs by {of('float16')}"
-    yield f"differ by {of('float8')} points without extra bits"
+    differs = "the accuracy differs by"
+    yield f"With float16 weights and no extra bits, {differs} {of('float16')}"
+    yield f"it differs by {of('float8')} points without extra bits"
     yield f"by {of('float8, 4 extra bits')} with 4 extra bits"
     yield f"by {of('float8, 8 extra bits')} with 8."
 
@@ -454,7 +470,7 @@ def _muon_momentum(record):
     gap = {n: shown(x["gaps"]["held-out loss"], 4) for n, x in record["runs"].items()}
     yield f"the loss ends {gap['8 bits, the default']} above float32"
     yield f"With a bfloat16 momentum, it ends {gap['bfloat16 momentum']} above"
-    yield f"8-bit codes of AdamW, {gap['companded, stochastic']} above"
+    yield f"8-bit codes of AdamW, it ends {gap['companded, stochastic']} above"
 
 
 LOWBIT = "`lowbit` minus float32"
@@ -587,8 +603,8 @@ def test_the_savings_of_kahan_summation_are_those_of_its_report():
     kahan, master = total.total / total.size, total.float32_master / total.size
     page = (ROOT / "docs" / "claims" / "bfloat16.md").read_text()
     assert _is_in(page, f"`kahan_adamw` stores {kahan:.0f} bytes per parameter")
-    assert _is_in(page, f"{1 - kahan / 12:.0%} less than float32 AdamW with 12 bytes")
-    both = f"a float32 master, with {master:.0f} bytes"
+    assert _is_in(page, f"{1 - kahan / 12:.0%} less than float32 AdamW (12 bytes)")
+    both = f"a float32 master ({master:.0f} bytes)"
     assert _is_in(page, f"{1 - kahan / master:.0%} less than AdamW with {both}")
 
 
