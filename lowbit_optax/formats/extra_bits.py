@@ -178,8 +178,9 @@ def extra_bits(
         ``"stochastic"``, which stores k + 1 bits.
       residual_rounding: how the master is rounded to k more bits; with the largest k,
         it is not rounded. ``"stochastic"`` keeps the mean. ``"nearest"`` loses every
-        update below half of the last kept bit (below 2^-17 with 8 bits and a bfloat16
-        weight of 1.0). ``"toward_zero"`` drops all bits after the last kept bit. If an
+        update below half of the last kept bit (with 8 bits and a bfloat16 weight of
+        1.0, below 2^-16 if it increases the weight, and below 2^-17 if it decreases the
+        weight). ``"toward_zero"`` drops all bits after the last kept bit. If an
         update is smaller than this bit, it is lost if it points away from zero, and
         enlarged to the size of the bit if it points toward zero. With
         ``rounding="toward_zero"``, this is the paper's base scheme: the leading 16 bits

@@ -298,7 +298,7 @@ def _pareto(record):
 
 def _precision_memory(record):
     yield f"{record['ratios']['0.5']['stored']:,.0f} MiB of temporary memory"
-    yield f"and {record['float32']:,.0f} MiB in float32"
+    yield f"and {record['float32']:,.0f} MiB if all are float32"
 
 
 def _large_models(record):
@@ -313,10 +313,10 @@ def _large_training(record):
     temporary = lambda name: gib(of(name)["temporary"])
     exchanged = lambda name: gib(sum(of(name)["exchanged"].values()))
     yield f"`lowbit_adamw` step needs {temporary('lowbit_adamw')} of temporary memory"
-    yield f"released step {temporary('lowbit_adamw_released')}, because"
-    yield f"float32 step needs {temporary('float32')}, and exchanges"
-    exchanges = exchanged("float32"), exchanged("lowbit_adamw")
-    yield f"{exchanges[0]} between devices instead of {exchanges[1]}"
+    yield f"released step needs {temporary('lowbit_adamw_released')}, because"
+    yield f"The float32 step needs {temporary('float32')}."
+    yield f"float32 step exchanges {exchanged('float32')} between devices"
+    yield f"the `lowbit_adamw` step exchanges {exchanged('lowbit_adamw')}"
 
 
 SMALL_TEXT = "2 layers, 3 seeds"
