@@ -54,10 +54,8 @@ def _operator_bytes(record):
     split = [row for bits, row in rows.items() if bits != "0"]
     shares = [row["least"] / row["moved"] for row in split]
     launches = [row["launches"] for row in split]
-    needs = (
-        f"needs only {min(shares):.0%} to {max(shares):.0%} of the bytes that it moves"
-    )
-    yield f"{needs}, and runs in {min(launches)} to {max(launches)} kernels"
+    needed = f"only {min(shares):.0%} to {max(shares):.0%} of the bytes that they move"
+    yield f"in {min(launches)} to {max(launches)} kernels, and {needed} are needed"
 
 
 def _forward_error(record):
@@ -110,7 +108,7 @@ def _t5_release(found):
     of = [f"by {change:.0%} at batch size {x}" for x, change in changes.items()]
     assert len(of) == 2
     yield f"release lowers the peak {' and '.join(of)}"
-    yield f"The loss of a small model changes by {shown(found['gap'], 5)}"
+    yield f"Release changes the loss of a small model by {shown(found['gap'], 5)}"
     yield f"{found['memory']['8']['with']['gradients'] / 2**30:.2f} GiB"
 
 
