@@ -312,9 +312,9 @@ def _large_training(record):
     exchanged = lambda name: gib(sum(of(name)["exchanged"].values()))
     yield f"`lowbit_adamw` step needs {temporary('lowbit_adamw')} of temporary memory"
     yield f"released step needs {temporary('lowbit_adamw_released')}, because"
-    yield f"The float32 step needs {temporary('float32')}."
-    yield f"float32 step exchanges {exchanged('float32')} between devices"
-    yield f"the `lowbit_adamw` step exchanges {exchanged('lowbit_adamw')}"
+    both = temporary("float32"), exchanged("float32")
+    yield f"float32 step needs {both[0]}, and exchanges {both[1]} between devices"
+    yield f"The `lowbit_adamw` step exchanges {exchanged('lowbit_adamw')}"
 
 
 SMALL_TEXT = "2 layers, 3 seeds"
