@@ -8,7 +8,7 @@ context variable:
     masters.from_master ---> start -------------+
     release, in its loop --> layer -------------+--> [wrappers] --> current()
     release, before it ----> is_analysed -------+
-    host_step, around it -> alone -------------+
+    host_step, release ---> group_of ----------+
     convert, before it ----> start -------------+
     diagnostics -----------> report ------------+
     step, around a wrapper > wants_params ------+
@@ -45,7 +45,8 @@ class StepContext:
         :mod:`lowbit_optax._step.wrapped`.
       of_wrappers: arrays from the trace of a wrapper, which the inner update may
         contain as constants.
-      alone: if True, leaves do not share kernels, because they are updated in groups.
+      group_of: function from the path of a leaf to its group. Only leaves of one group
+        share kernels, because groups are updated one after the other.
       report: function that is called with the step, the inner update and the
         implementation, instead of running the step; None for ordinary steps.
     """
@@ -55,7 +56,7 @@ class StepContext:
     is_analysed: bool = False
     wants_params: bool = False
     of_wrappers: tuple = ()
-    alone: bool = False
+    group_of: Callable[[str], typing.Any] = lambda name: None
     report: Callable[..., None] | None = None
 
 

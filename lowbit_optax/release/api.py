@@ -255,7 +255,7 @@ def host_shardings(loss_fn: Function, tx: optax.GradientTransformation) -> Funct
         with_path, structure = jax.tree_util.tree_flatten_with_path(opt_state)
         stacks = plan.parts.stack_numbers
         # The state of a loss scale comes first, and stays on the device.
-        first = len(with_path) - len(plan.parts.whole.numbers)
+        first = len(with_path) - len(plan.parts.state)
 
         def sharding(number: int, path, leaf):
             kind = "pinned_host" if number in stacks else "device"

@@ -1,24 +1,24 @@
 """Parts of the parameters that an optimizer can update separately.
 
 A :class:`Part` is a subset of the leaves, with the optimizer state that belongs to it.
-The transformation usually sees ``optax.MaskedNode`` instead of every other leaf, as
-inside ``optax.masked``.
+To update a part, the step runs on all leaves, with zeros instead of the gradients that
+are not complete yet. JAX removes the operations on which no result of the part depends.
+Therefore, a part is any set of leaves and state that needs no other gradients.
 
 A stack can be updated layer by layer if every layer of its new values depends only on
 that layer of its gradient, parameter and state, and on scalars that do not depend on
 gradients, such as a count or a schedule.
 
-To check that such a step computes the same as the step on all leaves, both are traced
-and their values are compared. Equal computations have equal ids. The id of a value
-represents its shape, the primitive that computes it, and the ids of its operands, back
-to gradients, parameters, state and constants. A second id ignores shapes, so that a
-step on one layer can be compared with a step on a stack of layers.
+To check that such a step computes the same as the step on stacks, both are traced and
+their values are compared. Computations that are equal except for their shapes have
+equal ids. The id of a value represents the primitive that computes it and the ids of
+its operands, back to gradients, parameters, state and constants.
 """
 
 import dataclasses
 import functools
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -46,15 +46,14 @@ class Value(typing.NamedTuple):
     """A value of a step, and how it was computed.
 
     Args:
-      numbers: two ids. Computations with equal first ids are equal and have the same
-        shape. Computations with equal second ids are equal except for their shapes.
+      number: an id. Computations with equal ids are equal except for their shapes.
       needs: the paths of the parameters whose gradients the value depends on.
       in_stacks: whether the value depends on stacks of layers.
       several: whether one layer of the value needs several layers of a stack, or other
         values than scalars that do not depend on layers.
     """
 
-    numbers: tuple[int, int]
+    number: int
     needs: frozenset[str]
     in_stacks: bool
     several: bool
@@ -62,23 +61,16 @@ class Value(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """Some leaves, and the state that a transformation keeps for them.
+    """Leaves and state that are updated together.
 
     Args:
       leaves: leaves of the parameters.
-      structure: the structure of the state that the transformation receives.
-      numbers: for each leaf of this state, its index in the whole state.
-      exclusive: the indices of the state that is updated with the leaves, such as
-        moments. Other state, such as a count, is only read.
-      others: other leaves that the transformation receives. Their results are ignored.
+      numbers: the indices of leaves of the state.
       depth: the number of layers if a loop updates the leaves, which are then stacks.
     """
 
     leaves: Sequence[ParamLeaf]
-    structure: typing.Any
-    numbers: Sequence[int]
-    exclusive: Sequence[int]
-    others: Sequence[ParamLeaf] = ()
+    numbers: Collection[int]
     depth: int | None = None
 
 
@@ -92,23 +84,17 @@ class Parts:
       stacks: the leaves whose first axis is an axis of layers in a scan.
 
     Attributes:
-      whole: the part with all leaves.
+      state: the shapes of the state's leaves.
       stacks: for each leaf that can be updated layer by layer, the indices of the
         state's leaves that are stacks with the same layers.
       reasons: for each other stack, why it cannot be updated layer by layer.
     """
 
     def __init__(self, tx, opt_state, loss: TracedLoss, stacks: Iterable[ParamLeaf]):
-        self._tx, self._loss, self._numbered = tx, loss, {}
-        with_path, structure = jax.tree_util.tree_flatten_with_path(opt_state)
-        self._state = [trees.abstract(x) for _, x in with_path]
-        self._numbers = {
-            jax.tree_util.keystr(k): n for n, (k, _) in enumerate(with_path)
-        }
-        of_state = enumerate(state_leaves(self._params_of(loss.leaves), opt_state))
-        self._blanks = {n for n, part in of_state if part.kind == "blank"}
-        numbers = range(len(self._state))
-        self.whole = Part(loss.leaves, structure, numbers, numbers)
+        self._tx, self._loss, self._ids = tx, loss, {}
+        self._of_state = list(state_leaves(self._params_of(), opt_state))
+        self._structure = jax.tree.structure(opt_state)
+        self.state = [trees.abstract(x.leaf) for x in self._of_state]
         found: dict = {leaf: self._stacks_of(leaf) for leaf in stacks}
         self.reasons = {leaf: x for leaf, x in found.items() if isinstance(x, str)}
         self.stacks = {x: found[x] for x in found if x not in self.reasons}
@@ -121,108 +107,66 @@ class Parts:
         """The indices of the state that is updated layer by layer."""
         return {n for numbers in self.stacks.values() for n in numbers}
 
-    def part(self, leaves: Sequence[ParamLeaf], is_last: bool = False) -> Part | str:
-        """Return the part for these leaves, or why they cannot be updated separately.
-
-        Args:
-          leaves: leaves of the parameters.
-          is_last: whether the part also updates the state that belongs to no leaf.
-        """
+    def part(self, leaves: Sequence[ParamLeaf]) -> Part | str:
+        """Return the part for these leaves, or the reason why there is none."""
         whole, names = self._whole_step, {leaf.name for leaf in leaves}
-        own = {key for key in whole if _owner(key) in names}
+        numbers = [
+            n
+            for n, x in enumerate(self._of_state)
+            if names.issuperset(whole[n].needs) and (whole[n].needs or x.owner in names)
+        ]
+        own = {key for key in whole if _owner(key) in names}.union(numbers)
         if any(whole[key].needs - names for key in own):
             return "its update needs the gradients of other leaves"
-        shared, found = self._shared, self._state_of(leaves)
-        if isinstance(found, str) or isinstance(shared, str):
-            return found if isinstance(found, str) else str(shared)
-        structure, numbers = found
-        exclusive = [n for n in numbers if n not in shared[1]]
-        part = Part(leaves, structure, numbers, exclusive)
-        own.update(exclusive)
         if any(whole[key].needs & names for key in whole.keys() - own):
             return "other leaves, or the rest of the state, also need its gradient"
-        alone = self._step_on(part)
-        compared = own.union(numbers if is_last else ())
-        if any(whole[k].numbers[0] != alone[k].numbers[0] for k in compared):
-            return "the optimizer updates it differently without the other leaves"
-        return part
+        return Part(leaves, numbers)
 
     def in_loop(self, leaves: Sequence[ParamLeaf]) -> Part:
         """Return the part for leaves that a loop updates layer by layer."""
-        part = self.with_others(leaves, [n for x in leaves for n in self.stacks[x]])
-        return dataclasses.replace(part, depth=leaves[0].gradient.shape[0])
-
-    def with_others(self, leaves: Sequence[ParamLeaf], numbers: list[int]) -> Part:
-        """Return a part whose step runs on all leaves, but updates only ``leaves``."""
-        others = [leaf for leaf in self._loss.leaves if leaf not in leaves]
-        return dataclasses.replace(
-            self.whole, leaves=leaves, exclusive=numbers, others=others
-        )
+        numbers = [n for leaf in leaves for n in self.stacks[leaf]]
+        return Part(leaves, numbers, leaves[0].gradient.shape[0])
 
     @functools.cached_property
     def _whole_step(self) -> dict[Key, Value]:
-        """The values of the step on all leaves."""
+        """The values of the step on whole leaves."""
         stacks = {leaf.name for leaf in self.stacks} | self.stack_numbers
-        return self._step_on(self.whole, stacks)
+        return self._values_of_step(stacks)
 
-    def _step_on(self, part: Part, stacks=(), layers=()) -> dict[Key, Value]:
-        """Trace the step on a part, and return its results by key.
+    def _values_of_step(self, stacks=(), layers=()) -> dict[Key, Value]:
+        """Trace the step, and return its results by key.
 
         Args:
-          part: the part that the step updates.
           stacks: paths of parameters, and indices of state, that are stacks of layers.
           layers: stacks of which the step gets only one layer.
         """
-        grads = {x.name: x.gradient for x in part.leaves}
+        grads = {x.name: x.gradient for x in self._loss.leaves}
         grads |= {x.name: _layer(x.gradient) for x in layers}
-        params = self._params_of(part.leaves, layers)
-        state = part.structure.unflatten([self._state[n] for n in part.numbers])
-        if layers:
-            state = jax.eval_shape(self._tx.init, params)
+        params, state = self._params_of(layers), list(self.state)
+        for number in (n for leaf in layers for n in self.stacks[leaf]):
+            state[number] = _layer(state[number])
+        state = self._structure.unflatten(state)
         closed = _traced(self._tx, self._loss.tree_of(grads), state, params)
-        graph, values = Graph(closed, opaque={LAYERWISE}), _Values(self._numbered)
+        graph, values = Graph(closed, opaque={LAYERWISE}), _Values(self._ids)
         leaves = trees.by_path(params).items()
         arrays = [(x, n) for x, y in leaves for n, _ in enumerate(jax.tree.leaves(y))]
-        keys = [*arrays, *part.numbers, *((name, "gradient") for name, _ in leaves)]
+        results = [*arrays, *range(len(self.state))]
+        keys = [*results, *((name, "gradient") for name, _ in leaves)]
         for node, key in zip(graph.inputs, keys, strict=True):
             owner = _owner(key)
             needs = frozenset([owner] if key == (owner, "gradient") else ())
             is_stack = (key if owner is None else owner) in stacks
             several = not is_stack and not node.is_scalar
-            values[node] = Value(values.both(key, key), needs, is_stack, several)
+            values[node] = Value(values.number(key), needs, is_stack, several)
         for call in calls_between(graph.outputs, graph.inputs):
             values.add(call)
-        results = map(values.of, graph.outputs)
-        return dict(zip([*arrays, *part.numbers], results, strict=True))
+        return dict(zip(results, map(values.of, graph.outputs), strict=True))
 
-    def _params_of(self, leaves: Iterable[ParamLeaf], layers: Iterable = ()):
+    def _params_of(self, layers: Iterable[ParamLeaf] = ()):
         """Return shapes of parameters, with one layer for each stack in ``layers``."""
-        shapes = {leaf.name: trees.abstract(leaf.value) for leaf in leaves}
-        one = {leaf.name: jax.tree.map(_layer, shapes[leaf.name]) for leaf in layers}
+        shapes = {x.name: trees.abstract(x.value) for x in self._loss.leaves}
+        one = {x.name: jax.tree.map(_layer, shapes[x.name]) for x in layers}
         return self._loss.tree_of(shapes | one)
-
-    @functools.cached_property
-    def _shared(self) -> tuple | str:
-        """The result of :meth:`_state_of` for the state that belongs to no leaf."""
-        return self._state_of([])
-
-    def _state_of(self, leaves: Sequence[ParamLeaf]) -> tuple | str:
-        """Return the structure of the state for these leaves, and its indices.
-
-        If the leaves cannot be updated separately, return the reason instead.
-        """
-        try:
-            state = jax.eval_shape(self._tx.init, self._params_of(leaves))
-        except (TypeError, ValueError, AttributeError, LookupError) as error:
-            # A user's function that masks or labels may not support MaskedNode.
-            return f"without the other leaves, init raises {error!r}"
-        with_path, structure = jax.tree_util.tree_flatten_with_path(state)
-        names = [jax.tree_util.keystr(path) for path, _ in with_path]
-        numbers = [self._numbers.get(name, -1) for name in names]
-        for name, number, (_, leaf) in zip(names, numbers, with_path, strict=True):
-            if number < 0 or not _is_like(self._state[number], leaf, leaf.shape):
-                return f"state{name} is different without the other leaves"
-        return structure, numbers
 
     def _stacks_of(self, leaf: ParamLeaf) -> list[int] | str:
         """Return the indices of the state's leaves that are stacked like ``leaf``.
@@ -230,13 +174,14 @@ class Parts:
         These leaves change their shape when a single layer replaces the parameter. If
         the state is not a stack of layers, return the reason instead.
         """
-        params = self._params_of(self._loss.leaves, [leaf])
-        layers, structure = jax.tree.flatten(jax.eval_shape(self._tx.init, params))
-        if structure != self.whole.structure:
+        layers = jax.eval_shape(self._tx.init, self._params_of([leaf]))
+        layers, structure = jax.tree.flatten(layers)
+        if structure != self._structure:
             return "the state of a single layer has a different structure"
         depth, found = leaf.value.shape[0], []
-        for number, (stack, layer) in enumerate(zip(self._state, layers, strict=True)):
-            if number in self._blanks or _is_like(stack, layer, layer.shape):
+        for number, (stack, layer) in enumerate(zip(self.state, layers, strict=True)):
+            is_blank = self._of_state[number].kind == "blank"
+            if is_blank or _is_like(stack, layer, layer.shape):
                 continue
             if not _is_like(stack, layer, (depth, *layer.shape)):
                 of = f"{stack.dtype}{list(stack.shape)}"
@@ -255,13 +200,13 @@ class Parts:
         """
         whole = self._whole_step
         reasons = _refuse_several_gradients(whole, self.stacks)
-        layer = self._step_on(self.whole, layers=self.stacks)
+        layer = self._values_of_step(layers=self.stacks)
         for leaf, numbers in self.stacks.items():
             own = [key for key in whole if _owner(key) == leaf.name or key in numbers]
             for key in own:
                 if whole[key].several:
                     reason = "its update needs values of several layers"
-                elif whole[key].numbers[1] != layer[key].numbers[1]:
+                elif whole[key].number != layer[key].number:
                     reason = "the optimizer updates a layer differently than the stack"
                 else:
                     continue
@@ -335,14 +280,13 @@ def _traced(tx, grads, state, params):
 class _Values(dict[Node, Value]):
     """The values of the nodes of a graph."""
 
-    def __init__(self, numbers: dict):
+    def __init__(self, ids: dict):
         super().__init__()
-        self._numbers = numbers
+        self._ids = ids
 
-    def both(self, key, other) -> tuple[int, int]:
-        """Return the ids of two computations, and add new ids if necessary."""
-        number = self._numbers.setdefault(key, len(self._numbers))
-        return number, self._numbers.setdefault(other, len(self._numbers))
+    def number(self, key) -> int:
+        """Return the id of a computation, which may be a new one."""
+        return self._ids.setdefault(key, len(self._ids))
 
     def of(self, node: Node) -> Value:
         """Return the value of a node, which may be a constant."""
@@ -355,7 +299,7 @@ class _Values(dict[Node, Value]):
         else:
             array = np.asarray(constant)
             key = ("constant", str(array.dtype), array.shape, array.tobytes())
-        return Value(self.both(key, key), frozenset(), False, not node.is_scalar)
+        return Value(self.number(key), frozenset(), False, not node.is_scalar)
 
     def add(self, call: Call) -> None:
         """Add the results of a call."""
@@ -363,14 +307,11 @@ class _Values(dict[Node, Value]):
         needs = frozenset().union(*(x.needs for x in operands))
         in_stacks = any(x.in_stacks for x in operands)
         several = any(x.several for x in operands) or not _keeps_layers(call)
-        of_layer = _axes_of_layer(call, in_stacks)
+        key = _axes_of_layer(call, in_stacks), *(x.number for x in operands)
         for n, node in enumerate(call.outputs):
-            numbers = self.both(
-                (call.primitive, n, node.aval.shape, *(x.numbers[0] for x in operands)),
-                (call.primitive, n, of_layer, *(x.numbers[1] for x in operands)),
-            )
             is_several = several and (in_stacks or not node.is_scalar)
-            self[node] = Value(numbers, needs, in_stacks, is_several)
+            number = self.number((call.primitive, n, *key))
+            self[node] = Value(number, needs, in_stacks, is_several)
 
 
 def _axes_of_layer(call: Call, in_stacks: bool) -> tuple:

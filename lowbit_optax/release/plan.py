@@ -72,6 +72,11 @@ class ReleasePlan:
     active: set[Node]
     reports: Mapping[str, str]
 
+    @property
+    def updates(self) -> list[Part]:
+        """The parts, each of which is updated at once; the last one first."""
+        return [stretch.part for stretch in self.stretches if stretch.part]
+
 
 def loss_scaled(tx) -> LossScaled | None:
     """Return the configuration of ``with_loss_scale``; None for any other ``tx``."""
@@ -137,21 +142,13 @@ def plan_release(loss: TracedLoss, tx, opt_state) -> ReleasePlan:
             stretches.append(Stretch([], part))
         stretches.append(Stretch(calls, parts.in_loop(loop) if loop else part))
     found = [x.part for x in stretches if x.part]
-    stretches.insert(0, Stretch([], _last(loss, found, parts)))
-    reports = _reports(loss.leaves, found, late, scans | parts.reasons)
-    return ReleasePlan(stretches, parts, active, reports)
-
-
-def _last(loss: TracedLoss, found: Sequence[Part], parts: Parts) -> Part:
-    """Return the part that is updated last, with all remaining leaves and state."""
     updated = {leaf for part in found for leaf in part.leaves}
     rest = [leaf for leaf in loss.leaves if leaf not in updated]
-    taken = {n for part in found for n in part.exclusive}
-    left = [n for n in parts.whole.numbers if n not in taken]
-    part = parts.part(rest, is_last=True) if updated else parts.whole
-    if isinstance(part, str) or set(part.numbers) != set(left):
-        return parts.with_others(rest, left)
-    return dataclasses.replace(part, exclusive=left)
+    taken = {n for part in found for n in part.numbers}
+    left = [n for n in range(len(parts.state)) if n not in taken]
+    stretches.insert(0, Stretch([], Part(rest, left)))
+    reports = _reports(loss.leaves, found, late, scans | parts.reasons)
+    return ReleasePlan(stretches, parts, active, reports)
 
 
 def _reports(leaves, parts: Sequence[Part], late, no_loop) -> dict[str, str]:

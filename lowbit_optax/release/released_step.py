@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._numerics.landing import REPLACE
-from lowbit_optax._step import trees
+from lowbit_optax._step import context, trees
 from lowbit_optax._step.guard import UNGUARDED, Guard
 from lowbit_optax.loss_scaling.sizes import Sizes
 from lowbit_optax.release.evaluation import Rule, carried, evaluate
@@ -52,8 +52,9 @@ def released_step(
             transform = lambda grad: _clipped(norm, max_grad_norm, unscaled(grad))
             if factor is not None:
                 guard = Guard(jnp.float32(1), sizes.finite)
-    params, state, _ = go_back(start, _updating(loss, inner, state, guard, transform))
-    state = jax.tree.unflatten(treedef, state)
+    rule = _updating(loss, plan, inner, treedef.unflatten(state), guard, transform)
+    params, state, _ = go_back(start, rule)
+    state = treedef.unflatten(state)
     if scaled is not None and sizes is not None:
         state = scaled.after(opt_state, state, sizes)
     return loss.result.unflatten(outputs), loss.tree_of(params), state
@@ -90,35 +91,47 @@ def _measuring(factor: jax.Array | None, squares: bool) -> Rule:
     return rule
 
 
-def _updating(loss: TracedLoss, tx, state, guard, transform: Callable) -> Rule:
+def _updating(
+    loss: TracedLoss, plan: ReleasePlan, tx, opt_state, guard, transform: Callable
+) -> Rule:
     """Return a rule that updates parameters.
 
+    The rule runs the step on all leaves, with zeros instead of the gradients of other
+    parts, and uses the results of its own part. JAX drops the other operations when it
+    lowers the program.
+
     Args:
-      loss: the traced loss.
-      tx, state: the transformation without a loss scale, and the leaves of its state.
+      loss, plan: the traced loss, and the plan of its updates.
+      tx, opt_state: the transformation without a loss scale, and its state.
       guard: decides whether all updates happen.
       transform: a function that is applied to every gradient before the step.
     """
+    state, structure = jax.tree.flatten(opt_state)
+    values = {leaf.name: leaf.value for leaf in loss.leaves}
+    zeros = {leaf.name: transform(leaf.zero_gradient()) for leaf in loss.leaves}
+    groups = {leaf.name: part for part in plan.updates for leaf in part.leaves}
+
+    def step(params, state, gradients):
+        """Return new parameters by path, and the new leaves of the state."""
+        before = structure.unflatten(map(on_device, state))
+        arguments = loss.tree_of(params), before, loss.tree_of(gradients)
+        with context.changed(group_of=groups.get):
+            new, after = guarded(tx, *arguments, guard, REPLACE, {})
+        return trees.by_path(new), jax.tree.leaves(kept(before, after))
+
+    # In a loop, the step depends on the loop's layer, and is traced for each loop.
+    traced_once = jax.jit(step, inline=True)
 
     def rule(part: Part, params, numbered, gradients, token):
-        def step(params, numbered):
-            """Return new parameters by path, and new state by index."""
-            leaves = *part.leaves, *part.others
-            values = {leaf.name: params.get(leaf.name, leaf.value) for leaf in leaves}
-            found = {leaf.name: leaf.zero_gradient() for leaf in leaves} | {
-                name: transform(gradient) for name, gradient in gradients.items()
-            }
-            before = (on_device(numbered.get(n, state[n])) for n in part.numbers)
-            before = part.structure.unflatten(before)
-            arguments = loss.tree_of(values), before, loss.tree_of(found)
-            new, after = guarded(tx, *arguments, guard, REPLACE, {})
-            after = jax.tree.leaves(kept(before, after))
-            by_name = trees.by_path(new)
-            by_number = dict(zip(part.numbers, after, strict=True))
-            new = {leaf.name: by_name[leaf.name] for leaf in part.leaves}
-            return new, {n: by_number[n] for n in numbered}
+        run = traced_once if part.depth is None else step
+        gradients = {name: transform(x) for name, x in gradients.items()}
 
-        params, new = alone(step, params, jax.tree.map(on_device, numbered))
+        def of_part(params, numbered):
+            every = [numbered.get(n, x) for n, x in enumerate(state)]
+            new, after = run(values | params, every, zeros | gradients)
+            return {name: new[name] for name in params}, {n: after[n] for n in numbered}
+
+        params, new = alone(of_part, params, jax.tree.map(on_device, numbered))
         return params, jax.tree.map(placed_like, new, numbered), token
 
     return rule
@@ -137,7 +150,6 @@ def _differentiated(loss: TracedLoss, plan: ReleasePlan, state) -> tuple:
       From the cotangent of the loss and a rule, it returns the parameters by path, the
       leaves of the state, and the measurements.
     """
-    parts = [stretch.part for stretch in plan.stretches if stretch.part]
     nothing = tuple(map(jnp.float32, (0, 1, 0)))
     arrays = {
         leaf.name: leaf.arguments[-1]
@@ -152,7 +164,7 @@ def _differentiated(loss: TracedLoss, plan: ReleasePlan, state) -> tuple:
         outputs, token = evaluate(loss, plan, rule, arrays, states, token)
         return (outputs[0], token), outputs
 
-    before = [(carried(part), {n: state[n] for n in part.exclusive}) for part in parts]
+    before = [(carried(x), {n: state[n] for n in x.numbers}) for x in plan.updates]
     primals = arrays, list(map(as_floats, before)), nothing
     _, pull, outputs = jax.vjp(function, *primals, has_aux=True)
 

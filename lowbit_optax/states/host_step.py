@@ -70,7 +70,7 @@ def step_by_group(step: Callable, params, state, grads) -> tuple:
     if not any(isinstance(x, Tracer) for x in flat):
         return whole(*arguments)
     on_the_device = params, jax.eval_shape(to_device, state), grads
-    with context.changed(alone=True):
+    with context.changed(group_of=lambda name: name):
         closed, shapes = jax.make_jaxpr(step, return_shape=True)(*on_the_device)
     # Moments that optax creates in bfloat16 become float32 in a step with float32
     # gradients. Then the state cannot be updated in place, and is copied as a whole.

@@ -83,17 +83,18 @@ class Launches:
         for i, leaf in leaves.items():
             body, dtypes = self.bodies[i], tuple(x.dtype for x in leaf.arrays)
             if joined.accepts(leaf):
-                group = body, dtypes, i if context.current().alone else None
+                group = self._group_of(i), body, dtypes
                 groups.setdefault(group, []).append(i)
             else:
                 written[i] = _blocked(body, leaf, keys, np.uint32(i), scalars)
-        new: list = []
-        for (body, *_), numbers in groups.items():
+        of_group: dict[typing.Any, list] = {}
+        for (apart, body, _), numbers in groups.items():
             for part in joined.divided(numbers, leaves):
                 some = [leaves[i] for i in part]
                 # Update parts one after the other, so that they share memory.
-                some, _ = lax.optimization_barrier((some, new))
+                some, _ = lax.optimization_barrier((some, of_group.get(apart, [])))
                 new = _joined(body, some, keys, np.array(part, np.uint32), scalars)
+                of_group[apart] = new
                 written |= zip(part, new, strict=True)
         return written
 
@@ -101,7 +102,7 @@ class Launches:
         """Return a key that is equal for leaves that share a kernel."""
         size = math.prod(leaf.shape)
         is_large = size >= MIN_ELEMENTS_ALONE
-        if is_large or context.current().alone or self._is_layer(number):
+        if is_large or self._is_layer(number):
             return number
         dtypes = tuple(x.dtype for x in leaf.arrays)
         implementation = typing.cast(Implementation, self.implementation)
@@ -109,7 +110,13 @@ class Launches:
         if any(x.repeated for x in leaf.operands):
             # The positions of repeated elements depend on the shape.
             kind = tuple(x.repeated for x in leaf.operands), leaf.shape
-        return self.bodies[number], dtypes, kind, self._axes(number)
+        return (
+            self._group_of(number),
+            self.bodies[number],
+            dtypes,
+            kind,
+            self._axes(number),
+        )
 
     def _launch(self, numbers: list[int], leaves: Sequence[Leaf]):
         """Return the results of leaves that share a kernel, or of a very large leaf."""
@@ -131,6 +138,10 @@ class Launches:
         body = self.bodies[numbers[0]]
         scalars = Scalars(table, rows, self._plain_scalars, body.when)
         return _fused(body, self.implementation, leaves, scalars, layer, first)
+
+    def _group_of(self, number: int):
+        """Return the group in which a leaf is updated."""
+        return context.current().group_of(self.step.leaves[number].name)
 
     def _is_layer(self, number: int) -> bool:
         layer = self.step.layer
