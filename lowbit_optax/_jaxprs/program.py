@@ -3,8 +3,8 @@
 The loss is traced once, to a jaxpr. Functions under ``jit`` that contain a scan (or all
 functions) are inlined, so that every scan is a call in one list, and parameters can be
 followed through the functions. To evaluate the loss,
-:mod:`lowbit_optax.release.evaluation` and :mod:`lowbit_optax.precision.rounded` replace
-some calls, and run all other calls unchanged.
+:mod:`lowbit_optax.release.released_step` and :mod:`lowbit_optax.precision.rounded`
+replace some calls, and run all other calls unchanged.
 """
 
 import collections

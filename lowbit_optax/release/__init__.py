@@ -2,13 +2,11 @@
 
 by_hand         steps for losses that open their layers themselves
 wrappers        custom_vjp functions and scans that run updates in the backward pass
-float_state     stores integers as floats, because JAX differentiates only floats
 api             value_and_update, which traces a loss, plans updates, and runs steps
 traced_loss     the traced loss, and the values in it that belong to each parameter
 plan            when each parameter is updated, and why
 parts           leaves and layers that the optimizer can update separately
-evaluation      runs the loss with the wrappers in it
-released_step   runs the forward pass, a pass that measures gradients, and updates
+released_step   runs the loss with the wrappers in it: measurements and updates
 """
 
 from lowbit_optax.release.api import explain, host_shardings, value_and_update

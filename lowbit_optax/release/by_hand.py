@@ -21,9 +21,9 @@ from lowbit_optax._types import Function, OptState, Params, PyTree
 from lowbit_optax.formats.quantized_leaf import NotAnArray
 from lowbit_optax.release import wrappers
 from lowbit_optax.release.api import named_after
-from lowbit_optax.release.float_state import FloatState, as_floats, as_state
 from lowbit_optax.release.plan import loss_scaled
 from lowbit_optax.release.traced_loss import check_params, check_result
+from lowbit_optax.release.wrappers import FloatState, as_floats, as_state
 from lowbit_optax.transformations.step import step
 
 
@@ -105,13 +105,15 @@ def value_and_update_layers(
             check_result(result, has_aux)
             return result[0] if has_aux else result, result
 
-        floats = [tuple(map(as_floats, x)) for x in zip(layers, states, strict=True)]
+        each = zip(names, layers, states, strict=True)
+        floats = [as_floats(({name: layer}, state)) for name, layer, state in each]
         loss, pull, value = jax.vjp(function, floats, has_aux=True)
         (new,) = pull(jnp.ones_like(loss))
         # The cotangents of a layer without a gradient are zeros.
         for n, handle in enumerate(handles):
             if handle._is_updated:
-                layers[n], states[n] = map(as_state, new[n])
+                of_layer, states[n] = as_state(new[n])
+                layers[n] = of_layer[names[n]]
         return value, structure.unflatten(layers), structure.unflatten(states)
 
     return named_after(loss_fn, with_update)
@@ -123,10 +125,10 @@ class Handle(NotAnArray):
     Args:
       tx: the transformation that updates the layer.
       name: the path of the layer.
-      floats: the parameters and their state.
+      floats: the parameters, keyed by the path of the layer, and their state.
     """
 
-    def __init__(self, tx, name: str, floats: tuple[FloatState, FloatState]):
+    def __init__(self, tx, name: str, floats: FloatState):
         self._tx, self._name, self._floats = tx, name, floats
         self._trace = get_opaque_trace_state()
         self._is_open = self._is_updated = False
@@ -138,15 +140,19 @@ class Handle(NotAnArray):
             "jax.checkpoint and other transformed functions, and use what they return"
         )
 
-    def _update(self, params: FloatState, state, gradients: FloatState) -> tuple:
+    def _update(self, old: tuple, gradients, token) -> tuple:
         self._is_updated = True
+        params, state = old
+        # Integers have no gradient.
+        either = lambda x, grad: grad if trees.is_inexact(x) else jnp.zeros_like(x)
+        gradients = jax.tree.map(either, params, gradients)
         update = functools.partial(step, self._tx)
-        arguments = as_state(params), state, as_state(gradients)
+        arguments = params[self._name], state, gradients[self._name]
         wrappers.check_reduced(update, *arguments)
         new, new_state = update(*arguments)
-        return as_floats(new), wrappers.kept(state, new_state)
+        return ({self._name: new}, wrappers.kept(state, new_state)), token
 
-    def _open(self) -> tuple[FloatState, FloatState]:
+    def _open(self) -> FloatState:
         is_inside = get_opaque_trace_state() != self._trace
         if is_inside or self._is_open:
             how = "inside a transformed function" if is_inside else "twice"
@@ -191,8 +197,10 @@ def released(layer: PyTree, activations: PyTree) -> tuple[PyTree, PyTree]:
         jax.tree.leaves(layer)  # raises an error if it contains a handle
         return layer, activations
 
-    opened = wrappers.released(layer._update, *layer._open(), activations)
-    return as_state(opened[0]), opened[1]
+    floats = layer._open()
+    params, _ = as_state(floats)
+    opened = wrappers.released(layer._update, params, floats, (), activations)
+    return opened[0][layer._name], opened[2]
 
 
 def scan(
@@ -246,10 +254,11 @@ def scan(
     if not isinstance(layers, Handle):
         run = lambda carry, inputs: body(carry, *inputs)
         return lax.scan(run, init, (layers, xs), **how)
-    stacks, state = layers._open()
-    params = as_state(stacks)
+    floats = layers._open()
+    params, state = as_state(floats)
+    params = params[layers._name]
     depths = {x.shape[:1] for x in jax.tree.leaves(state)}
-    if depths - {x.shape[:1] for x in jax.tree.leaves(stacks)[:1]}:
+    if depths - {x.shape[:1] for x in jax.tree.leaves(params)[:1]}:
         raise ValueError(
             f"release: the state of params{layers._name} must be stacked, like "
             "jax.vmap(tx.init)(layers), because release.scan updates each layer"
@@ -257,15 +266,13 @@ def scan(
     one = jax.tree.map(lambda x: jax.eval_shape(lambda: x[0]), (params, xs))
     converted, shared = jax.closure_convert(body, init, *one)
 
-    def with_shared(shared, carry, layer, codes, x):
-        del codes
-        return converted(carry, as_state(layer[0]), x, *shared)
+    def with_shared(shared, carry, layer, stand_ins, x):
+        del stand_ins
+        return converted(carry, layer[layers._name], x, *shared)
 
-    def update(layer, state, gradients, token):
-        run = lambda layer, state: layers._update(layer, state, gradients[0])
-        new, rest = wrappers.alone(run, layer, state[1])
-        return new, ((), rest), token
+    def update(old, gradients, token):
+        run = lambda *old: layers._update(old, gradients, ())[0]
+        return wrappers.alone(run, *old), token
 
-    with_codes = FloatState(((), state.floats), state.dtypes)
     loop = wrappers.ReleasedLoop(with_shared, update, trees.by_path(params), how)
-    return loop(shared, init, stacks, with_codes, xs, ())[:2]
+    return loop(shared, init, floats, xs, ())[:2]

@@ -258,7 +258,7 @@ def _scan_over(program: LossProgram, leaf: ParamLeaf) -> ScanCall | str:
 
     If no scan runs over the leaf, return "".
     """
-    values = {*leaf.array_values, leaf.gradient_value}
+    values = set(leaf.nodes)
     over = [call for call in program.scans if not values.isdisjoint(call.scanned)]
     size = math.prod(leaf.value.shape[1:])
     if not jnp.issubdtype(leaf.gradient.dtype, jnp.floating):

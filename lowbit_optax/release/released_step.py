@@ -1,22 +1,68 @@
-"""Run a step: the loss, an optional pass that measures gradients, and the updates."""
+"""Run a step: the loss, an optional pass that measures gradients, and the updates.
 
-from collections.abc import Callable
+The loss runs with wrappers at the places that the plan chose. JAX differentiates the
+result. Each parameter passes through ``released`` before its first use. A scan over
+parameters that can be updated layer by layer runs as a ``ReleasedLoop``, like
+``release.scan``.
+
+The loss also passes a *token*, a small tree of floats, through every wrapper. No
+operation of the loss reads it. In the backward pass, its cotangent visits the backward
+rules of the wrappers in reverse order. Each rule reads the measurements of earlier
+rules, such as the sum of squared gradients, and adds its own. JAX skips a backward rule
+whose outputs have no cotangent. The token always has one, so JAX calls every rule, and
+even a parameter that the loss does not use gets its new value.
+"""
+
+import functools
+import typing
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
+from jax.extend.core import primitives as p
 
+from lowbit_optax._jaxprs import elementwise
+from lowbit_optax._jaxprs.graph import Node, called_jaxpr, run, value_of
+from lowbit_optax._jaxprs.program import ScanCall, Segment, without_barriers_on
 from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.guard import UNGUARDED, Guard
 from lowbit_optax.loss_scaling.sizes import Sizes
-from lowbit_optax.release.evaluation import Rule, carried, evaluate
-from lowbit_optax.release.float_state import as_floats, as_state
 from lowbit_optax.release.parts import Part
-from lowbit_optax.release.plan import ReleasePlan, loss_scaled, without_scale
+from lowbit_optax.release.plan import (
+    ReleasePlan,
+    Stretch,
+    is_opaque,
+    loss_scaled,
+    without_scale,
+)
 from lowbit_optax.release.traced_loss import TracedLoss
-from lowbit_optax.release.wrappers import alone, kept, tied
+from lowbit_optax.release.wrappers import (
+    ReleasedLoop,
+    alone,
+    as_floats,
+    as_state,
+    kept,
+    released,
+    tied,
+)
 from lowbit_optax.states.host_memory import on_device, placed, placed_like
 from lowbit_optax.transformations.step import guarded
+
+Rule = Callable[..., tuple]
+"""``(part, (params, state), gradients, token) -> ((params, state), token)``.
+Parameters and gradients are dictionaries by path, and ``token`` is the token's
+cotangent. In a loop, the step's context contains the index of the layer."""
+
+_RECOMPUTED = frozenset(
+    {
+        "atan2", "broadcast_in_dim", "concatenate", "erf", "iota", "one_minus_square",
+        "random_bits", "random_unwrap", "random_wrap", "rem", "reshape", "rev", "round",
+        "slice", "squeeze", "threefry2x32", "transpose",
+    }
+)  # fmt: skip
+"""Cheap primitives that the backward pass recomputes, like elementwise ones."""
 
 
 def released_step(
@@ -77,7 +123,7 @@ def _measuring(factor: jax.Array | None, squares: bool) -> Rule:
             gradient = Guard(factor, jnp.bool_(True)).times(gradient)
         return jnp.sum(jnp.square(gradient.astype(jnp.float32)))
 
-    def rule(part: Part, params, state, gradients, found: tuple):
+    def rule(part: Part, state, gradients, found: tuple):
         del part
         total, finite, largest = found
         if squares:
@@ -86,7 +132,7 @@ def _measuring(factor: jax.Array | None, squares: bool) -> Rule:
             sizes = Sizes.of(gradients, factor)
             finite *= sizes.finite.astype(jnp.float32)
             largest = jnp.maximum(largest, sizes.largest)
-        return params, state, (total, finite, largest)
+        return state, (total, finite, largest)
 
     return rule
 
@@ -122,7 +168,8 @@ def _updating(
     # In a loop, the step depends on the loop's layer, and is traced for each loop.
     traced_once = jax.jit(step, inline=True)
 
-    def rule(part: Part, params, numbered, gradients, token):
+    def rule(part: Part, state_of_part, gradients, token):
+        params, numbered = state_of_part
         run = traced_once if part.depth is None else step
         gradients = {name: transform(x) for name, x in gradients.items()}
 
@@ -132,7 +179,7 @@ def _updating(
             return {name: new[name] for name in params}, {n: after[n] for n in numbered}
 
         params, new = alone(of_part, params, jax.tree.map(on_device, numbered))
-        return params, jax.tree.map(placed_like, new, numbered), token
+        return (params, jax.tree.map(placed_like, new, numbered)), token
 
     return rule
 
@@ -146,34 +193,30 @@ def _differentiated(loss: TracedLoss, plan: ReleasePlan, state) -> tuple:
 
     Returns:
       The outputs of the loss's program, and a function that runs the backward pass with
-      a rule of :mod:`lowbit_optax.release.evaluation`. It may be called several times.
+      a rule. It may be called several times.
       From the cotangent of the loss and a rule, it returns the parameters by path, the
       leaves of the state, and the measurements.
     """
     nothing = tuple(map(jnp.float32, (0, 1, 0)))
-    arrays = {
-        leaf.name: leaf.arguments[-1]
-        for leaf in loss.leaves
-        if leaf.gradient_value is not None
-        and not (leaf.is_quantized and leaf in plan.parts.stacks)
-    }
     rules: list[Rule] = []
 
-    def function(arrays, states, token):
+    def function(states, token):
         rule = lambda *args: rules[-1](*args)
-        outputs, token = evaluate(loss, plan, rule, arrays, states, token)
+        outputs, token = evaluate(loss, plan, rule, states, token)
         return (outputs[0], token), outputs
 
-    before = [(carried(x), {n: state[n] for n in x.numbers}) for x in plan.updates]
-    primals = arrays, list(map(as_floats, before)), nothing
+    states = [
+        ({x.name: x.value for x in part.leaves}, {n: state[n] for n in part.numbers})
+        for part in plan.updates
+    ]
+    primals = list(map(as_floats, states)), nothing
     _, pull, outputs = jax.vjp(function, *primals, has_aux=True)
 
     def go_back(start: jax.Array, rule: Rule) -> tuple:
         rules.append(rule)
-        params, states, measured = pull((start, nothing))
-        state = {}
-        for floats in states:
-            values, numbered = as_state(floats)
+        states, measured = pull((start, nothing))
+        params, state = {}, {}
+        for values, numbered in map(as_state, states):
             params |= values
             state |= numbered
         return params, [state[n] for n in sorted(state)], measured
@@ -185,3 +228,114 @@ def _clipped(norm: jax.Array, max_norm: float, grad: jax.Array) -> jax.Array:
     """Clip a gradient like ``optax.clip_by_global_norm``, given the global norm."""
     clipped = grad.astype(jnp.float32) / norm * jnp.float32(max_norm)
     return jnp.where(norm < jnp.float32(max_norm), grad, clipped.astype(grad.dtype))
+
+
+def evaluate(
+    loss: TracedLoss, plan: ReleasePlan, rule: Rule, states, token
+) -> tuple[list, typing.Any]:
+    """Return the outputs of the loss's program, and the token.
+
+    Args:
+      loss, plan: the traced loss, and the plan of its updates.
+      rule: the function that updates parameters in the backward pass.
+      states: for each stretch that updates parameters, the FloatState of the parameters
+        by path and the optimizer state by index.
+      token: any tree of floats.
+    """
+    program, remaining = loss.program, iter(states)
+    known: dict = dict(zip(program.inputs, loss.arguments, strict=True))
+    segments = program.segments([stretch.calls for stretch in plan.stretches])
+    for stretch, segment in zip(plan.stretches, segments, strict=True):
+        if stretch.part is not None and stretch.part.depth is not None:
+            token = _run_loop(stretch, rule, known, next(remaining), token)
+            continue
+        if stretch.part is not None:
+            needed = {*segment.reads, *segment.later}
+            used = (plan.active & needed) - program.of_parameters
+            live = [x for x in known if x in used]
+            token = _release(stretch.part, rule, known, next(remaining), token, live)
+        if loss.has_effects or any(map(is_opaque, stretch.calls)):
+            run(stretch.calls, known)
+        else:
+            _run_again(segment, known)
+    return program.results(known), token
+
+
+def _release(part: Part, rule: Rule, known, state, token, live: Sequence[Node]):
+    """Pass parameters, and all arrays that have a gradient, through ``released``."""
+    nodes = {x.name: x.gradient_value for x in part.leaves if x.gradient_value}
+    update = functools.partial(rule, part)
+    values = {name: known[node] for name, node in nodes.items()}
+    activations = [known[x] for x in live]
+    values, token, activations = released(update, values, state, token, activations)
+    known |= {nodes[name]: array for name, array in values.items()}
+    known |= zip(live, activations, strict=True)
+    return token
+
+
+def _run_again(segment: Segment, known: dict) -> None:
+    """Run the calls of a segment; the backward pass recomputes the cheap ones."""
+    if not segment.calls:
+        return
+
+    def function(values):
+        local = dict(zip(segment.reads, values, strict=True))
+        run(segment.calls, local)
+        return [local[x] for x in segment.writes]
+
+    values = [known[x] for x in segment.reads]
+    results = jax.checkpoint(function, policy=_is_kept)(values)
+    known.update(zip(segment.writes, results, strict=True))
+
+
+def _is_kept(primitive, *_, **params) -> bool:
+    """Return whether to store the result of a primitive for the backward pass."""
+    if primitive in (p.custom_jvp_call_p, p.jit_p):
+        inner = called_jaxpr(params).jaxpr.eqns
+        return any(_is_kept(eqn.primitive, **eqn.params) for eqn in inner)
+    is_elementwise = elementwise.is_elementwise(primitive)
+    return not (is_elementwise or primitive.name in _RECOMPUTED)
+
+
+def _run_loop(stretch: Stretch, rule: Rule, known, state, token):
+    """Run a scan over layers, and update each layer in its backward loop."""
+    (call,), part = stretch.calls, stretch.part
+    assert isinstance(call, ScanCall)
+    assert part is not None
+    quantized = [leaf for leaf in part.leaves if leaf.is_quantized]
+    own = {node for leaf in part.leaves for node in leaf.nodes}
+    of_codes = [node for leaf in quantized for node in leaf.nodes[:-1]]
+    without_barriers = [call.inputs.index(node) for node in of_codes]
+    inner = core.jaxpr_as_fun(without_barriers_on(call.body, without_barriers))
+
+    def body(shared, carry, layer, stand_ins, xs):
+        inside = {}
+        for leaf in part.leaves:
+            arrays = jax.tree.leaves((layer[leaf.name], stand_ins.get(leaf.name)))
+            inside |= zip(leaf.nodes, arrays, strict=True)
+        others = iter(xs)
+        scanned = (inside[x] if x in own else next(others) for x in call.scanned)
+        results = inner(*shared, *carry, *scanned)
+        return results[: call.carry], results[call.carry :]
+
+    def update(state, gradients, token):
+        # JAX sorts dictionaries by path: [10] before [2].
+        in_order = sorted(part.leaves, key=lambda leaf: leaf.is_quantized)
+        gradients = {leaf.name: gradients[leaf.name] for leaf in in_order}
+        return rule(part, state, gradients, token)
+
+    def values(nodes: Iterable[Node]) -> list:
+        return [value_of(node, known) for node in nodes]
+
+    one = lambda like: jax.ShapeDtypeStruct(like.shape[1:], like.dtype)
+    stand_ins = {leaf.name: one(leaf.gradient) for leaf in quantized}
+    names = [leaf.name for leaf in part.leaves]
+    carry, ys, token = ReleasedLoop(body, update, names, call.options, stand_ins)(
+        values(call.inputs[: call.constants]),
+        values(call.inputs[call.constants :][: call.carry]),
+        state,
+        values(x for x in call.scanned if x not in own),
+        token,
+    )
+    known.update(zip(call.outputs, (*carry, *ys), strict=True))
+    return token

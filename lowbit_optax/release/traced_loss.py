@@ -1,12 +1,12 @@
 """A traced loss, and the values in it that belong to each leaf of the parameters."""
 
 import dataclasses
+import itertools
 import typing
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from lowbit_optax._jaxprs.graph import Node
 from lowbit_optax._jaxprs.program import LossProgram
@@ -22,17 +22,13 @@ class ParamLeaf:
     Args:
       name: the path of the leaf.
       value: an array or a QuantizedTensor.
-      array_values: the values in the traced loss for the arrays of the leaf.
-      gradient_value: the value with respect to which the loss is differentiated: the
-        array itself, or the array that stands in for a QuantizedTensor. None for
-        integers, which have no gradient.
+      nodes: the values of ``arguments`` in the traced loss.
       gradient: the shape and dtype of the gradient. For integers, the leaf's dtype.
     """
 
     name: str
     value: typing.Any
-    array_values: tuple[Node, ...]
-    gradient_value: Node | None
+    nodes: tuple[Node, ...]
     gradient: jax.ShapeDtypeStruct
 
     @property
@@ -40,6 +36,15 @@ class ParamLeaf:
         """The arrays of the leaf, then zeros that stand in for a QuantizedTensor."""
         arrays = jax.tree.leaves(self.value)
         return [*arrays, self.zero_gradient()] if self.is_quantized else arrays
+
+    @property
+    def gradient_value(self) -> Node | None:
+        """The value with respect to which the loss is differentiated.
+
+        It is the array itself, or the array that stands in for a QuantizedTensor. None
+        for integers, which have no gradient.
+        """
+        return self.nodes[-1] if trees.is_inexact(self.value) else None
 
     @property
     def is_quantized(self) -> bool:
@@ -74,9 +79,8 @@ class TracedLoss:
     has_effects: bool
 
     def tree_of(self, found: Mapping[str, typing.Any]):
-        """Return a tree of the values in ``found``, with MaskedNode for other paths."""
-        masked = optax.MaskedNode()
-        return self.treedef.unflatten([found.get(x.name, masked) for x in self.leaves])
+        """Return a tree with the structure of the parameters from values by path."""
+        return self.treedef.unflatten([found[x.name] for x in self.leaves])
 
     @property
     def arguments(self) -> list:
@@ -126,10 +130,9 @@ def trace_loss(
     check_result(shapes, has_aux)
     inputs, leaves = iter(program.inputs), []
     for name, value, gradient in zip(names, values, gradients, strict=True):
-        arrays = tuple(next(inputs) for _ in jax.tree.leaves(value))
-        own = next(inputs) if tensors.is_quantized(value) else arrays[0]
-        own = own if trees.is_inexact(value) else None
-        leaves.append(ParamLeaf(name, value, arrays, own, gradient))
+        count = len(jax.tree.leaves(value)) + tensors.is_quantized(value)
+        nodes = tuple(itertools.islice(inputs, count))
+        leaves.append(ParamLeaf(name, value, nodes, gradient))
     result, has_effects = jax.tree.structure(shapes), bool(closed.effects)
     return TracedLoss(program, leaves, treedef, other_arguments, result, has_effects)
 

@@ -1,5 +1,8 @@
 """Functions whose backward rules run the optimizer: ``released`` and ``ReleasedLoop``.
 
+Their backward rules return new parameters and optimizer state instead of cotangents.
+JAX has cotangents only for floats, so a :class:`FloatState` stores integers as floats.
+
 ``released`` is an identity around parameters that are updated as a whole. The backward
 loop of a ``ReleasedLoop`` carries the stacked parameters and their state. It reads one
 layer, computes its gradients, calls the update, and writes the new layer over the old
@@ -9,7 +12,7 @@ one. Barriers keep XLA from moving and fusing parts of a released step.
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -19,55 +22,134 @@ from jax.extend import core
 
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.layers import Layer
-from lowbit_optax.release.float_state import FloatState, as_floats, as_state
 from lowbit_optax.states.host_memory import is_on_host
 
+_FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.float16, 4: jnp.float32, 8: jnp.float64}
+"""For each size in bytes, a float dtype that XLA copies without changing NaNs.
+
+XLA may copy bfloat16 and float8_e5m2 as wider floats on a CPU, which changes NaNs."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FloatState:
+    """A state whose integers are stored as floats with the same bits.
+
+    Args:
+      floats: a tree with the structure of the state.
+      dtypes: the dtype of each leaf of the state, or a random key's implementation.
+    """
+
+    floats: typing.Any
+    dtypes: tuple = dataclasses.field(metadata={"static": True})
+
+
+def as_floats(state) -> FloatState:
+    """Convert optimizer state to floats, so that ``jax.grad`` accepts it.
+
+    JAX has no cotangents for integers, so each integer becomes a float with the same
+    bits. Booleans and integers with fewer than 8 bits become int8 first, and random
+    keys become their data. Floats do not change.
+
+    Args:
+      state: a tree of arrays.
+
+    Returns:
+      A pytree, which :func:`as_state` converts back.
+
+    >>> import jax.numpy as jnp
+    >>> found = as_floats({"count": jnp.int32(3), "mu": jnp.ones(2)})
+    >>> found.floats["count"].dtype
+    dtype('float32')
+    >>> as_state(found)["count"]
+    Array(3, dtype=int32)
+    """
+    dtypes = (
+        jax.random.key_impl(x) if _is_key(x) else x.dtype
+        for x in jax.tree.leaves(state)
+    )
+    return FloatState(jax.tree.map(_to_float, state), tuple(dtypes))
+
+
+def as_state(floats: FloatState):
+    """Convert floats from :func:`as_floats` back to the state.
+
+    Args:
+      floats: the result of :func:`as_floats`, or a gradient with respect to it.
+    """
+    leaves, structure = jax.tree.flatten(floats.floats)
+    pairs = zip(leaves, floats.dtypes, strict=True)
+    return structure.unflatten(_from_float(x, dtype) for x, dtype in pairs)
+
+
+def _is_key(x) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def _to_float(x):
+    if _is_key(x):
+        x = jax.random.key_data(x)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    if x.dtype == jnp.bool_ or jnp.iinfo(x.dtype).bits < 8:
+        x = x.astype(jnp.int8)
+    return lax.bitcast_convert_type(x, _FLOATS[x.dtype.itemsize])
+
+
+def _from_float(x, dtype):
+    if not isinstance(dtype, np.dtype):
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
+        return jax.random.wrap_key_data(bits, impl=dtype)
+    if x.dtype == dtype:
+        return x
+    if dtype == jnp.bool_ or jnp.iinfo(dtype).bits < 8:
+        return lax.bitcast_convert_type(x, jnp.int8).astype(dtype)
+    return lax.bitcast_convert_type(x, dtype)
+
+
 Update = Callable[[typing.Any, typing.Any, typing.Any], tuple]
+"""``((params, state), gradients, token) -> ((params, state), token)``."""
 
 
-def released(update: Update, params, state: FloatState, activations):
+def released(update: Update, values, state: FloatState, token, activations):
     """Return the inputs unchanged, and update parameters in the backward pass.
 
     When the backward rule of this function runs, the gradient is complete, and the old
     parameters are no longer needed. The rule calls ``update`` and returns new values
-    instead of cotangents:
-
-        d loss / d params = new params,    d loss / d state = new state
-
-    Barriers keep the compiler from postponing the update, so that only one gradient
-    exists at a time.
+    instead of the cotangents of ``state``. Barriers keep the compiler from postponing
+    the update, so that only one gradient exists at a time.
 
     Args:
-      update: a function ``(params, state, gradients) -> (params, state)``.
-      params: a tree of floating-point arrays.
-      state: the optimizer state of these parameters.
+      update: the update.
+      values: a tree of the arrays that have gradients.
+      state: the parameters and their optimizer state.
+      token: a tree of floats. The update receives its cotangent, and returns a new one.
       activations: a tree of the arrays that the layer reads. If no gradient flows
         through the results, ``update`` is not called, and the cotangents are zeros.
 
     Returns:
-      ``(params, activations)``.
+      ``(values, token, activations)``.
     """
 
     @jax.custom_vjp
-    def identity(params, state, activations):
+    def identity(values, state, token, activations):
         del state
-        return params, activations
+        return values, token, activations
 
-    def forward(params, state, activations):
+    def forward(values, state, token, activations):
         # Without this barrier, XLA would keep every gradient until the end.
-        return (params, tied(activations)), (params, state)
+        return (values, token, tied(activations)), state
 
-    def backward(saved, cotangents):
-        params, state = saved
+    def backward(state, cotangents):
         # Cotangents of earlier layers depend on the old parameters, and must be
         # computed before the parameters are overwritten.
-        gradients, later = tied(cotangents)
-        new = update(params, as_state(state), gradients)
-        (new_params, new_state), later = tied((new, later))
-        return new_params, as_floats(new_state), later
+        gradients, token, later = tied(cotangents)
+        new = update(as_state(state), gradients, token)
+        (new_state, token), later = tied((new, later))
+        return None, as_floats(new_state), token, later
 
     identity.defvjp(forward, backward)
-    return identity(params, state, activations)
+    return identity(values, state, token, activations)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,21 +157,22 @@ class ReleasedLoop:
     """A scan that updates each layer in its backward loop; see :func:`.scan`.
 
     Args:
-      body: a function ``(shared, carry, (layer, stand_ins), codes, x) -> (carry, y)``.
-      update: a function ``(layer, (codes, state), (gradients, gradients of stand_ins),
-        token) -> (layer, (codes, state), token)``. The layer's index is in the step's
-        context. Arrays that the function returns unchanged are not written.
+      body: a function ``(shared, carry, layer, stand_ins, x) -> (carry, y)``.
+      update: the update of a layer, whose index is in the step's context. Arrays that
+        the function returns unchanged are not written.
       names: the paths of the stacked parameters.
       how: length, reverse and unroll, as in ``jax.lax.scan``.
-      stand_ins: shapes of zeros that the loop passes to the body. The gradient of a
-        quantised array is the gradient with respect to these zeros.
+      stand_ins: for each path of quantised parameters, the shape of zeros that the loop
+        passes to the body. Their gradient is the gradient with respect to these zeros.
     """
 
     body: Callable
-    update: Callable
+    update: Update
     names: Iterable[str]
     how: dict[str, typing.Any]
-    stand_ins: typing.Any = ()
+    stand_ins: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(
+        default_factory=dict
+    )
 
     def __call__(self, *operands) -> tuple:
         """Run the loop, and return ``(carry, ys, token)``.
@@ -98,9 +181,8 @@ class ReleasedLoop:
 
         - ``shared``: arrays that every layer reads.
         - ``init``: the first carry.
-        - ``layers``: a tree of arrays that are stacked along their first axis.
-        - ``state``: the FloatState of ``(codes, state)``, where codes are the arrays of
-          quantised layers.
+        - ``state``: the FloatState of ``(params, state)``, both stacked along their
+          first axis. ``params`` are by path.
         - ``xs``: other stacked arrays, or None.
         - ``token``: a tree that the loop returns unchanged. In the backward loop, each
           update receives its cotangent, and returns a new one for the next layer.
@@ -111,36 +193,39 @@ class ReleasedLoop:
         run.defvjp(forward, functools.partial(self._backward, read_back))
         return run(*operands)
 
-    def _forward(self, read_back: "_ReadBack", shared, init, layers, state, xs, token):
+    def _forward(self, read_back: "_ReadBack", shared, init, state, xs, token):
         """Return the results, and the arrays that the backward pass needs."""
         zero = lambda like: jnp.zeros(like.shape, like.dtype)
 
         def step(carry, inputs):
-            layer, codes, x = inputs
+            layer, x = inputs
             zeros = jax.tree.map(zero, self.stand_ins)
-            function = lambda *args: self.body(*args[:3], codes, *args[3:])
-            out, pull = jax.vjp(function, shared, carry, (layer, zeros), x)
-            known = jax.tree.leaves((shared, layer, codes, x))
+            codes = {name: layer[name] for name in zeros}
+            plain = {name: layer[name] for name in layer if name not in zeros}
+            function = lambda shared, carry, plain, zeros, x: self.body(
+                shared, carry, plain | codes, zeros, x
+            )
+            out, pull = jax.vjp(function, shared, carry, plain, zeros, x)
+            known = jax.tree.leaves((shared, layer, x))
             return out[0], (out[1], read_back.save(pull, out, known))
 
-        stacks = layers, as_state(state)[0], xs
+        stacks = as_state(state)[0], xs
         carry, (ys, saved) = lax.scan(step, init, stacks, **self.how)
-        return (carry, ys, token), (shared, layers, state, xs, saved)
+        return (carry, ys, token), (shared, state, xs, saved)
 
     def _backward(self, read_back: "_ReadBack", residuals, cotangents):
-        """Return the operands' cotangents; for layers and state, the new values."""
-        shared, layers, state, xs, saved = residuals
-        stacks = layers, as_state(state)
+        """Return the operands' cotangents; for the state, the new values."""
+        shared, state, xs, saved = residuals
+        stacks = as_state(state)
         count = len(jax.tree.leaves(stacks)[0])
         ct_carry, ct_ys, token = _without_integers(cotangents)
 
         def step(loop, inputs):
             ct_carry, ct_shared, token, stacks = loop
             early, saved, ct_y, x = inputs
-            layer, codes = _layer_at(early, (stacks[0], stacks[1][0]), early)
-            known = jax.tree.leaves((shared, layer, codes, x))
+            known = jax.tree.leaves((shared, _layer_at(early, stacks[0], early), x))
             found = _without_integers(read_back.pull(saved, known, (ct_carry, ct_y)))
-            (more, ct_carry, gradients, ct_x), later = tied((found, early))
+            (more, ct_carry, *gradients, ct_x), later = tied((found, early))
             # Read the layer again after the gradients, so that they can use the memory
             # of the first copy. On a CPU, XLA drops barriers and would copy whole
             # stacks.
@@ -149,15 +234,15 @@ class ReleasedLoop:
             )
             old = _layer_at(index, stacks, early)
             with context.changed(layer=Layer(index, count, frozenset(self.names))):
-                *new, token = self.update(*old, gradients, token)
+                new, token = self.update(old, gradients[0] | gradients[1], token)
             write = functools.partial(lax.dynamic_update_index_in_dim, axis=0)
             put = lambda stack, x, y: stack if y is x else write(stack, y, index)
-            stacks = jax.tree.map(put, stacks, old, tuple(new))
+            stacks = jax.tree.map(put, stacks, old, new)
             ct_shared = jax.tree.map(jnp.add, ct_shared, more)
             return (ct_carry, ct_shared, token, stacks), ct_x
 
         zeros = jax.tree.map(jnp.zeros_like, _without_integers(shared))
-        (ct_carry, ct_shared, token, (layers, new_state)), ct_xs = lax.scan(
+        (ct_carry, ct_shared, token, stacks), ct_xs = lax.scan(
             step,
             (ct_carry, zeros, token, stacks),
             (jnp.arange(count, dtype=jnp.int32), saved, ct_ys, xs),
@@ -165,7 +250,7 @@ class ReleasedLoop:
         )
         primals = shared, read_back.out[0], xs
         ct_shared, ct_carry, ct_xs = _like(primals, (ct_shared, ct_carry, ct_xs))
-        return ct_shared, ct_carry, layers, as_floats(new_state), ct_xs, token
+        return ct_shared, ct_carry, as_floats(stacks), ct_xs, token
 
 
 class _ReadBack:

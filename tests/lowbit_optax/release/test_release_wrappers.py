@@ -14,7 +14,7 @@ from released import SGD, dense, head_loss, simple_loss, simple_params, weights
 
 import lowbit_optax
 from lowbit_optax import release
-from lowbit_optax.release.float_state import as_floats, as_state
+from lowbit_optax.release.wrappers import as_floats, as_state
 
 pytestmark = pytest.mark.standard_promotion
 
