@@ -1,12 +1,11 @@
 """Time to trace and compile a step, compared with optax's step on the same leaves.
 
-    .venv/bin/python -m benchmarks compile_cost [--for cpu h200] [--launcher mosaic]
+    .venv/bin/python -m benchmarks compile_cost
 
-The tables list seconds of processor time to trace, lower and compile a donated step of
-bfloat16 parameters with ``lowbit_optax.step`` and with optax. They include the
-assemblers that the process runs, and Mosaic's own compiler. The steps are compiled for
-this machine's CPU, and for an H200 if the ``gpu-program`` extra is installed. JAX's
-plugin for CUDA needs ``JAX_PLATFORMS=cpu`` on a machine without a GPU.
+The table lists seconds of processor time to trace, lower and compile a donated step on
+the 148 bfloat16 leaves of GPT-2 for an H200, with each launcher. They include the
+assemblers that the process runs, and Mosaic's own compiler. JAX's plugin for CUDA needs
+``JAX_PLATFORMS=cpu`` on a machine without a GPU.
 
 ``--for training`` compiles a whole training step of a small transformer with 12 layers
 and 198 leaves for this CPU: loss, gradients and update. In this table, optax's step
@@ -24,55 +23,13 @@ import optax
 
 import lowbit_optax
 from benchmarks import records
-from benchmarks.leaf_sets import LeafSet, gpt2, resnet50, small_leaves, vit_base
-from benchmarks.registry import GPU_COMPILER
-from tools import is_installed
+from benchmarks.leaf_sets import gpt2
 from tools.stages import compile_in_stages
 
 MINUTES = 6
+NEEDS = ("jax_plugins.xla_cuda12",)
 
-RATE = 1e-3
-FOR_CPUS = {
-    "sr_adamw": lowbit_optax.sr_adamw,
-    "extra_bits_adamw(bits=16)": lowbit_optax.extra_bits_adamw,
-    "extra_bits_adamw(bits=8)": functools.partial(
-        lowbit_optax.extra_bits_adamw, bits=8
-    ),
-    "kahan_adamw": lowbit_optax.kahan_adamw,
-    "lowbit_adamw": lowbit_optax.lowbit_adamw,
-}
-LPMM = "lpmm_adam"
-ALIASES = FOR_CPUS | {LPMM: lowbit_optax.lpmm_adam}
-
-ON_CPUS = (
-    LeafSet("12 leaves of 12 shapes", tuple((256, 128 * i) for i in range(1, 13))),
-    small_leaves(),
-)
-ON_GPUS = (
-    gpt2(),
-    resnet50(),
-    vit_base(),
-    LeafSet("128 leaves of LoRA", ((768, 16), (16, 768), (768, 16), (16, 3072)) * 32),
-    LeafSet("120 vectors", tuple((64 * (1 + i % 20),) for i in range(120))),
-)
-
-
-def cost(name: str, leaf_set: LeafSet, mesh=None, launcher=None) -> dict[str, float]:
-    """Return the seconds of each stage of a step.
-
-    Args:
-      name: a key of ``ALIASES``; any other name stands for ``optax.adamw``.
-      leaf_set: the shapes of the parameters.
-      mesh: the devices to compile for; None for this machine.
-      launcher: the compiler of the kernels.
-    """
-    leaves = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in leaf_set.shapes]
-    grads = {f"{number:03d}": leaf for number, leaf in enumerate(leaves)}
-    params, tx = grads, transformation(name, launcher)
-    if name == LPMM:
-        quantize = functools.partial(lowbit_optax.lpmm.quantize_params, bits=12)
-        params = jax.eval_shape(quantize, grads)
-    return cost_of(functools.partial(lowbit_optax.step, tx), tx, params, grads, mesh)
+RATE, OPTAX = 1e-3, "optax.adamw"
 
 
 def cost_of(step, tx, params, other, mesh=None) -> dict[str, float]:
@@ -81,11 +38,24 @@ def cost_of(step, tx, params, other, mesh=None) -> dict[str, float]:
     return compile_in_stages(step, *given, mesh=mesh, donate=(0, 1)).processor
 
 
-def transformation(name: str, launcher: str | None = None):
-    """Return the transformation with this name, or ``optax.adamw`` for other names."""
-    if name in ALIASES:
-        return ALIASES[name](RATE, implementation=launcher)
-    return optax.adamw(RATE)
+def cost(name: str, shapes: Sequence | None = None) -> dict[str, float]:
+    """Return the seconds of each stage of a step for an H200.
+
+    Args:
+      name: ``OPTAX``, or the launcher that compiles the kernels of ``lowbit_adamw``.
+      shapes: the shapes of the leaves; None for those of GPT-2.
+    """
+    from tools.gpu_program.targets import gpu_mesh
+
+    is_optax = name == OPTAX
+    tx = optax.adamw(RATE)
+    tx = tx if is_optax else lowbit_optax.lowbit_adamw(RATE, implementation=name)
+    leaves = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes or gpt2().shapes
+    ]
+    params = {f"{number:03d}": leaf for number, leaf in enumerate(leaves)}
+    step = functools.partial(lowbit_optax.step, tx)
+    return cost_of(step, tx, params, params, gpu_mesh())
 
 
 class Transformer(nn.Module):
@@ -108,8 +78,9 @@ def training_cost(name: str) -> dict[str, float]:
     """Return the seconds of each stage of a training step of :class:`Transformer`."""
     model, tokens = Transformer(), jax.ShapeDtypeStruct((4, 64), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
-    tx = transformation(name)
-    if name in ALIASES:
+    tx = optax.adamw(RATE)
+    if name != OPTAX:
+        tx = getattr(lowbit_optax, name)(RATE)
         params = jax.eval_shape(lambda x: lowbit_optax.from_master(tx, x)[0], params)
 
     def loss_fn(params, tokens):
@@ -124,54 +95,23 @@ def training_cost(name: str) -> dict[str, float]:
     return cost_of(step, tx, params, tokens)
 
 
-def rows(
-    leaf_sets: Sequence[LeafSet], names: Sequence[str], mesh, launcher
-) -> Iterator[dict[str, str]]:
-    """Measure the steps on each set of leaves, beginning with optax."""
-    cost("optax.adamw", LeafSet("warm-up", ((256, 384),)), mesh)
-    for leaf_set in leaf_sets:
-        of = lambda name: cost(name, leaf_set, mesh, launcher)  # noqa: B023
-        for row in rows_of(of, names):
-            yield {"leaves": leaf_set.name} | row
-
-
-def rows_of(of: Callable, names: Sequence[str]) -> Iterator[dict[str, str]]:
+def rows(of: Callable, names: tuple[str, ...]) -> Iterator[dict[str, str]]:
     """Measure with ``of(name)``, beginning with optax."""
     base = None
-    for name in ("optax.adamw", *names):
+    for name in (OPTAX, *names):
         found = of(name)
         total = sum(found.values())
         base = base or total
         seconds = {stage: f"{x:.2f}" for stage, x in (found | {"total": total}).items()}
-        ratio = {"relative to optax": f"{total / base:.1f}"}
-        yield {"step": f"`{name}`"} | seconds | ratio
+        yield {"step": name} | seconds | {"relative to optax": f"{total / base:.1f}"}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and print tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    has_gpu = all(map(is_installed, GPU_COMPILER))
-    devices = ["cpu", "training", *(["h200"] if has_gpu else [])]
-    parser.add_argument("--for", nargs="*", dest="devices", default=devices)
-    parser.add_argument("--launcher", choices=["triton", "mosaic"], default=None)
-    parser.add_argument("--sets", nargs="*", help="names of leaf sets; default: all")
-    parser.add_argument("--steps", nargs="*", help="names of steps; default: all")
-    args = parser.parse_args(argv)
-    chosen = lambda sets: [x for x in sets if not args.sets or x.name in args.sets]
-    named = lambda names: [x for x in names if not args.steps or x in args.steps]
-    if "cpu" in args.devices:
-        print("\nCompiled for this CPU, seconds of processor time\n")
-        records.print_rows(rows(chosen(ON_CPUS), named(FOR_CPUS), None, None))
-    if "training" in args.devices:
-        print("\nA training step of 198 leaves, compiled for this CPU\n")
-        training_cost("optax.adamw")  # warms up
-        records.print_rows(rows_of(training_cost, named(FOR_CPUS)))
-    if "h200" in args.devices:
-        from tools.gpu_program.targets import gpu_mesh
-
-        print(f"\nCompiled for an H200 ({args.launcher or 'default launcher'})\n")
-        names = named(["kahan_adamw", "lowbit_adamw", LPMM])
-        found = rows(chosen(ON_GPUS), names, gpu_mesh(), args.launcher)
-        records.print_rows(found)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--for", choices=("h200", "training"), default="h200", dest="x")
+    if parser.parse_args(argv).x == "training":
+        training_cost(OPTAX)  # warms up
+        records.print_rows(rows(training_cost, ("kahan_adamw", "lowbit_adamw")))
+    else:
+        cost(OPTAX, ((256, 384),))
+        records.print_rows(rows(cost, ("triton", "mosaic")))

@@ -1,105 +1,87 @@
-"""An optimizer step compiled for TPUs without a TPU, as a table.
+"""Optimizer steps compiled for TPUs without a TPU, as tables.
 
-    .venv/bin/python -m benchmarks tpu_program --model gpt2
+    .venv/bin/python -m benchmarks tpu_program
 
-The step is donated and has bfloat16 gradients. The table lists the bytes of operands
-and results of all its instructions as laid out, without the padding of layouts, and in
-the device's memory (not on the chip); temporary and peak memory; bytes written by
-``copy`` operations; kernels; and seconds to lower and compile. Nothing was run on a
-TPU. Needs the ``tpu-program`` extra.
+The steps are donated and have bfloat16 gradients. The first table describes steps on
+four leaves of 4096 x 4096. It lists the bytes per parameter of operands and results of
+all instructions, with the padding of layouts; temporary memory; bytes written by
+``copy`` operations; and the number of Pallas kernels. The second table lists the share
+of the parameters of whole models whose leaf has a kernel with ``lowbit_adamw`` on a
+v6e. Nothing was run on a TPU. Needs the ``tpu-program`` extra.
 """
 
 import argparse
+import collections
+import math
 import os
-from collections.abc import Callable
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax
-import jax.numpy as jnp
 import optax
 
 import lowbit_optax as lo
-from benchmarks import records
-from tools.gpu_program.steps import gpt2, replaced, with_master
+from benchmarks import leaf_sets, records
+from tools.gpu_program.steps import fast, leaf, replaced, with_master
 from tools.tpu_program.steps import TpuStep, lower_lpmm_step, lower_step
 from tools.tpu_program.targets import TARGETS, tpu_mesh
 
 MINUTES = 5
 NEEDS = ("libtpu",)
 
-
-def _step_of(alias: Callable, lower: Callable = lower_step, **arguments) -> Callable:
-    def lowered(like, implementation: str | None = None, **options) -> TpuStep:
-        tx = alias(1e-3, implementation=implementation, **arguments)
-        return lower(tx, like, **options)
-
-    return lowered
-
-
-def _of_optax(like, implementation: str | None = None, **options) -> TpuStep:
-    del implementation
-    return lower_step(with_master(optax.adamw(1e-3)), like, replaced, **options)
-
-
-STEPS = {
-    "optax, float32 master": _of_optax,
-    "lowbit_adamw": _step_of(lo.lowbit_adamw),
-    "extra_bits_adamw(8)": _step_of(lo.extra_bits_adamw, bits=8),
-    "extra_bits_adamw(5)": _step_of(lo.extra_bits_adamw, bits=5),
-    "kahan_adamw": _step_of(lo.kahan_adamw),
-    "sr_adamw": _step_of(lo.sr_adamw),
-    "factored_adamw": _step_of(lo.factored_adamw),
-    "factored_adamw(bits=0)": _step_of(lo.factored_adamw, bits=0),
-    "lpmm_adam, 12 bits": _step_of(lo.lpmm_adam, lower_lpmm_step),
+BASELINE, LPMM = "optax, float32 master", "lpmm_adam, 12 bits"
+ALIASES = {
+    BASELINE: (None, {}),
+    "lowbit_adamw": (lo.lowbit_adamw, {}),
+    "extra_bits_adamw(8)": (lo.extra_bits_adamw, {"bits": 8}),
+    "kahan_adamw": (lo.kahan_adamw, {}),
+    "sr_adamw": (lo.sr_adamw, {}),
+    "factored_adamw": (lo.factored_adamw, {}),
+    LPMM: (lo.lpmm_adam, {}),
 }
-"""Functions by name that lower a step on leaves; see :func:`.steps.lower_step`."""
-QUANTISED = {"lpmm_adam, 12 bits"}
-MODELS = {
-    "4x4096": [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)] * 4,
-    "4096": jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),
-    "gpt2": gpt2(),
-}
+MODELS = leaf_sets.gpt2(), leaf_sets.resnet50(), leaf_sets.llama_7b()
 
 
-def row(name: str, target: str, model: str, implementation: str | None) -> dict:
-    """Return the facts of one step."""
+def step_of(name: str, like, target: str, implementation: str | None = None) -> TpuStep:
+    """Lower a step on leaves with the shapes of ``like``."""
+    (alias, options), make_step = ALIASES[name], fast
+    if alias is None:
+        tx, make_step = with_master(optax.adamw(1e-3)), replaced
+    else:
+        tx = alias(1e-3, implementation=implementation, **options)
+    lower = lower_lpmm_step if name == LPMM else lower_step
     mesh = tpu_mesh(TARGETS[target].topology)
-    step = STEPS[name](MODELS[model], implementation, mesh=mesh)
-    # The step needs at least the time to read and write everything once.
-    gradients = 2 * step.parameters
-    least = (2 * step.stored + gradients) / TARGETS[target].bandwidth
+    return lower(tx, like, make_step=make_step, mesh=mesh)
+
+
+def row(name: str, target: str, implementation: str | None) -> dict:
+    """Return one line of the first table."""
+    step = step_of(name, [leaf(4096, 4096)] * 4, target, implementation)
     return {
         "step": name,
         "target": target,
-        "model": model,
         "moved": round(step.moved, 2),
-        "without padding": round(step.without_padding, 2),
-        "of memory": round(step.of_memory, 2),
         "temporary": round(step.temporary, 3),
-        "peak": round(step.peak, 2),
         "copied": round(step.copied, 3),
-        "kernels": len(step.kernels),
-        "large": len(step.large),
         "by Pallas": step.fused_launches,
         "in place": step.in_place,
-        "s to lower": round(step.seconds_to_lower, 1),
-        "s to compile": round(step.seconds_to_compile, 1),
-        "memory's ms": round(1e3 * least, 3),
     }
 
 
+def share(model: leaf_sets.LeafSet) -> dict[str, str]:
+    """Return one line of the second table."""
+    size = sum(
+        count * math.prod(shape)
+        for shape, count in collections.Counter(model.shapes).items()
+        if step_of("lowbit_adamw", leaf(*shape), "v6e").fused_launches
+    )
+    return {"model": model.name, "by kernels": f"{size / model.parameters:.2%}"}
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--model", choices=MODELS, default="4x4096")
     parser.add_argument("--implementation", help="of the steps; default: their own")
     flags = parser.parse_args(argv)
-    print("jax", jax.__version__)
     records.print_rows(
-        row(name, target, flags.model, flags.implementation)
-        for target in flags.targets
-        for name in flags.steps
+        row(x, y, flags.implementation) for y in TARGETS for x in ALIASES
     )
+    records.print_rows(map(share, MODELS))
