@@ -15,7 +15,7 @@ import optax
 
 import lowbit_optax
 from benchmarks.training.images import training_loop
-from benchmarks.training.images.augmentation import crop_and_flip, normalise
+from benchmarks.training.images.training_loop import crop_and_flip, normalise
 from lowbit_optax import precision
 from tools.models.classifier import arguments_of, make_loss_fn
 
