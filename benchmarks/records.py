@@ -1,9 +1,9 @@
 """Records: JSON files with figures, their origin, and the options of the run.
 
-A benchmark with a record passes two functions to :func:`run`: one that measures, and
-one that shows a record as text (a third may draw a picture). Most benchmarks measure
-runs by name and seed with :func:`of_seeds`, pass the result to :func:`spreads` and
-:func:`gaps`, and print a :func:`listing`.
+Most benchmarks with a record define ``measure``, which returns the figures, and often
+``draw``, which draws them. :func:`program` makes their ``main``. They measure runs by
+name and seed with :func:`of_seeds`, and pass the result to :func:`spreads` and
+:func:`gaps`.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from benchmarks import ROOT, pictures
 
 COMPILED = "compiled for an H200; not run"
 START = time.perf_counter()
+_ORIGIN = "command", "ran", "date", "python", "versions", "seconds", "options"
 _NOT_OPTIONS = ("draw", "full", "is_apart", "changed")
 _OF_THE_SAME_RECORD = ("draw", "torch")
 _MEANINGS = {
@@ -102,11 +103,49 @@ class Options(argparse.ArgumentParser):
         return found
 
 
+def figures(record: dict) -> str:
+    """Return a text with a line for each figure, except for those in lists."""
+    lines = []
+
+    def add(path: tuple[str, ...], found: Any) -> None:
+        if isinstance(found, dict) and "std" not in found:
+            for name, each in found.items():
+                add((*path, name), each)
+        elif not isinstance(found, list):
+            text = shown(found, 5) if isinstance(found, dict) else f"{found}"
+            lines.append(f"{': '.join(map(str, path))} = {text}")
+
+    add((), {name: each for name, each in record.items() if name not in _ORIGIN})
+    return "\n".join(lines)
+
+
+def program(
+    module: str, seeds: int | None = None, ran: str | None = None, **numbers: Any
+) -> Callable[[list[str] | None], None]:
+    """Return the function ``main(argv)`` of a benchmark with a record.
+
+    Args:
+      module: the benchmark's ``__name__``. The module defines ``measure``, and possibly
+        ``draw``; see :func:`run`.
+      seeds: the default number of seeds, if the benchmark has seeds.
+      ran: see :func:`run`. ``{here}`` stands for :func:`ran_here`.
+      **numbers: the options; see :class:`Options`.
+    """
+
+    def main(argv: list[str] | None = None) -> None:
+        of = sys.modules[module]
+        args = Options(of.__doc__, seeds, **numbers).parse_args(argv)
+        where = ran and ran.format(here=ran_here())
+        run(module, args, of.measure, draw=getattr(of, "draw", None), ran=where)
+
+    return main
+
+
 def run(
     module: str,
     args: argparse.Namespace,
     measure: Callable[[argparse.Namespace], dict[str, Any]],
-    text: Callable[[dict], str],
+    text: Callable[[dict], str] = figures,
     draw: Callable[[dict, pathlib.Path], None] | None = None,
     ran: str | None = None,
     by_options: bool = False,
@@ -248,21 +287,6 @@ def shown(found: dict[str, Any], digits: int = 3) -> str:
     """Return ``mean ± std`` of a :func:`spread`, or the value of a single seed."""
     mean = f"{found['mean']:.{digits}f}"
     return mean if len(found["values"]) == 1 else f"{mean} ± {found['std']:.{digits}f}"
-
-
-def listing(heads: Sequence[str], *columns: dict[str, dict], digits: int = 4) -> str:
-    """Return a Markdown table of :func:`spreads` and :func:`gaps` by name."""
-    cell = lambda found, name: shown(found[name], digits) if name in found else ""
-    names = dict.fromkeys(name for column in columns for name in column)
-    rows = [(name, *(cell(found, name) for found in columns)) for name in names]
-    return table(["", *heads], rows)
-
-
-def comparison(spreads: dict[str, dict], gaps: dict[str, dict], digits: int = 4) -> str:
-    """Return a Markdown table of the results of :func:`compared`, one row per run."""
-    heads = [head for figure in gaps for head in (figure, "minus float32")]
-    columns = [of[figure] for figure in gaps for of in (spreads, gaps)]
-    return listing(heads, *columns, digits=digits)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

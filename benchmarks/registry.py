@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from benchmarks import ROOT
 
-GPU_COMPILER = ("jax_plugins.xla_cuda12",)
-
 
 class Benchmark(NamedTuple):
     """A benchmark, as the source of its module describes it.
@@ -39,17 +37,20 @@ class Benchmark(NamedTuple):
 def _read(path: pathlib.Path) -> Benchmark | None:
     """Return the benchmark of a file, or None if it has no ``main(argv)``."""
     tree = ast.parse(path.read_text())
+    assigned = {
+        x.targets[0].id: x.value
+        for x in tree.body
+        if isinstance(x, ast.Assign) and isinstance(x.targets[0], ast.Name)
+    }
     mains = [
         x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == "main"
     ]
-    if not any(main.args.args for main in mains):
+    if "main" not in assigned and not any(main.args.args for main in mains):
         return None
     constants = {
-        statement.targets[0].id: ast.literal_eval(statement.value)
-        for statement in tree.body
-        if isinstance(statement, ast.Assign)
-        and isinstance(statement.targets[0], ast.Name)
-        and statement.targets[0].id in ("MINUTES", "NEEDS")
+        name: ast.literal_eval(assigned[name])
+        for name in ("MINUTES", "NEEDS")
+        if name in assigned
     }
     summary = (ast.get_docstring(tree) or "").partition("\n")[0]
     module = f"benchmarks.{path.parent.name}.{path.stem}"

@@ -71,10 +71,6 @@ def measure(args) -> dict:
     return {"held_out": records.spreads(found), "steps_moved": moved}
 
 
-def text(record: dict) -> str:
-    return records.listing(["held-out loss"], record["held_out"], digits=3)
-
-
 @pictures.panels(4.2, (3, 2))
 def draw(record: dict, curves, losses) -> str:
     held_out, cases = record["held_out"], record["steps_moved"]
@@ -102,6 +98,4 @@ def draw(record: dict, curves, losses) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = next_byte.options(__doc__, seeds=3).parse_args(argv)
-    records.run(__name__, args, measure, text, draw)
+main = records.program(__name__, seeds=3, **next_byte.NUMBERS)

@@ -63,11 +63,6 @@ def measure(args) -> dict:
     }
 
 
-def text(record: dict) -> str:
-    heads = "AUC", "minus float32's"
-    return records.listing(heads, record["auc"], record["gaps_to_float32"])
-
-
 @pictures.panels(3.9, (4, 3), columns=4)
 def draw(record: dict, curves, auc) -> str:
     x = np.arange(COUNTS) * record["options"]["steps"] / COUNTS
@@ -87,7 +82,4 @@ def draw(record: dict, curves, auc) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    numbers = {"steps": (5000, 200_000), "learning_rate": 1.0}
-    options = records.Options(__doc__, seeds=5, **numbers)
-    records.run(__name__, options.parse_args(argv), measure, text, draw)
+main = records.program(__name__, seeds=5, steps=(5000, 200_000), learning_rate=1.0)

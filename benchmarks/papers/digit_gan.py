@@ -199,13 +199,6 @@ def measure(args) -> dict:
     }
 
 
-def text(record: dict) -> str:
-    heads = "distance", "minus float32's"
-    columns = record["distance"], record["gaps_to_float32"]
-    halves = f"halves of the real digits: {record['distance_of_halves']:.3f}"
-    return f"{halves}\n{records.listing(heads, *columns, digits=3)}"
-
-
 @pictures.panels(2.8)
 def draw(record: dict, axes) -> str:
     found = {NAMES.get(name, name): x for name, x in record["distance"].items()}
@@ -217,7 +210,4 @@ def draw(record: dict, axes) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    numbers = {"steps": (2000, 50_000), "learning_rate": 1e-3}
-    options = records.Options(__doc__, seeds=5, **numbers)
-    records.run(__name__, options.parse_args(argv), measure, text, draw)
+main = records.program(__name__, seeds=5, steps=(2000, 50_000), learning_rate=1e-3)

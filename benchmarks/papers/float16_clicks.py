@@ -52,12 +52,6 @@ def measure(args) -> dict:
     return {**spreads, "gaps_to_float32": gaps}
 
 
-def text(record: dict) -> str:
-    heads = [f"{part}, minus float32's" for part in PARTS]
-    columns = [record["gaps_to_float32"][part] for part in PARTS]
-    return records.listing(heads, *columns, digits=5)
-
-
 @pictures.panels(3, (1, 1), sharey=True)
 def draw(record: dict, *both) -> str:
     for axes, (part, options) in zip(both, PARTS.items(), strict=True):
@@ -71,7 +65,4 @@ def draw(record: dict, *both) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    numbers = {"steps": (5000, 200_000), "learning_rate": 0.1}
-    options = records.Options(__doc__, seeds=5, **numbers)
-    records.run(__name__, options.parse_args(argv), measure, text, draw)
+main = records.program(__name__, seeds=5, steps=(5000, 200_000), learning_rate=0.1)

@@ -95,10 +95,6 @@ def measure(args) -> dict:
     return {"held_out": records.spreads(found)}
 
 
-def text(record: dict) -> str:
-    return records.listing(["held-out loss"], record["held_out"], digits=3)
-
-
 @pictures.panels(5)
 def draw(record: dict, axes) -> str:
     full = lambda name: re.sub(r", \+(\d)", r", \1 extra bits", name).split(", un")[0]
@@ -112,6 +108,4 @@ def draw(record: dict, axes) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = next_byte.options(__doc__, seeds=3).parse_args(argv)
-    records.run(__name__, args, measure, text, draw)
+main = records.program(__name__, seeds=3, **next_byte.NUMBERS)

@@ -100,16 +100,6 @@ def measure(args) -> dict:
     }
 
 
-def text(record: dict) -> str:
-    ends = ("16-bit part", 0), ("16-bit part", -1), ("joined", -1)
-    rows = [
-        (name, *(f"{of[part][i]['mean']:.2e}" for part, i in ends))
-        for name, of in record["errors"].items()
-    ]
-    heads = "16-bit part, first", "16-bit part, last", "all bits, last"
-    return records.table(("", *heads), rows)
-
-
 @pictures.panels(4, (2, 3))
 def draw(record: dict, one, many) -> str:
     errors, extra = record["errors"], pictures.FORMATS["extra bits"][0]
@@ -142,6 +132,4 @@ def draw(record: dict, one, many) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    options = records.Options(__doc__, seeds=5, size=(4096, 1 << 20))
-    records.run(__name__, options.parse_args(argv), measure, text, draw)
+main = records.program(__name__, seeds=5, size=(4096, 1 << 20))

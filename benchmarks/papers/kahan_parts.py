@@ -86,11 +86,6 @@ def measure(args) -> dict:
     }
 
 
-def text(record: dict) -> str:
-    heads = "held-out loss", "minus stochastic's"
-    return records.listing(heads, record["held_out"], record["gaps_to_stochastic"])
-
-
 @pictures.panels(3.5)
 def draw(record: dict, axes) -> str:
     label, sizes = "held-out loss, nats per byte", record["weight_bytes"]
@@ -102,6 +97,4 @@ def draw(record: dict, axes) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = next_byte.options(__doc__, seeds=24).parse_args(argv)
-    records.run(__name__, args, measure, text, draw)
+main = records.program(__name__, seeds=24, **next_byte.NUMBERS)

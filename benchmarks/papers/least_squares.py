@@ -96,10 +96,6 @@ def measure(args) -> dict:
     return {"final": records.spreads(ends), "curves": curves}
 
 
-def text(record: dict) -> str:
-    return records.listing(["loss at the end"], record["final"])
-
-
 @pictures.panels(4.2, (1, 1))
 def draw(record: dict, curves, ends) -> str:
     steps, final = record["options"]["steps"], record["final"]
@@ -121,6 +117,4 @@ def draw(record: dict, curves, ends) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    options = records.Options(__doc__, seeds=10, steps=(20_000, 1_000_000))
-    records.run(__name__, options.parse_args(argv), measure, text, draw)
+main = records.program(__name__, seeds=10, steps=(20_000, 1_000_000))

@@ -98,12 +98,6 @@ def measure(args) -> dict:
     return {"rules": {name: summary(kept, args.settled) for name, kept in runs.items()}}
 
 
-def text(record: dict) -> str:
-    parts = {"overflow_rate_after": "overflows", "final_loss": "loss"}
-    columns = [{n: x[part] for n, x in record["rules"].items()} for part in parts]
-    return records.listing(parts.values(), *columns, digits=5)
-
-
 @pictures.panels(3.8, (1, 1), columns=2)
 def draw(record: dict, losses, scales) -> str:
     x = (np.arange(POINTS) + 0.5) * record["options"]["steps"] / POINTS
@@ -129,6 +123,4 @@ def draw(record: dict, losses, scales) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    options = records.Options(__doc__, seeds=3, steps=(1200, 60_000), settled=200)
-    records.run(__name__, options.parse_args(argv), measure, text, draw)
+main = records.program(__name__, seeds=3, steps=(1200, 60_000), settled=200)

@@ -88,11 +88,6 @@ def measure(args) -> dict:
     }
 
 
-def text(record: dict) -> str:
-    heads = "held-out loss", "minus float32's"
-    return records.listing(heads, record["held_out"], record["gaps_to_float32"])
-
-
 @pictures.panels(6.4, (4, 3), stack=True)
 def draw(record: dict, losses, sizes) -> str:
     code = lambda name: re.sub(r"(\w+) (\d)$", r"\2-bit \1 code", name)
@@ -110,6 +105,4 @@ def draw(record: dict, losses, sizes) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = noisy_digits.options(__doc__, 6000, rate=1.0).parse_args(argv)
-    records.run(__name__, args, measure, text, draw)
+main = records.program(__name__, **noisy_digits.numbers(6000), rate=1.0)

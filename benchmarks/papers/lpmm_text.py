@@ -57,10 +57,6 @@ def measure(args) -> dict:
     return {**spreads, "gaps_to_float32": gaps}
 
 
-def text(record: dict) -> str:
-    return records.comparison(record, record["gaps_to_float32"])
-
-
 @pictures.panels(3.6)
 def draw(record: dict, axes) -> str:
     full = lambda name: name if name == "float32" else f"LPMM, {name}"
@@ -72,6 +68,4 @@ def draw(record: dict, axes) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = models.options(__doc__, learning_rate=2e-3).parse_args(argv)
-    records.run(__name__, args, measure, text, draw)
+main = records.program(__name__, **models.NUMBERS, learning_rate=2e-3)

@@ -72,10 +72,6 @@ def _texts(record: dict) -> dict[str, str]:
     return {n: f"{peak / GIB:.1f} GiB{share(peak)}" for n, peak in peaks.items()}
 
 
-def text(record: dict) -> str:
-    return records.table(("", "peak"), list(_texts(record).items()))
-
-
 @pictures.panels(3.7)
 def draw(record: dict, bars) -> str:
     cases = record["cases"]
@@ -88,7 +84,5 @@ def draw(record: dict, bars) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    sizes = {"layers": (30, 120), "width": 8192, "batch_size": 2048}
-    args = records.Options(__doc__, **sizes).parse_args(argv)
-    records.run(__name__, args, measure, text, draw, records.COMPILED)
+SIZES = {"layers": (30, 120), "width": 8192, "batch_size": 2048}
+main = records.program(__name__, ran=records.COMPILED, **SIZES)

@@ -89,12 +89,6 @@ def measure(args) -> dict:
     }
 
 
-def text(record: dict) -> str:
-    heads = "held-out loss", "minus float32's, N=1", "accuracy, %"
-    columns = (record[key] for key in ("held_out", "gaps_to_float32", "accuracy"))
-    return records.listing(heads, *columns)
-
-
 @pictures.panels(4.4, (1, 1))
 def draw(record: dict, losses, sizes) -> str:
     found = record["gaps_to_float32"]
@@ -123,6 +117,4 @@ def draw(record: dict, losses, sizes) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    options = noisy_digits.options(__doc__, 12_000, learning_rate=0.004)
-    records.run(__name__, options.parse_args(argv), measure, text, draw)
+main = records.program(__name__, **noisy_digits.numbers(12_000), learning_rate=0.004)

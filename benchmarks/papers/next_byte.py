@@ -15,6 +15,8 @@ from benchmarks import records
 from benchmarks.training.text import stdlib_text
 
 CONTEXT, EMBEDDING, WIDTH, BATCH = 16, 16, 128, 128
+NUMBERS = {"steps": (1500, 50_000), "learning_rate": 0.1}
+"""The options of a benchmark that trains this network."""
 
 
 @functools.cache
@@ -56,18 +58,13 @@ def loss_fn(params: dict, windows: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def options(doc: str | None, seeds: int) -> records.Options:
-    """Return the options of a benchmark that trains this network."""
-    return records.Options(doc, seeds, steps=(1500, 50_000), learning_rate=0.1)
-
-
 def held_out_losses(names: Iterable[str], train: Callable, args) -> dict[str, list]:
     """Train with each name and seed, and return the losses on held-out text.
 
     Args:
       names: the names of the ways to train.
       train: ``(name, learning_rate, parameters, batches) -> parameters``.
-      args: the parsed :func:`options`.
+      args: the options ``NUMBERS`` and ``seeds``.
     """
     windows = held_out()
 

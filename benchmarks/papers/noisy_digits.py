@@ -15,7 +15,6 @@ import numpy as np
 import optax
 
 import lowbit_optax
-from benchmarks import records
 from lowbit_optax import lpmm
 
 PIXELS, CLASSES, WIDTH, COLUMNS = 64, 10, 64, 32
@@ -137,18 +136,11 @@ def _with_seed(state, seed: jax.Array):
     )
 
 
-def options(doc: str | None, steps: int, **numbers: float) -> records.Options:
-    """Return the options of a benchmark that trains this network.
-
-    Args:
-      doc: the docstring of the benchmark's module.
-      steps: the default number of training images.
-      **numbers: other options, as in ``records.Options``.
-    """
-    sizes = {"steps": (steps, 400_000), "width": (WIDTH, 1024)}
-    return records.Options(doc, seeds=5, **sizes, **numbers)
-
-
 def rate_of(first: float, every: int, steps: int) -> Callable:
     """Return a schedule that decays to 0 from N times the rate for one image."""
     return optax.cosine_decay_schedule(first * every, steps // every)
+
+
+def numbers(steps: int) -> dict:
+    """Return the options of a benchmark that trains this network."""
+    return {"seeds": 5, "steps": (steps, 400_000), "width": (WIDTH, 1024)}

@@ -57,15 +57,6 @@ def measure(args) -> dict:
     return {"rows": {str(bits): moved(bits, (args.rows, 4096)) for bits in BITS}}
 
 
-def text(record: dict) -> str:
-    heads = ["", *record["rows"]["0"]]
-    rows = [
-        [f"+{bits}", *(f"{x:.3f}" for x in row.values())]
-        for bits, row in record["rows"].items()
-    ]
-    return records.table(heads, rows)
-
-
 @pictures.panels(4, columns=2)
 def draw(record: dict, axes) -> str:
     rows = {int(bits): row for bits, row in record["rows"].items()}
@@ -87,6 +78,4 @@ def draw(record: dict, axes) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = records.Options(__doc__, rows=(4096, 16384)).parse_args(argv)
-    records.run(__name__, args, measure, text, draw, records.COMPILED)
+main = records.program(__name__, rows=(4096, 16384), ran=records.COMPILED)

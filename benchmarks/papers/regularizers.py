@@ -135,17 +135,6 @@ def measure(args) -> dict:
     return {"strengths": found}
 
 
-def text(record: dict) -> str:
-    lines = []
-    for strength, runs in record["strengths"].items():
-        parts = {"loss": "loss", "gap_to_float32": "minus float32's", "off": "left"}
-        parts["lost"] = "lost"
-        columns = [{k: x[part] for k, x in runs.items() if part in x} for part in parts]
-        table = records.listing(parts.values(), *columns)
-        lines += [f"lambda {strength}", table]
-    return "\n".join(lines)
-
-
 @pictures.panels(4.2, (1, 1), columns=2)
 def draw(record: dict, norms, losses) -> str:
     strengths, x = record["strengths"], np.arange(len(STRENGTHS))
@@ -171,6 +160,4 @@ def draw(record: dict, norms, losses) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = noisy_digits.options(__doc__, 4000).parse_args(argv)
-    records.run(__name__, args, measure, text, draw)
+main = records.program(__name__, **noisy_digits.numbers(4000))

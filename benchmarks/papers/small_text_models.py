@@ -179,9 +179,5 @@ ENCODER = Task(
     lambda: _classified((0, 0), HELD_OUT, True),
 )
 GRU = Task(_gru_init, _gru_logits, _gru_rows, _gru_held_out)
-
-
-def options(doc: str | None, **numbers: float) -> records.Options:
-    """Return the options of a benchmark that trains these models."""
-    sizes = {"steps": (1000, 50_000), "width": (WIDTH, 256)}
-    return records.Options(doc, seeds=4, **sizes, **numbers)
+NUMBERS = {"seeds": 4, "steps": (1000, 50_000), "width": (WIDTH, 256)}
+"""The options of a benchmark that trains these models."""

@@ -64,14 +64,6 @@ def measure(args) -> dict:
     return {"held_out": spreads, "gaps_to_float32": gaps}
 
 
-def text(record: dict) -> str:
-    lines = []
-    for task, found in record["held_out"].items():
-        gaps = record["gaps_to_float32"][task]
-        lines += [task, records.comparison(found, gaps)]
-    return "\n".join(lines)
-
-
 @pictures.panels(3, (1, 1), sharey=True)
 def draw(record: dict, *both) -> str:
     tasks = record["gaps_to_float32"].items()
@@ -85,6 +77,4 @@ def draw(record: dict, *both) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = models.options(__doc__, rate=1.0).parse_args(argv)
-    records.run(__name__, args, measure, text, draw)
+main = records.program(__name__, **models.NUMBERS, rate=1.0)

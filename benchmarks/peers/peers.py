@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from benchmarks import ROOT, records
-from benchmarks.peers import jax_peers, tasks
+from benchmarks.peers import jax_peers
 from tools import is_installed
 
 MINUTES = 15
@@ -85,10 +85,6 @@ def torch_rows(python: str | None, seeds: int) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def number(row: dict, key: str, form: str = ".1f") -> str:
-    return format(row[key], form) if key in row else "-"
-
-
 def add_differences(rows: dict[str, dict]) -> None:
     """Add each loss minus the framework's float32 loss, in thousandths."""
     baseline = np.zeros(0)
@@ -99,43 +95,10 @@ def add_differences(rows: dict[str, dict]) -> None:
             row["more"] = (1e3 * (np.asarray(row["losses"]) - baseline)).tolist()
 
 
-def sizes(rows: dict[str, dict]) -> str:
-    """Return a table of bytes, programs and times."""
-    heads = [
-        *("AdamW", "stored, B", "moved, B", "temporary, B", "launches"),
-        *("instructions", "s to trace", "CPU step"),
-    ]
-    lines = []
-    for name, row in rows.items():
-        if "not_run" in row:
-            lines.append([name, f"not run: {row['not_run']}", *[""] * (len(heads) - 2)])
-            continue
-        cells = [number(row, "stored", ".2f")]
-        cells += [number(row, key) for key in ("moved", "temporary")]
-        cells.append(number(row, "launches", "d"))
-        cells += [number(row, key) for key in ("instructions", "trace_seconds")]
-        ratio = number(row, "time_ratio", ".2f")
-        lines.append([name, *cells, ratio])
-    return records.table(heads, lines)
-
-
-def accuracies(rows: dict[str, dict]) -> str:
-    """Return a table of losses and errors."""
-    names = list(tasks.cases())
-    lines = []
-    for name, row in rows.items():
-        if "not_run" in row:
-            continue
-        more = np.asarray(row["more"])
-        cells = [f"{more.mean():+.2f} ± {more.std(ddof=1):.2f}"]
-        errors = [row["failures"][case] for case in names]
-        cells += ["not finite" if x is None else f"{x:.2g}" for x in errors]
-        lines.append([name, *cells, row["resume"]])
-    return records.table(["AdamW", "loss, 1e-3", *names, "resumed"], lines)
-
-
 def text(record: dict) -> str:
-    return f"{sizes(record['rows'])}\n\n{accuracies(record['rows'])}"
+    rows = record["rows"].items()
+    more = {name: records.spread(x["more"]) for name, x in rows if "more" in x}
+    return records.figures(record | {"loss minus float32's, 1e-3": more})
 
 
 def measure(args) -> dict:

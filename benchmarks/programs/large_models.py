@@ -119,14 +119,6 @@ def measure(args) -> dict:
     return {"steps": compiled.found, "llama_8b": llama, "largest": largest}
 
 
-def text(record: dict) -> str:
-    rows = [
-        (name, each["layers"], f"{each['parameters'] / 1e9:.1f}")
-        for name, each in record["largest"].items()
-    ]
-    return records.table(("the largest that fits", "layers", "10^9 parameters"), rows)
-
-
 @pictures.panels(4.4, (7, 5), columns=2, sharey=True)
 def draw(record: dict, bars, sizes) -> str:
     device = lambda name: re.sub(r", \d (\w+?)('?s)?$", r" (\1)", name)
@@ -151,7 +143,4 @@ def draw(record: dict, bars, sizes) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = records.Options(__doc__).parse_args(argv)
-    ran = "compiled for H200s and TPUs v6e; not run"
-    records.run(__name__, args, measure, text, draw, ran)
+main = records.program(__name__, ran="compiled for H200s and TPUs v6e; not run")

@@ -76,20 +76,4 @@ def measure(args) -> dict:
     return {"steps": steps}
 
 
-def text(record: dict) -> str:
-    heads = ["", "weights", "state", "average", "temporary GiB", "exchanged GiB"]
-    rows = []
-    for name, x in record["steps"].items():
-        stored = [x[part] for part in ("weights", "state", "average")]
-        per_parameter = [f"{size / x['parameters']:.2f}" for size in stored]
-        sizes = (
-            f"{x / GIB:.2f}" for x in (x["temporary"], sum(x["exchanged"].values()))
-        )
-        rows.append([name, *per_parameter, *sizes])
-    return records.table(heads, rows)
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = records.Options(__doc__).parse_args(argv)
-    ran = "compiled for H200s and TPUs v6e; not run"
-    records.run(__name__, args, measure, text, ran=ran)
+main = records.program(__name__, ran="compiled for H200s and TPUs v6e; not run")

@@ -19,7 +19,7 @@ from tools.models.resnet import ResNet
 MINUTES = 2
 NEEDS = ("jax_plugins.xla_cuda12", "flax")
 
-MIB = 2**20
+MIB, RATIOS = 2**20, (0.0, 0.5, 1.0)
 
 
 def measure(args) -> dict:
@@ -35,7 +35,7 @@ def measure(args) -> dict:
 
     plan = precision.trace(loss_fn, *arguments, has_aux=True)
     found = {}
-    for ratio in args.ratios:
+    for ratio in RATIOS:
         assignment = precision.demote(plan, ratio)
         apply = lambda stored, assignment=assignment: precision.apply(
             loss_fn, assignment, has_aux=True, stored=stored
@@ -49,22 +49,4 @@ def measure(args) -> dict:
     return {"forward": whole, "float32": temporary(loss_fn), "ratios": found}
 
 
-def text(record: dict) -> str:
-    options = record["options"]
-    rows = [["none, float32", "", f"{record['float32']:,.0f}", ""]]
-    for ratio, found in record["ratios"].items():
-        cells = [f"{found[kind]:,.0f}" for kind in ("emulated", "stored")]
-        rows.append([f"r = {ratio}", f"{found['low_ratio']:.2f}", *cells])
-    heads = ["assignment", "low-precision ratio", "emulated", "stored"]
-    return (
-        f"ResNet-18 of width {options['width']}, batch {options['batch_size']}\n"
-        f"forward tensors in float32: {record['forward']:,.0f} MiB; temporary MiB:\n\n"
-        + records.table(heads, rows)
-    )
-
-
-def main(argv: list[str] | None = None) -> None:
-    options = records.Options(__doc__, width=64, batch_size=256)
-    options.add_argument("--ratios", type=float, nargs="+", default=[0.0, 0.5, 1.0])
-    args = options.parse_args(argv)
-    records.run(__name__, args, measure, text, ran=records.COMPILED)
+main = records.program(__name__, width=64, batch_size=256, ran=records.COMPILED)

@@ -4,7 +4,6 @@
     .venv/bin/python -m benchmarks compute_optimal --rows float32 lowbit --seeds 1
     .venv/bin/python -m benchmarks compute_optimal --torch .venv-torch/bin/python
     .venv/bin/python -m benchmarks compute_optimal --large --seeds 1
-    .venv/bin/python -m benchmarks compute_optimal --full --steps 20000
 
 The training is compute-optimal: it uses 20 bytes of text per parameter, and text
 repeats only by chance. AdamW has b2 = 0.95, weight decay 0.1, clipping by the global
@@ -16,11 +15,9 @@ Each complete run is stored in its own file. Runs that have a file, or are in th
 record, are not trained again, so several processes may train different rows.
 ``--torch`` also trains PyTorch's AdamW and torchao, with a Python that has both;
 flashoptim-jax is trained if it is installed. ``--large`` trains a model with a million
-parameters in fewer rows, and has its own record. ``--full`` trains GPT-2 124M on one
-GPU.
+parameters in fewer rows, and has its own record.
 """
 
-import argparse
 import functools
 import json
 import pathlib
@@ -38,7 +35,7 @@ from tqdm import tqdm
 from benchmarks import ROOT, pictures, records
 from benchmarks.training import format_rows
 from benchmarks.training.text import kept_runs, optimal_rows, stdlib_text
-from benchmarks.training.text.optimal_rows import GPT2, ROWS, SIZES
+from benchmarks.training.text.optimal_rows import GPT2, ROWS, SIZES, Size
 from lowbit_optax.training import TrainState
 from tools.models.gpt import GPT
 
@@ -50,10 +47,8 @@ POINTS = 100
 TAIL = 10
 """The number of points, at the end, at which the held-out loss is also measured."""
 
-_OF_A_RUN = ("steps", "batch_size", "learning_rate")
-"""The options that the losses of a run depend on."""
+BATCH = 16
 
-_KEY = jax.random.key(0)
 TORCH = pathlib.Path(__file__).parent / "text" / "torch_gpt.py"
 
 
@@ -63,44 +58,27 @@ def main(argv: list[str] | None = None) -> None:
     add("--rows", nargs="+", choices=ROWS, metavar="ROW", help="train only these")
     add("--torch", metavar="PYTHON", help="also train torch and torchao")
     add("--large", action="store_true", help="a model with a million parameters")
-    add("--full", action="store_true", help="GPT-2 124M on a GPU; into runs/")
-    add("--steps", type=int, help=f"a multiple of {POINTS}")
-    add("--batch-size", type=int, default=16, help="examples per step")
-    add("--learning-rate", type=float, help="at its peak")
     args = parser.parse_args(argv)
-    args.size = "full" if args.full else "large" if args.large else "small"
-    size = SIZES[args.size]
-    args.steps = args.steps or size.steps
-    args.learning_rate = args.learning_rate or size.learning_rate
-    args.is_apart = args.full or _options(args) != [size.steps, 16, size.learning_rate]
-    path = records.path_of(__name__)
+    path, size = records.path_of(__name__), SIZES["large" if args.large else "small"]
     if args.large:
         path = path.with_stem(f"{path.stem}_large")
-    folder = ROOT / "runs" / path.stem / "-".join(map(str, _options(args)))
-    if args.is_apart:
-        path = folder / path.name
     if not args.draw:
+        folder = ROOT / "runs" / path.stem
         before = records.load(path) if path.exists() else None
-        train_all(args, folder, before)
+        train_all(args, size, folder, before)
         # These options select runs, and do not describe the record.
         del args.rows, args.torch, args.large
-        records.save(path, args, records.ran_here(), **gathered(folder, before, args))
+        records.save(path, args, records.ran_here(), **gathered(folder, before, size))
     record = records.load(path)
-    print(table(record["runs"]))
-    draw(record, pictures.picture_of(path.stem, args.is_apart))
+    print(records.figures(record))
+    draw(record, pictures.picture_of(path.stem))
 
 
-def _options(args) -> list:
-    return [getattr(args, name) for name in _OF_A_RUN]
-
-
-def train_all(
-    args: argparse.Namespace, folder: pathlib.Path, record: dict | None
-) -> None:
+def train_all(args, size: Size, folder: pathlib.Path, record: dict | None) -> None:
     """Train the selected runs that are not complete, and write a file for each."""
-    complete = _complete(folder, record)
-    text, size = stdlib_text.load_whole(), SIZES[args.size]
-    settings = {name: getattr(args, name) for name in _OF_A_RUN}
+    complete, text = _complete(folder, record), stdlib_text.load_whole()
+    settings = {"steps": size.steps, "batch_size": BATCH}
+    settings["learning_rate"] = size.learning_rate
     of = lambda name, seed: train(name, seed, size.model, text, settings)
     kept_runs.train_missing(args.rows or size.rows, args.seeds, folder, complete, of)
     for seed in range(args.seeds) if args.torch else ():
@@ -192,16 +170,16 @@ def _train_peers(python: str, model: GPT, text, settings: dict, folder) -> None:
         sys.exit(f"error: {TORCH.name} ended with {done.returncode}")
 
 
-def gathered(folder: pathlib.Path, record: dict | None, args) -> dict:
+def gathered(folder: pathlib.Path, record: dict | None, of: Size) -> dict:
     """Return the figures of the record, from the old record and new complete runs."""
     found = _complete(folder, record)
-    model = SIZES[args.size].model
-    size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.init, _KEY)))
+    shapes = jax.eval_shape(of.model.init, jax.random.key(0))
+    size = sum(x.size for x in jax.tree.leaves(shapes))
     order = dict.fromkeys(name for name in [*ROWS, *found] if name in found)
     return {
         "parameters": size,
-        "steps": args.steps,
-        "tokens_per_parameter": args.steps * args.batch_size * model.context / size,
+        "steps": of.steps,
+        "tokens_per_parameter": of.steps * BATCH * of.model.context / size,
         "runs": {name: _figures(name, found) for name in order},
     }
 
@@ -242,11 +220,6 @@ def _base(name: str) -> str:
     if name in ROWS:
         return ROWS[name].base
     return "torch AdamW, float32" if name.startswith("torch") else "float32"
-
-
-def table(runs: dict) -> str:
-    """Return a Markdown table of held-out losses, next to the losses in float32."""
-    return format_rows.table(runs, _base, {"held_out": "held-out loss"})
 
 
 @pictures.panels(5)

@@ -106,24 +106,4 @@ def measure(args) -> dict:
     return {"runs": {name: train(name, args) for name in ROWS}}
 
 
-def text(record: dict) -> str:
-    """Return a Markdown table of bytes and losses."""
-    runs = record["runs"].items()
-    gaps = records.gaps({name: x["training"]["values"] for name, x in runs}, BASE)
-    rows = [
-        (
-            name,
-            f"{x['bytes_per_parameter']:.2f}",
-            records.shown(x["training"], 5),
-            records.shown(gaps[name], 5) if name in gaps else "",
-            records.shown(x["held_out"], 5),
-        )
-        for name, x in runs
-    ]
-    heads = ["moments", "bytes per parameter", "training loss"]
-    return records.table([*heads, "minus the master's", "held-out loss"], rows)
-
-
-def main(argv: list[str] | None = None) -> None:
-    options = records.Options(__doc__, seeds=8, steps=600, learning_rate=1e-3)
-    records.run(__name__, options.parse_args(argv), measure, text)
+main = records.program(__name__, seeds=8, steps=600, learning_rate=1e-3)

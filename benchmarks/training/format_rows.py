@@ -196,26 +196,3 @@ def compared(own: dict[int, dict[str, float]], base: dict[int, dict]) -> dict:
             if both and end in base[both[0]]
         },
     }
-
-
-def table(runs: dict, base_of: Callable[[str], str], heads: dict[str, str]) -> str:
-    """Return a Markdown table of losses, next to the losses in float32.
-
-    Args:
-      runs: the figures of each row, including the figures of :func:`compared`.
-      base_of: a function that returns the base of a row.
-      heads: the head of each figure to show. The next column has the differences.
-    """
-    lines = []
-    for name, each in runs.items():
-        seeds = max(len(each[end]["values"]) for end in heads if end in each)
-        line = [name, seeds, f"{each['bytes_per_parameter']:.2f}"]
-        for end in heads:
-            is_base = base_of(name) == name or end not in each["gaps"]
-            line.append(records.shown(each[end], 4) if end in each else "")
-            line.append("" if is_base else records.shown(each["gaps"][end], 4))
-        lines.append(line)
-    columns = ["format", "seeds", "bytes per parameter"]
-    for head in heads.values():
-        columns += [head, "minus float32 loss"]
-    return records.table(columns, lines)

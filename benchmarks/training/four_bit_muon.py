@@ -259,20 +259,4 @@ def measure(args) -> dict:
     }
 
 
-def text(record: dict) -> str:
-    heads = ["momentum", "bits per value", "held-out loss", "minus float32 loss"]
-    lines = [
-        [
-            name,
-            f"{each['bits']:.2f}",
-            records.shown(each["held-out loss"], 4),
-            "" if name == BASE else records.shown(each["gaps"]["held-out loss"], 4),
-        ]
-        for name, each in record["runs"].items()
-    ]
-    return records.table(heads, lines)
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = gpt_formats.options(__doc__, seeds=5).parse_args(argv)
-    records.run(__name__, args, measure, text)
+main = records.program(__name__, seeds=5, **gpt_formats.NUMBERS)

@@ -26,6 +26,8 @@ MINUTES = 10
 NEEDS = ("matplotlib",)
 
 EMA = lowbit_optax.ema_of_params(0.99)
+NUMBERS = {"layers": 2, "width": 64, "context": 32, "batch_size": 16, "steps": 800}
+NUMBERS |= {"learning_rate": 3e-3}
 POINTS = 40
 """The number of points of a curve."""
 
@@ -95,11 +97,6 @@ def measure(args) -> dict:
     return {"runs": format_rows.figures(found, ROWS, POINTS)}
 
 
-def text(record: dict) -> str:
-    heads = {"held-out loss": "held-out loss", "of the average": "averaged weights"}
-    return format_rows.table(record["runs"], lambda name: ROWS[name].base, heads)
-
-
 @pictures.panels(4.4, columns=2)
 def draw(record: dict, axes) -> str:
     """Draw each training loss minus float32's, after three tenths of the steps."""
@@ -125,12 +122,4 @@ def draw(record: dict, axes) -> str:
     )
 
 
-def options(doc: str | None, seeds: int) -> records.Options:
-    """Return the options for the sizes of the model and the training."""
-    sizes = {"layers": 2, "width": 64, "context": 32, "batch_size": 16, "steps": 800}
-    return records.Options(doc, seeds, **sizes, learning_rate=3e-3)
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = options(__doc__, seeds=3).parse_args(argv)
-    records.run(__name__, args, measure, text, draw)
+main = records.program(__name__, seeds=3, **NUMBERS)

@@ -60,11 +60,4 @@ def measure(args) -> dict:
     return {"runs": made}
 
 
-def text(record: dict) -> str:
-    heads = {"held-out loss": "held-out loss", "training": "training loss"}
-    return format_rows.table(record["runs"], lambda name: BASE, heads)
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = gpt_formats.options(__doc__, seeds=5).parse_args(argv)
-    records.run(__name__, args, measure, text)
+main = records.program(__name__, seeds=5, **gpt_formats.NUMBERS)

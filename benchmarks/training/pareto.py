@@ -193,7 +193,7 @@ def draw(record: dict, *both) -> str:
     digits, linear = both
     digits.set(ylabel="final loss, % above float32's (lower is better)")
     # On digits, the runs differ by less than their seeds, so no front is drawn.
-    means = _means(found)
+    means = {name: each["mean"] for name, each in found.items()}
     best = [(bits[name], means[name]) for name in front(bits, means)]
     look = {"color": "gray", "lw": 1, "zorder": 0, "label": "best for its bits"}
     linear.plot(*zip(*best, strict=True), **look)
@@ -208,10 +208,6 @@ def draw(record: dict, *both) -> str:
     )
 
 
-def _means(found: dict[str, dict]) -> dict[str, float]:
-    return {name: each["mean"] for name, each in found.items()}
-
-
 def measure(args) -> dict:
     of = lambda name, seed: {t: loss(t, name, args.steps, seed) for t in LOSSES}
     found = records.of_seeds(names(), args.seeds, of)
@@ -219,18 +215,4 @@ def measure(args) -> dict:
     return {"runs": {name: {"bits": bits_of(name), **spread(name)} for name in names()}}
 
 
-def text(record: dict) -> str:
-    found = {task: excess(record["runs"], task) for task in LOSSES}
-    bits = {name: each["bits"] for name, each in record["runs"].items()}
-    columns = [
-        {n: each[n] for n in sorted(bits, key=bits.get)} for each in found.values()
-    ]
-    heads = [f"{task}: loss minus float32's, %" for task in LOSSES]
-    best = [f"{n} ({bits[n]:.1f} bits)" for n in front(bits, _means(found["linear"]))]
-    table = records.listing(heads, *columns, digits=1)
-    return f"{table}\nbest for their bits: {'; '.join(best)}"
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = records.Options(__doc__, seeds=3, steps=(1000, 50_000)).parse_args(argv)
-    records.run(__name__, args, measure, text, draw)
+main = records.program(__name__, seeds=3, steps=(1000, 50_000))

@@ -152,4 +152,4 @@ def main(argv: list[str] | None = None) -> None:
     )
     text_of_ratios = "minimal low-precision ratios of the demoted assignments"
     add("--ratios", nargs="*", type=float, default=RATIOS, help=text_of_ratios)
-    records.run(__name__, options.parse_args(argv), measure, cifar_data.text)
+    records.run(__name__, options.parse_args(argv), measure)

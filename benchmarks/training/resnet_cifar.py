@@ -43,12 +43,6 @@ ROWS = {
 """The dtype and the format of the weights."""
 
 
-def main(argv: list[str] | None = None) -> None:
-    numbers = {"steps": 400, "batch_size": 64, "width": 8, "pixels": 16}
-    options = records.Options(__doc__, seeds=3, **numbers, learning_rate=1e-3)
-    records.run(__name__, options.parse_args(argv), measure, text, draw)
-
-
 def measure(args: argparse.Namespace) -> dict:
     sys.path.append(str(ROOT / "examples"))
     example = importlib.import_module("resnet_cifar")
@@ -104,10 +98,6 @@ def wide(params):
     return jax.tree.map(lambda x: x.astype(jnp.float16) if is_float8(x) else x, params)
 
 
-def text(record: dict) -> str:
-    return records.comparison(record, record["gaps_to_float32"], digits=2)
-
-
 @pictures.panels(4)
 def draw(record: dict, axes) -> str:
     found = record["accuracy, %"]
@@ -117,3 +107,7 @@ def draw(record: dict, axes) -> str:
         f"Test accuracy: float32 {shown('float32')}, float16 {shown('float16')}, "
         f"float8 {shown('float8')}, with 8 extra bits {shown('float8, 8 extra bits')}"
     )
+
+
+SIZES = {"steps": 400, "batch_size": 64, "width": 8, "pixels": 16}
+main = records.program(__name__, seeds=3, **SIZES, learning_rate=1e-3)

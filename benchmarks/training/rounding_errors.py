@@ -94,15 +94,4 @@ def measure(args) -> dict:
     return {"linear": linear(args)}
 
 
-def text(record: dict) -> str:
-    columns = [
-        {name: each[str(rate)] for name, each in record["linear"].items()}
-        for rate in RATES
-    ]
-    heads = [f"learning rate {rate:g}" for rate in RATES]
-    return records.listing(heads, *columns, digits=2)
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = records.Options(__doc__, seeds=8, steps=600).parse_args(argv)
-    records.run(__name__, args, measure, text)
+main = records.program(__name__, seeds=8, steps=600)

@@ -43,12 +43,8 @@ SOURCE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
     "input.txt"
 )
-HEADS = {
-    "validation": "validation loss at the end",
-    "best": "best validation loss",
-    "training": "training loss",
-}
-"""The figures of a run, and their heads in the table. CPU runs have no best loss."""
+ENDS = "validation", "best", "training"
+"""The figures of a run. CPU runs have no best loss."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -70,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
         del args.text, args.rows, args.gpu
         records.save(path, args, records.ran_here(), runs=_gathered(folder, record))
     record = records.load(path)
-    print(table(record))
+    print(records.figures(record))
     draw(record, pictures.picture_of(path.stem))
 
 
@@ -100,7 +96,7 @@ def _gathered(folder: pathlib.Path, record: dict) -> dict:
     """Return the figures of all complete runs, next to float32 with the same seed."""
     found = _complete(folder, record)
     ends = lambda runs: {
-        seed: {end: run[end] for end in HEADS if end in run}
+        seed: {end: run[end] for end in ENDS if end in run}
         for seed, run in runs.items()
     }
     return {
@@ -111,13 +107,6 @@ def _gathered(folder: pathlib.Path, record: dict) -> dict:
         }
         for name in filter(found.get, ROWS)
     }
-
-
-def table(record: dict) -> str:
-    """Return a Markdown table of validation losses, next to the losses in float32."""
-    found = record["runs"]["float32"].keys() - {"training"}
-    heads = {end: x for end, x in HEADS.items() if end in found}
-    return format_rows.table(record["runs"], lambda name: "float32", heads)
 
 
 @pictures.panels(4)

@@ -72,7 +72,7 @@ def test_equal_runs_of_a_model_train_once_with_two_compilations(
     assert not any(x["mean"] for x in found["diverged"].values())
     assert len(traced) == 2, "one step in float32, one for all assignments"
     assert len(trained) < len(names), "r = 0 twice is one run"
-    assert "| resnet, r = 1, promotion |" in capsys.readouterr().out
+    assert "diverged: resnet, r = 1, promotion = 0.0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("is_promoted", [False, True])
@@ -128,10 +128,10 @@ def test_seeds_whose_loss_is_nan_have_diverged_and_are_in_all_means(monkeypatch)
     assert found["accuracy, %"]["mean"] == pytest.approx(70)
     assert found["low-precision ratio"]["mean"] == 0.5
     assert np.isnan(found["training loss"]["mean"])
-    row = (
-        "| resnet, run | 0.500 ± 0.000 | 70.000 ± 40.000 | nan ± nan | 0.250 ± 0.500 |"
-    )
-    assert row in cifar_data.text(record)
+    shown = records.figures(record)
+    assert "figures: accuracy, %: resnet, run = 70.00000 ± 40.00000" in shown
+    assert "figures: training loss: resnet, run = nan ± nan" in shown
+    assert "figures: diverged: resnet, run = 0.25000 ± 0.50000" in shown
 
 
 def test_all_high_precision_trains_like_float32_nearly():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import ROOT
+from benchmarks import ROOT, records
 from benchmarks.device import shakespeare_runs
 from benchmarks.device.job import Job
 from benchmarks.training import shakespeare
@@ -49,7 +49,8 @@ def test_a_run_has_all_losses_and_is_not_trained_again(path, tmp_path, monkeypat
     shakespeare._train_all(args, folder, {"runs": {}})
     runs = shakespeare._gathered(folder, {"runs": {}})
     assert runs["float32"]["best"]["values"] == [run["best"]]
-    assert "best validation loss" in shakespeare.table({"runs": runs})
+    best = records.shown(runs["float32"]["best"], 5)
+    assert f"float32: best = {best}" in records.figures({"runs": runs})
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,3 @@ def record(dataset: Dataset, found: dict[str, dict]) -> dict:
     """Return the figures of a record, given the result of ``records.of_seeds``."""
     spreads = {figure: records.spreads(runs) for figure, runs in found.items()}
     return {"dataset": dataset.name, "figures": spreads}
-
-
-def text(record: dict) -> str:
-    """Return a Markdown table of the result of :func:`record`."""
-    found = record["figures"]
-    return f"{record['dataset']}\n{records.listing(found, *found.values(), digits=3)}"

@@ -1,4 +1,4 @@
-"""Models of three sizes for ``compute_optimal``, and the rows that train them."""
+"""Models of two sizes for ``compute_optimal``, and the rows that train them."""
 
 import importlib
 from collections.abc import Callable
@@ -123,7 +123,8 @@ _FEW_ROWS = (
 )
 
 
-GPT2 = GPT(12, 768, 12, 1024, "full", jnp.bfloat16, 50257)
+GPT2 = GPT(12, 768, 12, 1024, vocabulary=50257)
+"""The model whose bytes per parameter are counted."""
 
 
 class Size(NamedTuple):
@@ -142,5 +143,4 @@ class Size(NamedTuple):
 SIZES = {
     "small": Size(GPT(4, 64, 4, 64), 4300),
     "large": Size(GPT(5, 128, 4, 64), 20100, _FEW_ROWS),
-    "full": Size(GPT2, 20000),
 }
