@@ -23,21 +23,29 @@ BASELINE = "optax.adamw, float32"
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """An optimizer as a pair of functions.
+    """An optimizer.
 
     Attributes:
       dtype: the dtype of the parameters.
-      init: a function of a learning rate and parameters, which returns a state.
-      step: a function of a learning rate, parameters, state and gradients, which
+      make: a function of a learning rate, which returns the optimizer.
+      advance: a function of an optimizer, parameters, state and gradients, which
         returns parameters and state.
       masters: a function of parameters and state, which returns the weights that the
         next step starts from.
     """
 
     dtype: Any
-    init: Callable
-    step: Callable
+    make: Callable
+    advance: Callable = lowbit_optax.step
     masters: Callable = lambda params, state: params
+
+    def init(self, rate, params):
+        """Return the state at the start."""
+        return self.make(rate).init(params)
+
+    def step(self, rate, params, state, grads):
+        """Return parameters and state after a step."""
+        return self.advance(self.make(rate), params, state, grads)
 
     def run(self, rates, params, state, grads):
         """Run one step for each element of the first axes of rates and gradients."""
@@ -52,62 +60,39 @@ def _optax(rate):
     return optax.adamw(rate, **ADAMW)
 
 
-def _plain(make, dtype) -> Peer:
-    def step(rate, params, state, grads):
-        updates, state = make(rate).update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return Peer(dtype, lambda rate, params: make(rate).init(params), step)
+def _by_optax(tx, params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
 
 
 def _master() -> Peer:
     """Return the usual mixed precision, with float32 state and a bfloat16 copy."""
     return Peer(
         jnp.bfloat16,
-        lambda rate, params: with_master(_optax(rate)).init(params),
-        lambda rate, params, state, grads: with_master(_optax(rate)).update(
-            grads, state, params
-        ),
+        lambda rate: with_master(_optax(rate)),
+        lambda tx, params, state, grads: tx.update(grads, state, params),
         lambda params, state: state[0],
     )
 
 
-def _lowbit_adamw(rate, *, b1, b2, eps, weight_decay, **formats):
-    inner = optax.adamw(rate, b1, b2, eps, weight_decay=weight_decay)
-    return lowbit_optax.lowbit(inner, **formats)
-
-
 def _ours(alias, **options) -> Peer:
-    def make(rate):
-        return alias(rate, **ADAMW, **options)
-
-    def step(rate, params, state, grads):
-        return lowbit_optax.step(make(rate), params, state, grads)
-
-    return Peer(
-        jnp.bfloat16,
-        lambda rate, params: make(rate).init(params),
-        step,
-        lowbit_optax.master_weights,
-    )
+    make = lambda rate: alias(rate, **ADAMW, **options)
+    return Peer(jnp.bfloat16, make, masters=lowbit_optax.master_weights)
 
 
 def _flash(fused: bool) -> Peer:
+    flash = importlib.import_module("flashoptim_jax")
+
     def make(rate):
-        flash = importlib.import_module("flashoptim_jax")
         # If the rate is an array, flash_adamw needs a schedule.
         rate = rate if isinstance(rate, float) else (lambda _, rate=rate: rate)
         return flash.flash_adamw(rate, master_weight_bits=24, fused=fused, **ADAMW)
 
-    def masters(params, state):
-        flash = importlib.import_module("flashoptim_jax")
-        return flash.reconstruct_weights(params, state.ecc)
-
     return Peer(
         jnp.bfloat16,
-        lambda rate, params: make(rate).init(params),
-        lambda rate, params, state, grads: make(rate).step(params, state, grads),
-        masters,
+        make,
+        lambda tx, params, state, grads: tx.step(params, state, grads),
+        lambda params, state: flash.reconstruct_weights(params, state.ecc),
     )
 
 
@@ -122,15 +107,19 @@ def peers(fused_flash: bool = False) -> dict[str, Peer]:
     """
     into_mu = lowbit_optax.stochastic_rounding(error_feedback="mu")
     found = {
-        BASELINE: _plain(_optax, jnp.float32),
+        BASELINE: Peer(jnp.float32, _optax, _by_optax),
         "optax.adamw, float32 master": _master(),
-        "optax.adamw, bfloat16": _plain(_optax, jnp.bfloat16),
+        "optax.adamw, bfloat16": Peer(jnp.bfloat16, _optax, _by_optax),
         "kahan_adamw": _ours(lowbit_optax.kahan_adamw),
         "sr_adamw": _ours(lowbit_optax.sr_adamw),
         "extra_bits_adamw": _ours(lowbit_optax.extra_bits_adamw),
         "extra_bits_adamw(bits=8)": _ours(lowbit_optax.extra_bits_adamw, bits=8),
         "lowbit_adamw": _ours(lowbit_optax.lowbit_adamw),
-        "lowbit, error into mu": _ours(_lowbit_adamw, weights=into_mu),
+        "lowbit, error into mu": Peer(
+            jnp.bfloat16,
+            lambda rate: lowbit_optax.lowbit(_optax(rate), weights=into_mu),
+            masters=lowbit_optax.master_weights,
+        ),
     }
     if importlib.util.find_spec("flashoptim_jax"):
         found[FLASH] = _flash(fused_flash)

@@ -91,7 +91,7 @@ def placed(shape: tuple[int, ...], devices: int, spec: P | None, target) -> dict
         "leaf": str(shape),
         "devices": f"{devices} {spec or ''}".strip(),
         "collectives": ", ".join(x for x in COLLECTIVES if x in text) or "none",
-        "kernels": len(step.launches),
+        "kernels": step.fused_launches,
         "moved, B": f"{step.moved * devices:.4g}",
         "temporary, B": f"{step.temporary * devices:.4g}",
     }
