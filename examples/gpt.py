@@ -83,7 +83,7 @@ def train(args):
     tx = OPTIMIZERS[args.optimizer](rate)
     model = GPT(args.layers, args.width, args.context, nnx.Rngs(0))
     graph, params = nnx.split(model, nnx.Param)
-    # With adamw, all weights stay float32; otherwise only the normalisations.
+    # With adamw, all weights stay float32; otherwise only the normalizations.
     params, state = lowbit_optax.from_master(tx, params)
 
     def batch(step):

@@ -22,7 +22,7 @@ Words and scales have the same rank as the parameter. Its PartitionSpec therefor
 shards them if shards consist of whole periods and whole blocks (:meth:`Layout.unit`).
 With 4, 8, 12 or 16 bits and blocks of 32, shards must be multiples of 8 rows and of 4
 columns, or of 256 elements along a folded axis. A GPU thread that updates a block of 32
-loads 4 neighbouring columns at once, and neighbouring threads load adjacent columns. On
+loads 4 neighboring columns at once, and neighboring threads load adjacent columns. On
 TPUs, words of 8-bit fields have the same layout as an array of bytes.
 """
 

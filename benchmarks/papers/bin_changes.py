@@ -1,9 +1,9 @@
-"""How far quantised weights move, and their losses, by rounding and bits.
+"""How far quantized weights move, and their losses, by rounding and bits.
 
     .venv/bin/python -m benchmarks bin_changes
 
 LPMM, figures 2 and 4: with 12, 10 and 8 bits and rounding to nearest, the change of a
-weight per step, in units of its quantisation step, falls to zero. It falls sooner with
+weight per step, in units of its quantization step, falls to zero. It falls sooner with
 fewer bits. Stochastic rounding keeps the change and the accuracy. In this benchmark, a
 network learns the next byte of a text with SGD, an 8-bit momentum and a decaying rate.
 """

@@ -3,7 +3,7 @@
     .venv/bin/python -m benchmarks cancelled_updates
 
 Zamirai et al. 2020, figure 9: with bfloat16 weights rounded to nearest, the share of
-cancelled updates grows from the middle of the training on, in embeddings and in linear
+canceled updates grows from the middle of the training on, in embeddings and in linear
 layers. Table 4, DLRM: rounding to nearest loses AUC, and stochastic rounding and Kahan
 summation do not. This benchmark uses SGD with a linear decay, on a generated click log.
 """

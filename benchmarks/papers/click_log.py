@@ -1,7 +1,7 @@
 """A click log from a random model, and a small DLRM that learns it.
 
 Each example has a few categorical features, whose values follow Zipf's law, and a few
-dense features. The probability of a click comes from a fixed random factorisation
+dense features. The probability of a click comes from a fixed random factorization
 machine. The model is a small DLRM: an embedding for each category, a network for the
 dense features, their inner products, and a network on top.
 """
@@ -112,10 +112,10 @@ def train(tx, dtype, params, log: Log, order, counts: int = 1):
       params: float32 parameters from :func:`init`.
       log: the examples.
       order: int32 [steps, BATCH], the indices of the examples.
-      counts: the number of equally spaced steps at which cancelled updates are counted.
+      counts: the number of equally spaced steps at which canceled updates are counted.
 
     Returns:
-      The parameters and, for each count, the share of cancelled updates per leaf, or
+      The parameters and, for each count, the share of canceled updates per leaf, or
       None in float32.
     """
     params = jax.tree.map(lambda x: x.astype(dtype), params)

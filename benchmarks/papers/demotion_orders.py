@@ -6,7 +6,7 @@ Lee, Sharma and Aiken, figures 4 to 6: with the same share of low precision, dem
 large groups of tensors first is better than demoting small groups first or in random
 order. Uniform and operator-based assignments may diverge because of overflows.
 Promoting the tensors that overflow prevents this for little memory. In this benchmark,
-a network with batch normalisation learns noisy digits at a learning rate of 1, so that
+a network with batch normalization learns noisy digits at a learning rate of 1, so that
 its weights grow until 8 bits overflow. Accuracy is measured in the training formats.
 """
 
@@ -67,7 +67,7 @@ def loss_fn(params: list[dict], images: jax.Array, labels: jax.Array):
 
 
 def _normalised(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
-    """Normalise with the mean and the variance of the batch."""
+    """Normalize with the mean and the variance of the batch."""
     mean = x.mean(0)
     variance = jnp.square(x - mean).mean(0)
     return (x - mean) * lax.rsqrt(variance + 1e-5) * scale + shift

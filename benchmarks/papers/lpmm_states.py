@@ -1,8 +1,8 @@
-"""LPMM: codes of the momentum, quantised Adam, and bits of live arrays.
+"""LPMM: codes of the momentum, quantized Adam, and bits of live arrays.
 
     .venv/bin/python -m benchmarks lpmm_states
 
-LPMM, section 5.1 and tables 4 and 5: the momentum uses a non-linear code, quantised
+LPMM, section 5.1 and tables 4 and 5: the momentum uses a non-linear code, quantized
 Adam is as good as Adam in float32, and weights, accumulators and moments need fewer
 bits. Networks learn noisy digits, one image per step, and all see the same images. Bits
 are measured on live arrays, for two matrices of 1024 x 1024.

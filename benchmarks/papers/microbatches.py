@@ -1,12 +1,12 @@
-"""Quantised weights with N microbatches per update, and the sizes of updates.
+"""Quantized weights with N microbatches per update, and the sizes of updates.
 
     .venv/bin/python -m benchmarks microbatches
 
-LPMM, figure 3 and tables 2 and 3: most updates are smaller than the quantisation step
+LPMM, figure 3 and tables 2 and 3: most updates are smaller than the quantization step
 of their weight, so 8 bits lose accuracy even with stochastic rounding. Summing N
 gradients before an update, with one learning rate for all N, makes updates larger and
 recovers most of the loss from the same data. In this benchmark, each gradient is from a
-single image and therefore noisy. Quantised weights are trained with Algorithm 1, which
+single image and therefore noisy. Quantized weights are trained with Algorithm 1, which
 rounds each gradient to 8 bits, including with N = 1.
 """
 
@@ -24,7 +24,7 @@ NEEDS = ("matplotlib", "sklearn")
 
 BITS, FACTORS = (12, 10, 8), (1, 4, 16)
 SMALL = tuple(2.0**power for power in range(-12, 5))
-"""Update sizes in quantisation steps. The share of updates below each is counted."""
+"""Update sizes in quantization steps. The share of updates below each is counted."""
 
 
 def cases() -> dict[str, tuple[int | None, str, int]]:

@@ -95,7 +95,7 @@ def train(
 
     Args:
       tx: the optimizer; its updates may be zero while it accumulates gradients.
-      bits: the number of bits of quantised weights; None for float32.
+      bits: the number of bits of quantized weights; None for float32.
       steps: the number of images.
       width: the width of the hidden layer.
       seeds: seeds of the initial parameters, the images, their noise and the rounding.

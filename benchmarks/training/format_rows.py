@@ -73,7 +73,7 @@ class Row(NamedTuple):
 
 
 def is_norm(path: str, leaf) -> bool:
-    """Return whether a leaf belongs to a normalisation, which stays float32."""
+    """Return whether a leaf belongs to a normalization, which stays float32."""
     del leaf
     return "norm" in path
 

@@ -208,7 +208,7 @@ def train(row: Row, args) -> dict[str, np.ndarray]:
     """Train all seeds in one program, and return the losses of each."""
     model, seeds = GPT(args.layers, args.width, 4, args.context), range(args.seeds)
     rate = optax.cosine_decay_schedule(args.learning_rate, args.steps, 0.1)
-    # Muon without momentum of its own orthogonalises the momentum of this module.
+    # Muon without momentum of its own orthogonalizes the momentum of this module.
     tx = optax.chain(momentum(row), format_rows.muon(rate, beta=0.0))
     text = stdlib_text.load()
     windows = stdlib_text.even_windows(text.held_out, 1024, args.context + 1)

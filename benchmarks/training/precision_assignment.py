@@ -15,7 +15,7 @@ column "diverged" is the share of these seeds. All means include them, so the me
 is then not finite either.
 
 Equal assignments are trained only once. Demotion changes whole groups of tensors, so
-neighbouring ratios may give the same assignment. Runs with and without promotion are
+neighboring ratios may give the same assignment. Runs with and without promotion are
 also equal if nothing overflows.
 
 References:

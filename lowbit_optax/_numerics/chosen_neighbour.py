@@ -1,10 +1,10 @@
-"""Random words that make stochastic rounding return a chosen neighbour.
+"""Random words that make stochastic rounding return a chosen neighbor.
 
-Stochastic rounding returns the upper neighbour of x if the word, as a fraction, is at
-least 1 - f. Here f is the distance from the lower neighbour to x, divided by the
+Stochastic rounding returns the upper neighbor of x if the word, as a fraction, is at
+least 1 - f. Here f is the distance from the lower neighbor to x, divided by the
 spacing. If the word is the fraction ``1/2 + d / spacing`` instead of random, the result
-is the neighbour that is nearer to x + d. If x + d is not between the two neighbours,
-the result is the neighbour on the same side.
+is the neighbor that is nearer to x + d. If x + d is not between the two neighbors,
+the result is the neighbor on the same side.
 """
 
 import jax
@@ -23,7 +23,7 @@ from lowbit_optax._numerics.float_layouts import (
 def words_toward(
     x: jax.Array, ahead: jax.Array, layout: FloatLayout, mantissa_bits: int
 ) -> jax.Array:
-    """Return words that make rounding pick the neighbour nearer to ``x + ahead``.
+    """Return words that make rounding pick the neighbor nearer to ``x + ahead``.
 
     Args:
       x: float32 array.

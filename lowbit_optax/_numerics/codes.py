@@ -12,10 +12,10 @@ shifts, comparisons, integer minima and maxima; only ``Sqrt`` needs a square roo
 :mod:`lowbit_optax._numerics.in_units` contains the codes whose values are multiples of
 a unit.
 
-**Rounding.** Let ``a <= x <= b`` be the neighbours of x among the values of the code.
+**Rounding.** Let ``a <= x <= b`` be the neighbors of x among the values of the code.
 The result is b with probability ``(x - a) / (b - a)``, rounded to a multiple of 2^-12
 or of a smaller power of two. Therefore, the mean is x to within 2^-12 of a step. If
-``words`` is None, the result is the nearer neighbour.
+``words`` is None, the result is the nearer neighbor.
 
 **Zero** has its own field, which decodes to exactly 0, and is never rounded randomly.
 (In ``"float"``, zero becomes the smallest positive value unless the whole block is 0.)

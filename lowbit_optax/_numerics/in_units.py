@@ -159,7 +159,7 @@ class Segments(InUnits):
 
     where j is the index of the segment, starting at 0. The leading bits of the float32
     pattern of ``1 + |x| / unit`` are j and i. Therefore, encoding is one multiplication
-    and addition, and rounding is integer arithmetic. Between neighbours, the pattern is
+    and addition, and rounding is integer arithmetic. Between neighbors, the pattern is
     linear in x, so the mean of stochastic rounding is x. With a sign and 8 segments of
     16 steps, this would be the mu-law of telephony (ITU-T G.711).
 

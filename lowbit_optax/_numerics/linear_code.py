@@ -1,4 +1,4 @@
-"""The linear symmetric code of quantised weights, as elementwise functions.
+"""The linear symmetric code of quantized weights, as elementwise functions.
 
 With B = 2^(k-1) - 1 and a step size delta per block,
 

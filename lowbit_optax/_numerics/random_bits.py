@@ -28,8 +28,8 @@ and different shards draw different bits. Without these types (``check_vma=False
 replicas cannot be distinguished from shards, and all draw the same bits.
 
 The generator is not cryptographic. ``test_random_bits.py`` tests what rounding needs:
-unbiased bits, and no correlation between neighbours, steps, leaves and streams. Two
-rounds of mixing leave two small defects. With some keys, the bits of neighbouring rows
+unbiased bits, and no correlation between neighbors, steps, leaves and streams. Two
+rounds of mixing leave two small defects. With some keys, the bits of neighboring rows
 correlate by up to 1% (the leading 8 bits do not correlate measurably). And all draws
 use the same 2^32 counters ``i + k0``, so draws for large leaves overlap at a random
 distance. In the overlap, only k1 differs, and with some pairs of keys the bits

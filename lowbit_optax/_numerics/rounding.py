@@ -143,7 +143,7 @@ def residual_of(
     magnitude = bits & jnp.uint32(layout.largest)
     # If the signs differ, zero is between the master and the parameter. In bfloat16,
     # the residual stops at zero: masters on the other side are smaller than float32's
-    # normal numbers, and join would need extra operations to recognise them. (Also, the
+    # normal numbers, and join would need extra operations to recognize them. (Also, the
     # difference of two 31-bit patterns, one of them negative, may overflow an int32.)
     same_sign = (bits >> jnp.uint32(layout.width - 1)) == (sign >> jnp.uint32(31))
     ahead = pattern.astype(jnp.int32)
@@ -301,9 +301,9 @@ def round_nearest(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 def round_stochastic(
     x: jax.Array, dtype: jax.typing.DTypeLike, random: jax.Array | None
 ) -> jax.Array:
-    """Round float32 to a neighbour in a narrow dtype, so that the mean is ``x``.
+    """Round float32 to a neighbor in a narrow dtype, so that the mean is ``x``.
 
-    Between the neighbours ``a <= x <= b``, the result is b with probability ``(x - a) /
+    Between the neighbors ``a <= x <= b``, the result is b with probability ``(x - a) /
     (b - a)``. Past the largest finite value, it is the nearest value.
 
     Args:

@@ -28,7 +28,7 @@ def _first(x: jax.Array, *_) -> jax.Array:
 def straight_through(function: Callable, tangent: Callable = _first) -> Callable:
     """Return ``function`` with the derivative that it would have without rounding.
 
-    If the first argument is a quantised tensor, the derivative does not change.
+    If the first argument is a quantized tensor, the derivative does not change.
 
     Args:
       function: maps trees of arrays to a tree of arrays. It must not close over arrays.

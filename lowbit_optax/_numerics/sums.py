@@ -27,7 +27,7 @@ _UNUSED = MANTISSA - _RANDOM_BITS
 
 
 def stochastic_sum(w: jax.Array, u: jax.Array, words: jax.Array) -> jax.Array:
-    """Return ``w + u`` rounded to one of two neighbouring float32 numbers.
+    """Return ``w + u`` rounded to one of two neighboring float32 numbers.
 
     Args:
       w: float32.
@@ -53,7 +53,7 @@ def stochastic_sum(w: jax.Array, u: jax.Array, words: jax.Array) -> jax.Array:
     towards = pattern + to_zero
     binade = towards & jnp.int32(INFINITY)
     # Compare the error and the random number as mantissas with the exponent of the
-    # smaller neighbour, where one step is one unit in the last place.
+    # smaller neighbor, where one step is one unit in the last place.
     share = jnp.abs(error) * jnp.float32(2.0**MANTISSA) + float_of(binade)
     words = lax.bitcast_convert_type(words, jnp.int32) << jnp.int32(_UNUSED)
     # Use the midpoints of 2^16 intervals.

@@ -41,7 +41,7 @@ class ChangedUpdateError(ValueError):
 
 
 def check_updates(params, is_changed: Iterable[bool]) -> None:
-    """Raise an error if the update of a narrow or quantised parameter is changed."""
+    """Raise an error if the update of a narrow or quantized parameter is changed."""
     leaves = trees.by_path(params).items()
     changed = {
         name: leaf

@@ -103,7 +103,7 @@ def layerwise(function: Callable) -> Callable:
 
     For every layer ``i``, ``function(x)[i]`` must equal ``function(x[i])``. Arguments
     are arrays or None. Either all arrays are stacked along their first axis, or all
-    belong to one layer. While a step is analysed, the call appears in the jaxpr with
+    belong to one layer. While a step is analyzed, the call appears in the jaxpr with
     the name ``LAYERWISE``, because the analysis cannot follow the packing of bits.
     """
     if not current().is_analysed:

@@ -12,8 +12,8 @@ and ``e (a - b) / c`` is added to the momentum. For Adam, c is ``-eta b1 / ((1 -
 :meth:`.InnerUpdate.feedback` derives a, b and c from the graph.
 
 The target is known before the weight is rounded, and the weight is rounded to the
-neighbour that is nearer to the target. If the neighbour were chosen at random, the
-weight would keep changing between both neighbours, because one step of the momentum
+neighbor that is nearer to the target. If the neighbor were chosen at random, the
+weight would keep changing between both neighbors, because one step of the momentum
 leads from one to the other. For a weight that should not move, the mean squared error
 would be a sixth of the squared spacing instead of a twelfth.
 

@@ -232,7 +232,7 @@ def _check_hyperparameters(held: Iterable) -> None:
     """Raise an error for scalars that cannot represent a hyperparameter.
 
     ``optax.inject_hyperparams`` stores hyperparameters in the parameters' widest dtype.
-    A b2 of 0.999 becomes 1 in bfloat16, and 0 in the uint32 words of quantised weights.
+    A b2 of 0.999 becomes 1 in bfloat16, and 0 in the uint32 words of quantized weights.
     """
     for x in held:
         is_lossy = is_narrow(x.dtype) or jnp.issubdtype(x.dtype, jnp.unsignedinteger)

@@ -28,7 +28,7 @@ _MOST_VECTORS = 1024
 
 
 def is_bias_or_norm(path: str, leaf) -> bool:
-    """Return whether a leaf belongs to a bias or a normalisation.
+    """Return whether a leaf belongs to a bias or a normalization.
 
     This is the default of ``keep_float32``. It returns True for leaves with fewer than
     two axes. It also returns True for leaves of at most 1,024 vectors whose name ends
@@ -36,7 +36,7 @@ def is_bias_or_norm(path: str, leaf) -> bool:
     or is similar to ``ln_1``. These include biases of attention layers with an axis of
     heads and an axis of features, and scales that are stacked over layers. Such leaves
     use a small part of a model's memory. The function returns False for matrices,
-    convolutions and embeddings, also inside a normalisation: leaves of other modules,
+    convolutions and embeddings, also inside a normalization: leaves of other modules,
     such as ``['norm1']['linear']['kernel']``, and leaves named ``kernel``.
 
     Args:

@@ -22,7 +22,7 @@ _LARGE = 2**18
 def warning_of(plan: KernelPlan, reasons: Mapping[int, str]) -> str | None:
     """Return a warning about large leaves that XLA updates, or None if there are none.
 
-    ``reasons`` maps leaf indices to reasons. Leaves without packed or quantised arrays
+    ``reasons`` maps leaf indices to reasons. Leaves without packed or quantized arrays
     do not count, because XLA updates them in one pass.
     """
     step, sizes, float32_bytes = plan.traced.step, {}, 0
@@ -34,7 +34,7 @@ def warning_of(plan: KernelPlan, reasons: Mapping[int, str]) -> str | None:
         size = math.prod(leaf.param.shape)
         if is_in_few_bits and size >= _LARGE:
             sizes[number] = size
-            # The master and the quantised moments in float32.
+            # The master and the quantized moments in float32.
             float32_bytes += 4 * size * (1 + len(moments))
     if not sizes:
         return None

@@ -90,7 +90,7 @@ class MomentPlan:
 
     @functools.cached_property
     def quantized(self) -> dict[str, list[BlockQuantized]]:
-        """The formats of the quantised moments of each leaf, keyed by its path."""
+        """The formats of the quantized moments of each leaf, keyed by its path."""
         found: dict[str, list[BlockQuantized]] = {x.name: [] for x in self.leaves}
         for moment in self.storage:
             if moment is not None and isinstance(moment.format, BlockQuantized):
@@ -256,7 +256,7 @@ class MomentPlan:
 
     def _check_float32(self, state) -> None:
         # Without formats, the inner init need not support optax's placeholders, so this
-        # function recognises moments by their dtype.
+        # function recognizes moments by their dtype.
         is_container = lambda x: isinstance(x, QuantizedMoment)
 
         def paired(x):

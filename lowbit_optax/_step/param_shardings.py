@@ -37,7 +37,7 @@ def leaf_shardings(given: ParamShardings, params) -> list[NamedSharding | None]:
     """
     names, leaves, treedef = trees.named_leaves(params)
     layer = context.current().layer
-    # In an analysed step, the parameters are one layer of unknown stacks.
+    # In an analyzed step, the parameters are one layer of unknown stacks.
     if given is None or context.current().is_analysed:
         return [None] * len(leaves)
     layers = frozenset() if layer is None else layer.names
@@ -81,7 +81,7 @@ def named_shardings(
     for (path, leaf), sharding in zip(trees.by_path(params).items(), each, strict=True):
         name, rank = f"params{path}", len(leaf.shape)
         if trees.is_quantized(sharding):
-            # jax.tree.map over a quantised weight returns one sharding per array.
+            # jax.tree.map over a quantized weight returns one sharding per array.
             sharding = jax.tree.leaves(sharding)[0]
         if isinstance(sharding, PartitionSpec):
             sharding = NamedSharding(mesh_or_ambient(what, mesh, name), sharding)

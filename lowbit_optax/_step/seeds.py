@@ -30,7 +30,7 @@ def seed_of(seed: int | jax.Array, leaves: Sequence) -> jax.Array:
 
     Args:
       seed: the user's seed.
-      leaves: the parameters; only floats and quantised weights count.
+      leaves: the parameters; only floats and quantized weights count.
 
     >>> int(seed_of(0, [jnp.ones(3)])) == int(seed_of(0, [jnp.ones(3).at[0].set(2)]))
     False

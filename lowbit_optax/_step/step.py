@@ -59,7 +59,7 @@ class LeafStep:
         """The random bits of each leaf."""
         numbers = list(map(leaf_number, self.names))
         if context.current().is_analysed:
-            # In an analysed step, random bits must not depend on the other leaves.
+            # In an analyzed step, random bits must not depend on the other leaves.
             bits = [random_bits(self.seed, self.count, [x])[0] for x in numbers]
         else:
             bits = random_bits(self.seed, self.count, numbers)
@@ -127,7 +127,7 @@ class Step(LeafStep):
         """The gradients for the inner transformation, in float32 and unscaled."""
         wide = [leaf.wide_grad() for leaf in self.leaves]
         if context.current().is_analysed:
-            # In an analysed step, gradients must not depend on each other.
+            # In an analyzed step, gradients must not depend on each other.
             return list(map(context.layerwise(self.guard.unscaled), wide))
         return self.guard.unscaled(wide)
 

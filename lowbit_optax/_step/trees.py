@@ -21,7 +21,7 @@ PyTreeDef = typing.Any
 
 
 def named_leaves(tree: PyTree) -> tuple[list[str], list, PyTreeDef]:
-    """Return paths, leaves and structure of a tree; a quantised weight is one leaf.
+    """Return paths, leaves and structure of a tree; a quantized weight is one leaf.
 
     A path is a string such as ``['dense']['bias']``.
 
@@ -132,12 +132,12 @@ def abstract(tree: PyTree) -> PyTree:
 
 
 def is_float(leaf) -> bool:
-    """Return whether a leaf is a real floating-point array or a quantised weight."""
+    """Return whether a leaf is a real floating-point array or a quantized weight."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def is_inexact(leaf) -> bool:
-    """Return whether a leaf is trained: a real or complex array or a quantised weight.
+    """Return whether a leaf is trained: a real or complex array or a quantized weight.
 
     Integers, booleans and PRNG keys are not. No step changes them.
     """
@@ -192,7 +192,7 @@ def check_plain(function: str, name: str, leaf) -> None:
 
 @contextlib.contextmanager
 def naming(name: str):
-    """Add the path of a quantised weight to errors inside the ``with`` block."""
+    """Add the path of a quantized weight to errors inside the ``with`` block."""
     try:
         yield
     except (ValueError, AttributeError) as error:

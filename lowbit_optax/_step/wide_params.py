@@ -22,7 +22,7 @@ def warn_of_wide_params(
 ) -> None:
     """Warn once if most parameters are float32, and name functions that narrow them.
 
-    Vectors, biases and normalisations do not count, because ``from_master`` keeps them
+    Vectors, biases and normalizations do not count, because ``from_master`` keeps them
     in float32. ``jax.eval_shape`` of an ``init`` does not warn.
     """
     wide = {

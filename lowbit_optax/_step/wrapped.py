@@ -206,7 +206,7 @@ class WrapperTrace:
 
         The dict is empty if the wrapper computes any of these outputs.
         """
-        # A gradient of a frozen quantised weight may be a tree of float0 arrays.
+        # A gradient of a frozen quantized weight may be a tree of float0 arrays.
         updates, state = map(jax.tree.leaves, (self.updates, self.state))
         olds, outputs = [*[None] * len(updates), *state], self.graph.outputs
         if len(outputs) != len(olds) or self.graph.computes_all_branches:

@@ -150,7 +150,7 @@ def scale_by_factored_adam(
 
     The first moment m averages the divided gradients n, and m / (1 - b1^t) is the
     update. Adam averages the gradients, and divides the average. The updates are
-    similar, because v changes slowly. The gradients of neighbours can differ by any
+    similar, because v changes slowly. The gradients of neighbors can differ by any
     factor, but the divided gradients have similar sizes, so 4 bits can store m.
 
     The momentum of ``optax.adafactor`` averages divided gradients too. Unlike in

@@ -172,7 +172,7 @@ def _momentum(beta: float, nesterov: bool) -> optax.GradientTransformation:
 
 
 def _orthogonal(steps: int, dtype, given, updates, params):
-    """Returns the orthogonalised updates; ``given`` is ``param_shardings``."""
+    """Returns the orthogonalized updates; ``given`` is ``param_shardings``."""
     _, leaves, structure = trees.named_leaves(updates)
     places = leaf_shardings(given, params)
     found = []

@@ -1,4 +1,4 @@
-"""Moments as codes of 4 or 8 bits, with one scale per block of neighbours.
+"""Moments as codes of 4 or 8 bits, with one scale per block of neighbors.
 
 :mod:`lowbit_optax._numerics.codes` converts between values and codes. This module
 chooses the code of each moment, and the arrays that store it.
@@ -41,7 +41,7 @@ class QuantizedMoment(typing.NamedTuple):
 
     Args:
       codes_v2: for each moment, uint32 words with the shape ``packed_shape(shape,
-        bits)``. A leaf that is too small to be quantised has its float32 moment here.
+        bits)``. A leaf that is too small to be quantized has its float32 moment here.
       scales_v2: for each moment, bfloat16 scales with the ``blocks_shape`` of its
         layout. A leaf that is too small has None here.
     """
@@ -73,7 +73,7 @@ class BlockQuantized(MomentFormat):
     """The format that :func:`block_quantized` returns.
 
     :meth:`for_field` sets ``signed``, and chooses the code and the rounding of
-    orthogonalised moments. :meth:`for_sums` sets ``is_sum``.
+    orthogonalized moments. :meth:`for_sums` sets ``is_sum``.
     """
 
     bits: int = 8
@@ -193,7 +193,7 @@ def block_quantized(
     block_size: int = TILE_SIZE,
     rounding: Rounding | None = None,
 ) -> MomentFormat:
-    """Store moments in 8 or 4 bits, with one scale per block of 32 neighbours.
+    """Store moments in 8 or 4 bits, with one scale per block of 32 neighbors.
 
         x ~ s y(c)
 
@@ -221,7 +221,7 @@ def block_quantized(
     All codes store second moments without a sign. A second moment that is not zero
     never becomes zero, because its root divides the update. ``lowbit`` knows the second
     moments of optax and of :func:`lowbit_optax.formats.register_moments`. In other
-    states, it recognises them by optax's names, such as ``nu``, ``v`` and
+    states, it recognizes them by optax's names, such as ``nu``, ``v`` and
     ``exp_avg_sq``.
 
     With 8 bits, AdamW follows float32 even if one value of a block is 1,000 times as

@@ -82,7 +82,7 @@ class BlockScaledTensor(QuantizedWeight):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the dequantised array, and of the codes."""
+        """The shape of the dequantized array, and of the codes."""
         return self.codes_e4m3.shape
 
     @property

@@ -3,7 +3,7 @@
 If all bits of float32 are kept (k = 16 for bfloat16, 13 for float16 in its normal
 range), the master is the float32 master, bit for bit. The only exceptions are some
 NaNs: float32 has 2^24 - 2 NaNs, but the 2^8 - 2 NaNs of bfloat16 make only 2^24 - 2^17
-pairs with a 16-bit residual. The other 2^17 - 2 NaNs become a neighbouring NaN.
+pairs with a 16-bit residual. The other 2^17 - 2 NaNs become a neighboring NaN.
 Otherwise, the parameter of a NaN master could be a number.
 """
 

@@ -162,7 +162,7 @@ def is_coarser(first: MomentFormat | None, second: MomentFormat | None) -> bool:
     """Return whether updates are wrong if the root of one moment divides another.
 
     The two formats lose values below a share of the largest value. Updates of gradients
-    that are up to 1,000 times smaller than their neighbours become too long if the
+    that are up to 1,000 times smaller than their neighbors become too long if the
     first moment loses much larger values than the root of the second moment. None
     stands for float32.
 
@@ -173,7 +173,7 @@ def is_coarser(first: MomentFormat | None, second: MomentFormat | None) -> bool:
     (False, True)
     """
     size = lambda format_: getattr(format_, "block_size", 1)
-    # In larger blocks, a large value has more neighbours.
+    # In larger blocks, a large value has more neighbors.
     is_larger = size(first) > size(second)
     root = 0.0 if second is None or is_larger else math.sqrt(second.smallest_share)
     return first is not None and first.smallest_share > max(1e-3, 1.5 * root)

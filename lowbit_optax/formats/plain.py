@@ -168,7 +168,7 @@ class StochasticRounding(WeightFormat):
         return new, None, result
 
     def toward(self, master, ahead, dtype: jnp.dtype, random):
-        """Return the neighbour of a master that is nearer to ``master + ahead``."""
+        """Return the neighbor of a master that is nearer to ``master + ahead``."""
         layout, significand = float_layouts.layout_of(dtype), self.significand
         bits = layout.mantissa_bits if significand is None else significand.bits
         words = words_toward(master, ahead, layout, bits)
@@ -260,7 +260,7 @@ def stochastic_rounding(
 
     With ``error_feedback="mu"``, the rounding error e is added to the first moment,
     which returns it to the parameter over the next steps. The parameter is then not
-    rounded at random, but to the neighbour that is nearer to where the moment will move
+    rounded at random, but to the neighbor that is nearer to where the moment will move
     it:
 
         e = p + update - p';    mu' = mu - e (a - b1) / (eta b1),    a = 1 - eta lambda

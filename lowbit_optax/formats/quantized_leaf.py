@@ -1,4 +1,4 @@
-"""The base class of quantised weights, which must be dequantised before use."""
+"""The base class of quantized weights, which must be dequantized before use."""
 
 import dataclasses
 import functools
@@ -43,24 +43,24 @@ class NotAnArray:
 
 
 class QuantizedWeight(NotAnArray):
-    """A weight that must be dequantised before it is used in computations."""
+    """A weight that must be dequantized before it is used in computations."""
 
     def __post_init__(self):
         _register_with_flax(type(self))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the dequantised array."""
+        """The shape of the dequantized array."""
         raise NotImplementedError
 
     @property
     def ndim(self) -> int:
-        """The rank of the dequantised array."""
+        """The rank of the dequantized array."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """The number of elements of the dequantised array."""
+        """The number of elements of the dequantized array."""
         return math.prod(self.shape)
 
     @property

@@ -22,7 +22,7 @@ from pallas_kernels.layout import Layout, block_maxima, with_length
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor(QuantizedWeight):
-    """An array stored as packed k-bit codes and a step size per block of neighbours.
+    """An array stored as packed k-bit codes and a step size per block of neighbors.
 
     :func:`quantize_params` creates it. Its arrays are uint32, so that ``update`` of
     :func:`lowbit_optax.lpmm_sgd` can return differences modulo 2^32, which
@@ -74,7 +74,7 @@ class QuantizedTensor(QuantizedWeight):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the dequantised array."""
+        """The shape of the dequantized array."""
         return with_length(self.codes.shape, self.axis, self.length)
 
     @property
@@ -176,5 +176,5 @@ def requantize(
 
 
 def is_quantized(x) -> bool:
-    """Return whether ``x`` is a quantised weight."""
+    """Return whether ``x`` is a quantized weight."""
     return isinstance(x, QuantizedWeight)

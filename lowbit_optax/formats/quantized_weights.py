@@ -1,4 +1,4 @@
-"""The weight format of QuantizedTensors: dequantise, update and quantise again.
+"""The weight format of QuantizedTensors: dequantize, update and quantize again.
 
     theta_t = Q(theta_{t-1} + u_t),  u_t the update of the inner transformation
 
@@ -68,7 +68,7 @@ def result_of(
 
 
 def quantized_weights(*, rounding: Rounding = "stochastic") -> WeightFormat:
-    """Update QuantizedTensors, and quantise the results again.
+    """Update QuantizedTensors, and quantize the results again.
 
         theta' = Q(theta + u)
 

@@ -1,8 +1,8 @@
 """LPMM: training with low-bit weights, momentum and gradient accumulators.
 
     quantize_params ---> parameters as QuantizedTensors, which contain uint32 arrays
-    value_and_grad  ---> loss of the dequantised parameters, and its gradients
-    lpmm_sgd, ...   ---> dequantise, run optax's update in float32, quantise again
+    value_and_grad  ---> loss of the dequantized parameters, and its gradients
+    lpmm_sgd, ...   ---> dequantize, run optax's update in float32, quantize again
     accumulate_gradients ---> low-bit sum of N gradients, then one update
 
 References:

@@ -80,7 +80,7 @@ def accumulate_gradients(
 
     Each call adds the gradients of one microbatch, and every N-th call changes the
     parameters. ``optax.MultiSteps`` keeps the mean in full precision. This
-    transformation quantises the sum after every gradient, and passes the sum to
+    transformation quantizes the sum after every gradient, and passes the sum to
     ``inner``, as Algorithm 1 does. To keep a learning rate or a clipping threshold that
     was tuned for the mean, divide by N first:
     ``accumulate_gradients(optax.chain(optax.scale(1 / N), inner), N)``.

@@ -1,4 +1,4 @@
-"""Losses of quantised weights, with gradients for the dequantised weights."""
+"""Losses of quantized weights, with gradients for the dequantized weights."""
 
 import dataclasses
 import functools
@@ -21,29 +21,29 @@ def value_and_grad(
     has_aux: bool = False,
     lazy: bool = False,
 ) -> Function:
-    """Return a function like ``jax.value_and_grad`` for quantised parameters.
+    """Return a function like ``jax.value_and_grad`` for quantized parameters.
 
         loss(dequantize(params)),  d loss / d dequantize(params)
 
     Args:
       loss_fn: a function that is called as ``loss_fn(params, *args, **kwargs)``, with
-        an array for every quantised weight.
+        an array for every quantized weight.
       dtype: any float dtype, for these arrays and their gradients. Other leaves keep
         their dtypes.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
-      lazy: if True, ``loss_fn`` receives quantised weights, and must call
+      lazy: if True, ``loss_fn`` receives quantized weights, and must call
         :func:`lowbit_optax.lpmm.dequantize` before it uses them. A ``lax.scan`` over
-        stacked layers then dequantises one layer at a time, if its body is inside
-        ``jax.checkpoint``. Without ``jax.checkpoint``, all dequantised layers are kept
+        stacked layers then dequantizes one layer at a time, if its body is inside
+        ``jax.checkpoint``. Without ``jax.checkpoint``, all dequantized layers are kept
         for the backward pass.
 
     Returns:
       A function ``(params, *args, **kwargs) -> (value, gradients)``. The gradients have
-      an array for every quantised weight.
+      an array for every quantized weight.
 
     Raises:
       TypeError: if ``dtype`` is not a float dtype. With ``lazy``, also if ``loss_fn``
-        computes with a weight that it has not dequantised.
+        computes with a weight that it has not dequantized.
 
     >>> import jax, jax.numpy as jnp, lowbit_optax
     >>> params = lowbit_optax.lpmm.quantize_params(jnp.ones((3, 64, 64)))
@@ -88,7 +88,7 @@ def with_stand_in(leaf, stand_in):
       stand_in: the array that receives the gradient.
 
     Returns:
-      The stand-in. For a quantised weight, a weight that dequantises to the same values
+      The stand-in. For a quantized weight, a weight that dequantizes to the same values
       and passes their gradient to the stand-in.
     """
     if not tensors.is_quantized(leaf):
@@ -99,7 +99,7 @@ def with_stand_in(leaf, stand_in):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _DifferentiableTensor(QuantizedWeight):
-    """A quantised weight together with the array that receives its gradient.
+    """A quantized weight together with the array that receives its gradient.
 
     The arrays of the weight are integers and have no gradients. The values of the
     stand-in are never read.

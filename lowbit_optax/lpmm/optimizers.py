@@ -30,14 +30,14 @@ def lpmm_sgd(
     rounding: Rounding | None = None,
     **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
-    """SGD with momentum on quantised weights.
+    """SGD with momentum on quantized weights.
 
         g_t = grad(theta_{t-1}) + d theta_{t-1}
         m_t = Q(beta m_{t-1} + g_t)
         theta_t = Q(theta_{t-1} - eta_t m_t)
 
-    Q quantises an array. The update uses the rounded momentum that is stored. Gradients
-    are not quantised. To quantise all gradients, as Algorithm 1 does, use
+    Q quantizes an array. The update uses the rounded momentum that is stored. Gradients
+    are not quantized. To quantize all gradients, as Algorithm 1 does, use
     ``accumulate_gradients(lpmm_sgd(...), every=N)``, even if N is 1.
 
     12-bit weights, 8-bit momentum and the 8-bit accumulators of
@@ -107,14 +107,14 @@ def lpmm_adam(
     rounding: Rounding | None = None,
     **options: typing.Unpack[Options],
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam on quantised weights, or AdamW if ``weight_decay`` is given.
+    """Adam on quantized weights, or AdamW if ``weight_decay`` is given.
 
         m_t = Q(b1 m_{t-1} + (1 - b1) g_t)
         v_t = Q(b2 v_{t-1} + (1 - b2) g_t^2)
         a   = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t) + eps_root) + eps)
         theta_t = Q(theta_{t-1} - eta_t (a + d theta_{t-1}))
 
-    Q quantises an array. The update uses the rounded m_t and v_t that are stored. With
+    Q quantizes an array. The update uses the rounded m_t and v_t that are stored. With
     12-bit weights, parameters and state need 3.57 bytes per parameter.
 
     Args:

@@ -103,7 +103,7 @@ def quantize_params(
 def dequantize(
     tree: typing.Any, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> typing.Any:
-    """Replace every quantised weight of a tree with an array.
+    """Replace every quantized weight of a tree with an array.
 
         x = c delta  for a QuantizedTensor,    x = c 2^e  for a BlockScaledTensor
 
@@ -116,7 +116,7 @@ def dequantize(
 
     Raises:
       TypeError: if ``dtype`` is not a float dtype.
-      ValueError: if the arrays of a quantised weight do not match. The error names its
+      ValueError: if the arrays of a quantized weight do not match. The error names its
         path.
 
     >>> import jax.numpy as jnp

@@ -1,8 +1,8 @@
 """Find the values of a loss that precision assignments round: its *tensors*.
 
 Lee et al. 2023 round the result of every operator of a network: convolution, batch
-normalisation, activation. A jaxpr splits operators into smaller operations, for example
-a batch normalisation into ten. Compilers fuse these operations and do not store their
+normalization, activation. A jaxpr splits operators into smaller operations, for example
+a batch normalization into ten. Compilers fuse these operations and do not store their
 results, so rounding each of them would model a different network. Therefore, tensors
 are the values that have to be stored:
 

@@ -105,7 +105,7 @@ def value_and_update(
         parameters, one of which is updated in a loop.
       TypeError: if ``grad_dtype`` is not a float dtype; when the step is called, if a
         parameter is not an array, if the loss is not a real scalar, or if ``loss_fn``
-        computes with a QuantizedTensor without dequantising it.
+        computes with a QuantizedTensor without dequantizing it.
 
     References:
       Lewandowski, Kosson 2023, section 3.2, "Fusing backward pass and optimizer step".

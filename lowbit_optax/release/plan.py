@@ -223,7 +223,7 @@ def _divided(order, loops, read_first) -> list[tuple[list[Call], list[ParamLeaf]
 
 
 def is_opaque(call: Call) -> bool:
-    """Return whether a call contains operations that are not analysed."""
+    """Return whether a call contains operations that are not analyzed."""
     return call.primitive.name in _OPAQUE
 
 

@@ -48,7 +48,7 @@ class ParamLeaf:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the leaf is quantised."""
+        """Whether the leaf is quantized."""
         return tensors.is_quantized(self.value)
 
     def zero_gradient(self) -> jax.Array:

@@ -162,7 +162,7 @@ class ReleasedLoop:
         the function returns unchanged are not written.
       names: the paths of the stacked parameters.
       how: length, reverse and unroll, as in ``jax.lax.scan``.
-      stand_ins: for each path of quantised parameters, the shape of zeros that the loop
+      stand_ins: for each path of quantized parameters, the shape of zeros that the loop
         passes to the body. Their gradient is the gradient with respect to these zeros.
     """
 

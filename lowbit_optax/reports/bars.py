@@ -2,7 +2,7 @@
 
 import typing
 
-# The colours of Okabe and Ito, which people with colour blindness can distinguish.
+# The colors of Okabe and Ito, which people with color blindness can distinguish.
 _COLOURS = {
     "parameters": "#0072B2",
     "float32 master and moments": "#999999",

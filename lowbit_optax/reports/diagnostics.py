@@ -219,7 +219,7 @@ def _cancelled_share(param, update) -> jax.Array:
 
 
 def _nearest(x: jax.Array, old) -> QuantizedWeight:
-    """Quantise float32 values like ``old``, with its step sizes if the values fit."""
+    """Quantize float32 values like ``old``, with its step sizes if the values fit."""
     if isinstance(old, quantized_tensor.QuantizedTensor):
         return quantized_tensor.requantize(x, old, None)
     return old.quantized(x)

@@ -102,8 +102,8 @@ class MemoryReport(Tabular):
         computing updates; None if ``tx`` contains no transformation of this package.
       changed_updates: paths of parameters that ``tx`` trains wrongly, because a wrapper
         changes updates of ``lowbit`` that are already rounded.
-      gradients, released_gradients: the bytes of gradients, and of dequantised copies
-        of quantised weights, without and with :mod:`lowbit_optax.release`.
+      gradients, released_gradients: the bytes of gradients, and of dequantized copies
+        of quantized weights, without and with :mod:`lowbit_optax.release`.
     """
 
     leaves: tuple[LeafMemory, ...]
@@ -229,7 +229,7 @@ def memory_report(
       dtype: the dtype to which :func:`from_master` will cast ``params``, if they are
         float32. If None, the report uses their own dtypes.
       keep_float32: selects parameters that stay float32; see :func:`from_master`.
-      grad_dtype: the dtype of gradients and dequantised copies of quantised weights.
+      grad_dtype: the dtype of gradients and dequantized copies of quantized weights.
         Other gradients have the dtype of their parameter.
       stacked: a function ``path -> bool`` that returns True for leaves whose first axis
         is a stack of layers that a scan loops over. With release, only one layer of
@@ -297,7 +297,7 @@ def gradient_bytes(
     for name, leaf in trees.by_path(params).items():
         whole = _nbytes(leaf) if trees.is_float(leaf) else 0
         if trees.is_quantized(leaf):
-            whole = 2 * leaf.size * dtype.itemsize  # with the dequantised copy
+            whole = 2 * leaf.size * dtype.itemsize  # with the dequantized copy
         is_stack = stacked is not None and leaf.shape and stacked(name)
         sizes.append((whole, whole // max(leaf.shape[0], 1) if is_stack else whole))
     return sizes

@@ -106,7 +106,7 @@ class PlannedFormats:
       name: the name of the formats.
       report: the memory of parameters, optimizer state and gradients.
       params: shapes and dtypes of the parameters in these formats.
-      dtype: the dtype of gradients of quantised weights.
+      dtype: the dtype of gradients of quantized weights.
       devices, other_bytes, device_bytes: see :func:`plan`.
       make: a function ``learning_rate -> transformation``.
       init: a function ``(transformation, float32 weights) -> (params, state)``.
@@ -208,8 +208,8 @@ def plan(
         (params + state + gradients) / devices + other_bytes <= device_bytes
 
     The bytes of parameters and state are the same as in :func:`memory_report`.
-    Gradients have the dtypes of parameters. Quantised weights have gradients and
-    dequantised copies in ``dtype``. With :mod:`lowbit_optax.release`, only the
+    Gradients have the dtypes of parameters. Quantized weights have gradients and
+    dequantized copies in ``dtype``. With :mod:`lowbit_optax.release`, only the
     gradients of the two largest leaves count; training results are the same.
 
     Rows are ordered from the least to the most lossy format: first by bits of weights,
@@ -228,7 +228,7 @@ def plan(
       optimizer: a function ``learning_rate -> optax transformation``.
       dtype: the dtype of narrow parameters.
       keep_float32: selects parameters that stay float32; see :func:`from_master`.
-        Quantised weights follow :func:`quantize_params` instead.
+        Quantized weights follow :func:`quantize_params` instead.
       other_bytes: bytes on each device for activations, batches and the program.
       devices: the number of devices that share parameters, state and gradients evenly.
       stacked: a function ``path -> bool`` that returns True for leaves whose first axis

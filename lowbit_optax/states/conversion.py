@@ -68,7 +68,7 @@ def convert(
 
     These conversions are exact, bit for bit:
 
-    - Arrays that keep their format and dtype, and quantised weights that keep their
+    - Arrays that keep their format and dtype, and quantized weights that keep their
       bits.
     - Weights to float32 parameters, ``master_copy()``, and bfloat16 with
       ``extra_bits()``; weights from ``extra_bits(k)`` to at least k extra bits, and, if
@@ -96,8 +96,8 @@ def convert(
       from_tx: the transformation that made ``state``.
       to_tx: the transformation that continues the run.
       dtype: selects the new dtypes, as in :func:`from_master`. One dtype does not apply
-        to biases and normalisations; a tree of dtypes selects the dtype of each leaf.
-        It may also contain arrays and shapes, for their dtypes, and quantised weights
+        to biases and normalizations; a tree of dtypes selects the dtype of each leaf.
+        It may also contain arrays and shapes, for their dtypes, and quantized weights
         (``jax.eval_shape`` of :func:`quantize_params` or :func:`block_scale`), for
         weights of this kind. If ``dtype`` is None, float32 matrices that ``to_tx``
         stores in a weight format and ``from_tx`` does not become bfloat16, as in

@@ -46,7 +46,7 @@ def master_weights(params: Params, state: OptState) -> Params:
         MultiSteps.
 
     Returns:
-      A tree like ``params``: float32 for weights in a weight format and for quantised
+      A tree like ``params``: float32 for weights in a weight format and for quantized
       weights, and unchanged for other leaves.
 
     Raises:
@@ -99,12 +99,12 @@ def from_master(
       params: tree of float32 weights, as ``model.init`` returns them.
       dtype: the dtype of all parameters except those that ``keep_float32`` selects. If
         None, the rule above determines the dtypes. It may be a tree of dtypes that is a
-        prefix of ``params``. In a tree, quantised weights, such as ``jax.eval_shape``
+        prefix of ``params``. In a tree, quantized weights, such as ``jax.eval_shape``
         of :func:`block_scale` returns, select weights of this kind. Leaves that are not
         floating-point keep their dtype.
       keep_float32: function of a leaf's path, such as ``"['dense']['bias']"``, and the
         leaf, which returns True if the leaf keeps its dtype. The default keeps biases,
-        vectors and normalisations. None keeps no leaf. It has no effect if ``dtype`` is
+        vectors and normalizations. None keeps no leaf. It has no effect if ``dtype`` is
         a tree.
 
     Returns:

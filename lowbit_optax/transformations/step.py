@@ -178,7 +178,7 @@ def _by_update(tx, params, state, grads, guard, landing: Landing, extra_args):
 
 
 def _check_frozen(params, state) -> None:
-    """Raise a TypeError if no transformation of this package updates quantised weights.
+    """Raise a TypeError if no transformation of this package updates quantized weights.
 
     ``optax.masked`` and ``partition`` may freeze them.
     """

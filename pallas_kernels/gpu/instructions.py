@@ -1,7 +1,7 @@
 """Branches, and functions of arrays written with PTX instructions, for GPU kernels.
 
 The functions replace operations that Triton or Mosaic GPU compiles to several
-instructions. A 32-bit register contains one float32 or two neighbouring elements of a
+instructions. A 32-bit register contains one float32 or two neighboring elements of a
 16-bit dtype.
 """
 
@@ -51,7 +51,7 @@ class Instructions:
     def elementwise(
         self, instructions: str, constraints: str, args, dtype, pack: int = 1
     ) -> jax.Array:
-        """Apply inline assembly to ``pack`` neighbouring elements at a time.
+        """Apply inline assembly to ``pack`` neighboring elements at a time.
 
         Args:
           instructions: PTX in which ``$0``, ``$1``, ... are the result's registers,
@@ -59,7 +59,7 @@ class Instructions:
           constraints: LLVM constraints of these registers, which have 16 or 32 bits.
           args: arrays with equal shapes.
           dtype: dtype of the result.
-          pack: number of neighbouring elements that the instructions process.
+          pack: number of neighboring elements that the instructions process.
         """
         (result,) = self._assembler(
             instructions,

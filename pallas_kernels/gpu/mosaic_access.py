@@ -1,6 +1,6 @@
 """Loads and stores of a thread's four elements in global memory, for Mosaic GPU.
 
-If the elements are aligned neighbours in memory, one instruction accesses all of them
+If the elements are aligned neighbors in memory, one instruction accesses all of them
 (4 to 16 bytes). Otherwise, each element needs its own instruction. Pallas does not
 support masks or offsets per thread with Mosaic GPU.
 """
@@ -56,7 +56,7 @@ class Form:
             places = map(registers.widened, offsets)
             addresses = [registers.address(pointer, x, self.bits) for x in places]
             return list(zip(addresses, masks, strict=True))
-        # A thread's elements are neighbours, but they are not always aligned.
+        # A thread's elements are neighbors, but they are not always aligned.
         first = registers.address(pointer, registers.widened(offsets[0]), self.bits)
         return [
             (registers.address(first, number, self.bits), mask)

@@ -3,7 +3,7 @@
 For Mosaic GPU, Pallas has no masked loads and stores, no inline assembly and no
 shuffles. Its ``inline_mgpu`` runs functions that emit MLIR, the compiler's intermediate
 representation. This is the only module that emits MLIR. Each thread of a warpgroup
-holds 4 neighbouring elements of an array in one MLIR vector, which this module calls
+holds 4 neighboring elements of an array in one MLIR vector, which this module calls
 *the register* of the array.
 """
 
@@ -47,7 +47,7 @@ FUNCTIONS = {
 
 
 def layout(shape: tuple[int, ...]):
-    """Return the layout of a 512-element array, with four neighbours per thread."""
+    """Return the layout of a 512-element array, with four neighbors per thread."""
     if math.prod(shape) != THREADS * COLUMNS:
         raise ValueError(f"layout: shape must have 512 elements, got {list(shape)}")
     return pallas.Layout.WG_STRIDED(shape, vec_size=COLUMNS)
@@ -196,7 +196,7 @@ def _thread_of_block():
 
 
 def is_first_of(threads: int):
-    """Return whether a thread is the first of ``threads`` (2^n) neighbours."""
+    """Return whether a thread is the first of ``threads`` (2^n) neighbors."""
     rest = arith.andi(thread_number(), constant(threads - 1))
     return arith.cmpi(arith.CmpIPredicate.eq, rest, constant(0))
 
@@ -207,7 +207,7 @@ def largest(a, b):
 
 
 def first_thread(value, threads: int):
-    """Return the value of the first of ``threads`` neighbours in a warp."""
+    """Return the value of the first of ``threads`` neighbors in a warp."""
     kind, bits = bits_type(32), bits_of(value)
     lane = arith.andi(thread_number(), constant(-threads % WARP))
     wide = value if bits == 32 else arith.extui(kind, value)
@@ -218,7 +218,7 @@ def first_thread(value, threads: int):
 
 
 def other_warp(pointer, value):
-    """Return the value of the other warp in a pair of neighbouring warps.
+    """Return the value of the other warp in a pair of neighboring warps.
 
     Args:
       pointer: pointer to shared memory with an int32 per warp.

@@ -81,7 +81,7 @@ LPMM_ADAM = lowbit_optax.lpmm_adam(1e-3)
 LPMM_SGD = lowbit_optax.lpmm_sgd(1e-3, 0.9)
 lower_8_bits = functools.partial(lower_lpmm_step, bits=8)
 
-KAHAN = Bounds(lowbit_optax.kahan_adamw(1e-3), 2 + 4 + 4 + 8, 79, (18, 0), 80)
+KAHAN = Bounds(lowbit_optax.kahan_adamw(1e-3), 2 + 4 + 4 + 8, 79.5, (18, 0), 80)
 EXTRA_8 = Bounds(EXTRA_BITS(bits=8), 2 + 4 + 2 + 16, 36.5, (6, 18), 80)
 # 2 for the gradient; 5.125, read and written, for parameter, extra bits, codes, scales.
 LOWBIT = Bounds(lowbit_optax.lowbit_adamw(1e-3), 12.25, 68.5, registers=128)

@@ -152,7 +152,7 @@ def lower_step(
 
 
 def lower_lpmm_step(tx, like, bits=12, block_size=2048, **options) -> OptimizerStep:
-    """Lower a step on quantised weights.
+    """Lower a step on quantized weights.
 
     Args:
       tx: a transformation.

@@ -96,7 +96,7 @@ class GPT(NamedTuple):
         """Return the mean loss in nats per byte of predicting each next byte.
 
         Args:
-            params: parameters from `init`, which may be quantised.
+            params: parameters from `init`, which may be quantized.
             tokens: int32 [batch, length + 1].
             key: a random key for dropout, or None for no dropout.
         """
@@ -105,7 +105,7 @@ class GPT(NamedTuple):
         return losses.mean()
 
     def _weights(self, tree):
-        """Dequantise the parameters, and cast them to the dtype of the computation."""
+        """Dequantize the parameters, and cast them to the dtype of the computation."""
         arrays = lowbit_optax.lpmm.dequantize(tree, self.dtype)
         return jax.tree.map(lambda x: x.astype(self.dtype), arrays)
 

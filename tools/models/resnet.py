@@ -41,7 +41,7 @@ class ResNet(nn.Module):
         width: the number of channels of the first stage; each later stage doubles it.
         blocks: the number of blocks per stage; the default is ResNet-18.
         stem_stride: the stride of the first convolution; 2 halves the image.
-        dtype: the dtype of the computation. Parameters are initialised in float32;
+        dtype: the dtype of the computation. Parameters are initialized in float32;
             `cast_weights` casts them.
     """
 

@@ -39,7 +39,7 @@ class SqueezeNet(nn.Module):
     Attributes:
         width: a factor that multiplies the number of channels of every layer.
         stem_stride: the stride of the first convolution; 2 halves the image.
-        dtype: the dtype of the computation; parameters are initialised in float32.
+        dtype: the dtype of the computation; parameters are initialized in float32.
     """
 
     width: float = 1.0

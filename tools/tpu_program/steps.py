@@ -129,6 +129,6 @@ def lower_step(tx, params, make_step=fast, mesh=None, spec=None, grads=None) -> 
 
 
 def lower_lpmm_step(tx, like, bits=12, block_size=2048, **options) -> TpuStep:
-    """Lower a step on quantised weights; see ``tools.gpu_program.steps``."""
+    """Lower a step on quantized weights; see ``tools.gpu_program.steps``."""
     params = quantized_like(like, bits, block_size)
     return lower_step(tx, params, grads=like, **options)

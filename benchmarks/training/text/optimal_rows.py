@@ -22,7 +22,7 @@ B1, B2, DECAY, CLIP = 0.9, 0.95, 0.1, 1.0
 def loss_and_grads(loss_fn: Callable, params, tokens):
     """Return the loss and its gradients, which have the dtypes of the weights.
 
-    Gradients are bfloat16 for float8 weights, and float32 for quantised weights.
+    Gradients are bfloat16 for float8 weights, and float32 for quantized weights.
     """
     is_float8 = lambda x: (
         x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)

@@ -8,7 +8,7 @@ from pallas_kernels.gpu.instructions import Instructions
 class Arrangement:
     """The arrangement of a program's lanes in arrays, which depends on the launcher.
 
-    The tiles of a block are neighbours, sorted by index.
+    The tiles of a block are neighbors, sorted by index.
 
     *Arrays of lanes* have the shape :attr:`shape`. *Arrays of blocks* have an element
     for each of the program's largest blocks, and *arrays of parts* have an element for

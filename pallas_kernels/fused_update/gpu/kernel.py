@@ -8,7 +8,7 @@ loops over them. There are two tilings:
 
 - *Flat*, for leaves without packed fields and blocks: the lanes of a row are
   consecutive in memory.
-- *By blocks*: a thread has 4 lanes, which are neighbouring columns, and processes 8
+- *By blocks*: a thread has 4 lanes, which are neighboring columns, and processes 8
   rows, or 16 or 32 if the bit offsets of fields repeat only then. It therefore has all
   words of its fields, at static bit offsets. It also has whole tiles of
   :mod:`pallas_kernels.layout`, so it can compute their maxima without other threads. It

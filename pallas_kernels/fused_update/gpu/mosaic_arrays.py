@@ -17,7 +17,7 @@ from pallas_kernels.layout import TILE_COLUMNS
 
 @dataclasses.dataclass(frozen=True)
 class Threads(Arrangement):
-    """The arrangement of a program's lanes: each thread has four neighbouring lanes.
+    """The arrangement of a program's lanes: each thread has four neighboring lanes.
 
     All arrays are arrays of lanes. If an array contains one value per block, all lanes
     of the block have this value. See :class:`.arrangements.Arrangement`.
@@ -99,7 +99,7 @@ def _bits(count: int) -> int:
 
 
 def _maximum(threads: int, register):
-    """Return the maximum over the elements of ``threads`` neighbouring threads."""
+    """Return the maximum over the elements of ``threads`` neighboring threads."""
     value = functools.reduce(registers.largest, registers.elements(register))
     distance = 1
     while distance < threads:
@@ -109,7 +109,7 @@ def _maximum(threads: int, register):
 
 
 def _maximum_of_two_warps(pointer, register):
-    """Return the maximum over the threads of two neighbouring warps."""
+    """Return the maximum over the threads of two neighboring warps."""
     (value, *_) = registers.elements(_maximum(registers.WARP, register))
     other = registers.other_warp(pointer, value)
     return registers.register([registers.largest(value, other)] * registers.COLUMNS)

@@ -33,7 +33,7 @@ class Access:
       layer: int32 scalar, the index of a layer; None if the array is not a stack.
       offset: int32, the elements' offsets in the array, or in its layer.
       mask: mask of the elements that exist; None if all exist.
-      width: each group of this many neighbouring lanes accesses neighbouring elements,
+      width: each group of this many neighboring lanes accesses neighboring elements,
         aligned to their number. Either all elements of a group exist, or none.
       tiles: number of tiles in a block if the array has one element per block, and None
         otherwise.

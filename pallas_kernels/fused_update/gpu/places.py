@@ -126,7 +126,7 @@ def offsets_of_rows(
     if tiling.is_below_2_30:
         # The remainder tells the compiler that the offset is below 2^30. Adding a
         # constant then cannot overflow, so the constant becomes part of load and store
-        # instructions. The compiler recognizes offsets as neighbours only if the terms
+        # instructions. The compiler recognizes offsets as neighbors only if the terms
         # in which they differ are already part of the offset.
         offset = first.astype(jnp.uint32)
         bound = jnp.full(first.shape, 2**30, jnp.uint32)

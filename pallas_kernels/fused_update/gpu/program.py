@@ -311,7 +311,7 @@ class _Repeated(typing.NamedTuple):
                 within = lax.rem(rest, along).astype(jnp.int32)
                 place, stride = place + within * np.int32(stride), stride * size
             rest = lax.div(rest, along)
-        # The lanes of a tile are neighbours along the last axis.
+        # The lanes of a tile are neighbors along the last axis.
         width = 1 if len(self.tiling.shape) - 1 in self.repeated else self.tiling.width
         place = jnp.broadcast_to(place, row.offset.shape)
         return Access(self.number, None, place, row.readable, width)

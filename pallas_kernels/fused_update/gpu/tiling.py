@@ -76,7 +76,7 @@ class FlatTiling:
 
     @property
     def width(self) -> int:
-        """The size of aligned groups of lanes whose elements are neighbours.
+        """The size of aligned groups of lanes whose elements are neighbors.
 
         Either all lanes of a group exist, or none.
         """
@@ -216,7 +216,7 @@ class BlockTiling:
 
     @functools.cached_property
     def width(self) -> int:
-        """The size of aligned groups of neighbouring lanes; see :class:`FlatTiling`."""
+        """The size of aligned groups of neighboring lanes; see :class:`FlatTiling`."""
         if self.layout.is_folded and self.shape[-1] % TILE_COLUMNS:
             return 1
         return self.word_width

@@ -1,7 +1,7 @@
 """Load a program's blocks from arrays into registers, and store the results.
 
-For a matrix, a register contains one row of each of 8 neighbouring groups
-(:mod:`.tiling`). Strided loads put neighbouring groups into neighbouring sublanes. The
+For a matrix, a register contains one row of each of 8 neighboring groups
+(:mod:`.tiling`). Strided loads put neighboring groups into neighboring sublanes. The
 bit offsets of packed fields are then static, and reading a field is one shift of a
 register. For some widths, the offsets do not repeat within a group (for odd widths,
 they repeat after 32 rows). Fields of these widths are unpacked into scratch memory
@@ -13,8 +13,8 @@ A folded vector is loaded with 4 consecutive rows of 32 columns in the quarters 
 register. The quarters are exchanged among the registers of a unit, so that each quarter
 of a register belongs to a different group.
 
-For matrices side by side, a register contains one row of 8 neighbouring matrices. Here,
-elements of neighbouring matrices share words, instead of elements of neighbouring rows.
+For matrices side by side, a register contains one row of 8 neighboring matrices. Here,
+elements of neighboring matrices share words, instead of elements of neighboring rows.
 Therefore, 16-bit and 8-bit elements are widened to words in scratch memory before the
 loop.
 """

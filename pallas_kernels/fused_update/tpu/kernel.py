@@ -208,7 +208,7 @@ def _call(kernel: _Kernel):
                 if x.overwrites is not None
             },
             compiler_params=pltpu.CompilerParams(
-                # Programs with neighbouring columns write the same row of scales.
+                # Programs with neighboring columns write the same row of scales.
                 dimension_semantics=("parallel",) * 3 + ("arbitrary",),
                 vmem_limit_bytes=_MEMORY_LIMIT,
             ),

@@ -105,7 +105,7 @@ class BlockProgram:
         else:
             within, rows = _iota(1), group
             if tiling.is_folded:
-                # The quarters of a register belong to neighbouring groups.
+                # The quarters of a register belong to neighboring groups.
                 quarter = _iota(1) // jnp.int32(FOLD)
                 within = within + quarter * jnp.int32((group - 1) * FOLD)
                 rows = group * LANES // FOLD
@@ -194,7 +194,7 @@ def _scales(blocks: Sequence[Block]) -> list[ScaleBlock]:
 
 
 def _block_maximum(x: jax.Array, sublanes: int, lanes: int) -> jax.Array:
-    """Returns the maximum of neighbouring sublanes and lanes, repeated in each."""
+    """Returns the maximum of neighboring sublanes and lanes, repeated in each."""
     for axis, count in enumerate((sublanes, lanes)):
         distance = 1
         while distance < count:

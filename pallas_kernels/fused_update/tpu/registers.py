@@ -1,7 +1,7 @@
 """Load and store registers, and move the lanes within them.
 
 If a reference has two axes, it refers to one matrix, and a register contains one row of
-each of 8 neighbouring groups. If it has three axes, it refers to matrices side by side,
+each of 8 neighboring groups. If it has three axes, it refers to matrices side by side,
 and a register contains one row of 8 matrices.
 """
 

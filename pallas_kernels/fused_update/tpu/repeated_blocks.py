@@ -1,7 +1,7 @@
 """Blocks of arrays whose elements are repeated, and the choice among kinds of blocks.
 
 Before a program's loop, the scale of a block is repeated in all lanes of the block.
-After the loop, the scales are gathered. Several programs with neighbouring columns
+After the loop, the scales are gathered. Several programs with neighboring columns
 share a row of 128 scales. The elements of rows and columns are only read.
 """
 

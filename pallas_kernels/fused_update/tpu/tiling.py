@@ -6,7 +6,7 @@ which the bit offsets of fields repeat, for most widths. The program loops over 
 of its block, and uses one register for each row of a group. The fields of one word are
 in different registers, in the sublane and lane of the word. A unit is one of two kinds:
 
-- 8 groups of one matrix. A register contains one row of each of 8 neighbouring groups.
+- 8 groups of one matrix. A register contains one row of each of 8 neighboring groups.
 - One group of 8 matrices *side by side*, if XLA:TPU stores the axis between rows and
   columns, such as heads or layers, in the sublanes of its tiles. A register contains
   one row of 8 matrices, and a block has 8 or more matrices.
@@ -99,7 +99,7 @@ class Tiling:
 
     @property
     def row_stride(self) -> int:
-        """Difference between the indices of neighbouring rows of a group."""
+        """Difference between the indices of neighboring rows of a group."""
         return FOLD if self.is_folded else math.prod(self.whole[self.axis + 1 :])
 
     @property
@@ -298,7 +298,7 @@ def _is_merged(leaf: Leaf, shape: tuple[int, ...]) -> bool:
 
     Merging the axes keeps the order of elements, words and blocks if no block is cut.
     It keeps their indices if shards cut only the first of these axes. XLA:TPU already
-    stores arrays in this form if neighbouring rows are next to each other and the
+    stores arrays in this form if neighboring rows are next to each other and the
     columns are whole tiles. XLA copies other arrays. For leaves with blocks, the copy
     costs less than XLA's own update. For leaves with only words, it costs more.
     """

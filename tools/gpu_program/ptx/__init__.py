@@ -7,7 +7,7 @@ memory as XLA assigns it. The interpreter supports the instructions that these k
 use, and raises an error for others.
 
 A run shows that each kernel computes its results from its arrays, that its accesses are
-in bounds and aligned, that it reads only initialised values and writes all of its
+in bounds and aligned, that it reads only initialized values and writes all of its
 results, and that no two threads race. Races are found in any order of the accesses.
 
 A run shows nothing about ptxas and the machine code, about the order of memory accesses

@@ -14,7 +14,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray, direction="rn") -> np.ndarr
     """Return ``a * b + c``, rounded once in one of the :data:`DIRECTIONS`.
 
     A product of two float32 numbers is exact in float64. Its sum with ``c`` is rounded
-    to odd: if the sum is not exact, it becomes the float64 neighbour whose last bit is
+    to odd: if the sum is not exact, it becomes the float64 neighbor whose last bit is
     1. float64 has more than two bits below the last bit of float32, even for subnormal
     numbers. Therefore, the float64 sum is a float32 number, or a tie between two of
     them, only if the exact sum is, and rounding it to float32 gives the correct result.

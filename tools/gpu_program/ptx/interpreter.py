@@ -33,7 +33,7 @@ _NOTHING = (("griddepcontrol", "wait"), ("fence", "mbarrier_init"))
 """Instructions that have no effect here.
 
 They wait for the previous launch, which has always ended here, or for the
-initialisation of barriers in shared memory.
+initialization of barriers in shared memory.
 """
 
 
@@ -307,7 +307,7 @@ _SPECIAL = {
 
 
 def _team_size(kernel: Kernel, block_size: int) -> int:
-    """Return the number of neighbouring threads that wait at the kernel's barriers."""
+    """Return the number of neighboring threads that wait at the kernel's barriers."""
     sizes = {
         int(instruction.operands[1])
         for instruction in kernel.instructions

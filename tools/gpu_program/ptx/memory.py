@@ -18,7 +18,7 @@ class Accessors:
       threads: their indices in the launch. Threads of a block have consecutive indices.
       barriers: the number of barriers that each thread has passed.
       block_size: the number of threads in a block.
-      team_size: the number of neighbouring threads that share barriers.
+      team_size: the number of neighboring threads that share barriers.
     """
 
     threads: np.ndarray
@@ -45,7 +45,7 @@ class Memory:
     have a value may write it.
 
     Args:
-      size: the number of bytes. All of them are uninitialised.
+      size: the number of bytes. All of them are uninitialized.
 
     >>> memory = Memory(8)
     >>> memory.fill(0, np.array([1, 2], np.uint32))
@@ -67,7 +67,7 @@ class Memory:
         self._initialised[start : start + raw.size] = True
 
     def copy(self, source: int, target: int, size: int) -> None:
-        """Copy bytes, including whether they are initialised."""
+        """Copy bytes, including whether they are initialized."""
         for array in (self._data, self._initialised):
             array[target : target + size] = array[source : source + size].copy()
 

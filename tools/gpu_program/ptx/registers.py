@@ -64,9 +64,9 @@ class Registers:
         return values if kind == "pred" else values.astype(unsigned(width(kind)))
 
     def read_part(self, name: str, kind: str, active: np.ndarray) -> np.ndarray:
-        """Read a part of a vector, which may be uninitialised.
+        """Read a part of a vector, which may be uninitialized.
 
-        LLVM puts uninitialised registers into vectors if no instruction reads these
+        LLVM puts uninitialized registers into vectors if no instruction reads these
         parts of the vector. They get a pattern that would be visible in results.
         """
         if name in self._kinds and name not in self._values:
