@@ -53,7 +53,7 @@ def test_the_first_table_matches_the_records():
             lambda x: f"{x['stored_bytes'] / 2**30:.2f}",
         ),
         (
-            "GPT-2 124M: peak memory, GiB",
+            "GPT-2 124M: peak, mostly activations, GiB",
             lambda x: f"{x['peak_bytes'] / 2**30:.2f}",
         ),
         ("GPT-2 124M: tokens per second", lambda x: f"{x['tokens_per_second']:,.0f}"),
