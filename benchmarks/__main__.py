@@ -35,14 +35,22 @@ def run(name: str, arguments: list[str]) -> int:
     """Run one benchmark in this process, and return its exit status."""
     # argparse shows this in the usage, and `records` stores it as the command.
     sys.argv = [f"python -m benchmarks {name}", *arguments]
-    module = importlib.import_module(BENCHMARKS[name].module)
-    found = module.main(arguments)
+    try:
+        found = importlib.import_module(BENCHMARKS[name].module).main(arguments)
+    except ModuleNotFoundError as error:
+        return needs(name, error.name)
     return found if isinstance(found, int) else 0
 
 
 def missing(benchmark: Benchmark) -> list[str]:
-    """Return the modules that a benchmark needs and that are not installed."""
+    """Return the modules of ``NEEDS`` that are not installed."""
     return [x for x in benchmark.needs if not is_installed(x)]
+
+
+def needs(name: str, *modules: str | None) -> int:
+    """Print what a benchmark needs, and return the exit status."""
+    print(f"{name} needs {', '.join(map(str, modules))}; CONTRIBUTING.md installs it")
+    return 2
 
 
 def run_all() -> int:
@@ -81,8 +89,7 @@ def main(argv: list[str]) -> int:
         print(f"{name}: no such benchmark; must be all, {', '.join(BENCHMARKS)}")
         return 2
     if absent := missing(BENCHMARKS[name]):
-        print(f"{name} needs {', '.join(absent)}; see CONTRIBUTING.md to install it")
-        return 2
+        return needs(name, *absent)
     return run(name, arguments)
 
 

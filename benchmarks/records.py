@@ -27,16 +27,14 @@ from benchmarks import ROOT, pictures
 COMPILED = "compiled for an H200; not run"
 START = time.perf_counter()
 _ORIGIN = "command", "ran", "date", "python", "versions", "seconds", "options"
-_NOT_OPTIONS = ("draw", "full", "is_apart", "changed")
+_NOT_OPTIONS = ("draw", "is_apart")
 _OF_THE_SAME_RECORD = ("draw", "torch")
 _MEANINGS = {
     "batch_size": "examples per step",
     "context": "bytes that the model reads to predict the next one",
     "epochs": "passes over the images to train on",
-    "last": "learning rate at the end, divided by that at the start",
     "layers": "layers of the model",
     "learning_rate": "highest learning rate",
-    "microbatches": "steps per update, which uses the mean of their gradients",
     "pixels": "height and width of an image, in pixels",
     "rate": "factor that multiplies all learning rates of the benchmark",
     "rows": "rows of the array",
@@ -61,45 +59,26 @@ class Options(argparse.ArgumentParser):
 
     Args:
       doc: a module's docstring; its first line is the description.
-      seeds: the default number of seeds, if the benchmark has seeds.
-      **numbers: options by name, which ``_MEANINGS`` explains: the default, or a pair
-        of the default and the value for ``--full``. The option ``--full`` exists if any
-        option has a pair. An option is a float if its default is one, and an integer
-        otherwise.
+      **numbers: the defaults of options by name, which ``_MEANINGS`` explains.
     """
 
-    def __init__(self, doc: str | None, seeds: int | None = None, **numbers):
+    def __init__(self, doc: str | None, **numbers):
         super().__init__(description=(doc or "").split("\n")[0])
         add = self.add_argument
         add("--draw", action="store_true", help="only show the stored record")
-        if seeds:
-            numbers = {"seeds": seeds, **numbers}
-        self.full = {name: x[1] for name, x in numbers.items() if isinstance(x, tuple)}
-        if self.full:
-            add("--full", action="store_true", help="use sizes for a GPU; into runs/")
-        for name, number in numbers.items():
-            default = number[0] if isinstance(number, tuple) else number
-            kind = float if isinstance(default, float) else int
+        for name, default in numbers.items():
             text = f"{_MEANINGS[name]} (%(default)s by default)"
+            kind = float if isinstance(default, float) else int
             add("--" + name.replace("_", "-"), type=kind, default=default, help=text)
 
     def parse_args(self, *args, **options):
-        """Parse, and add ``changed`` and ``is_apart``.
-
-        ``changed`` has the options that differ from their defaults, and ``is_apart`` is
-        whether there are any.
-        """
+        """Parse, and add ``is_apart``: whether any option differs from its default."""
         found = super().parse_args(*args, **options)
-        is_default = lambda name: getattr(found, name) == self.get_default(name)
-        found.changed = {
-            name: value
+        found.is_apart = any(
+            value != self.get_default(name)
             for name, value in vars(found).items()
-            if name not in _OF_THE_SAME_RECORD and not is_default(name)
-        }
-        found.is_apart = bool(found.changed)
-        if self.full and found.full:
-            for name in filter(is_default, self.full):
-                setattr(found, name, self.full[name])
+            if name not in _OF_THE_SAME_RECORD
+        )
         return found
 
 
@@ -120,21 +99,20 @@ def figures(record: dict) -> str:
 
 
 def program(
-    module: str, seeds: int | None = None, ran: str | None = None, **numbers: Any
+    module: str, ran: str | None = None, **numbers: Any
 ) -> Callable[[list[str] | None], None]:
     """Return the function ``main(argv)`` of a benchmark with a record.
 
     Args:
       module: the benchmark's ``__name__``. The module defines ``measure``, and possibly
         ``draw``; see :func:`run`.
-      seeds: the default number of seeds, if the benchmark has seeds.
       ran: see :func:`run`. ``{here}`` stands for :func:`ran_here`.
       **numbers: the options; see :class:`Options`.
     """
 
     def main(argv: list[str] | None = None) -> None:
         of = sys.modules[module]
-        args = Options(of.__doc__, seeds, **numbers).parse_args(argv)
+        args = Options(of.__doc__, **numbers).parse_args(argv)
         where = ran and ran.format(here=ran_here())
         run(module, args, of.measure, draw=getattr(of, "draw", None), ran=where)
 
@@ -148,7 +126,6 @@ def run(
     text: Callable[[dict], str] = figures,
     draw: Callable[[dict, pathlib.Path], None] | None = None,
     ran: str | None = None,
-    by_options: bool = False,
 ) -> None:
     """Measure and save a benchmark's record unless ``--draw`` is set, then show it.
 
@@ -159,12 +136,8 @@ def run(
       text: returns a text that shows a record.
       draw: draws a record to a path.
       ran: description of where the runs ran; :func:`ran_here` by default.
-      by_options: whether ``runs`` has a folder with a file for each choice of options.
     """
     path = path_of(module, args.is_apart)
-    if by_options and args.is_apart:
-        changed = (f"{name}={value}" for name, value in args.changed.items())
-        path = path.with_suffix("") / f"{','.join(changed)}.json"
     if not args.draw:
         save(path, args, ran or ran_here(), **measure(args))
     record = load(path)

@@ -1,8 +1,8 @@
 """All benchmarks: the modules ``benchmarks.GROUP.NAME`` that have a ``main(argv)``.
 
 A module may define two constants. ``MINUTES`` is the time that it takes on two CPU
-cores without options. ``NEEDS`` names the modules that it requires in addition to the
-package's own requirements. Both are read from the source of the module, so listing the
+cores without options. ``NEEDS`` names the modules that it requires and does not import,
+such as XLA's compilers. Both are read from the source of the module, so listing the
 benchmarks does not import them.
 """
 
@@ -20,7 +20,7 @@ class Benchmark(NamedTuple):
       module: its full name.
       summary: the first line of its docstring.
       minutes: None if it takes hours or needs a GPU; ``all`` then skips it.
-      needs: the names of the modules that it requires.
+      needs: the names of the modules that it requires and does not import.
     """
 
     module: str

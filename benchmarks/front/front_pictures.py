@@ -13,7 +13,6 @@ import numpy as np
 from benchmarks import ROOT, pictures, records
 
 MINUTES = 0.2
-NEEDS = ("matplotlib",)
 
 RECORD = ROOT / "docs/evidence/first_device_nvidia_h200.json"
 SIGN, EXPONENT, FRACTION, RESIDUAL, LOST = (

@@ -21,7 +21,6 @@ from benchmarks.papers import next_byte
 from lowbit_optax import lpmm
 
 MINUTES = 4
-NEEDS = ("matplotlib",)
 
 BITS, ROUNDINGS, POINTS = (12, 10, 8), ("nearest", "stochastic"), 50
 

@@ -25,7 +25,6 @@ from benchmarks import pictures, records
 from benchmarks.papers import next_byte
 
 MINUTES = 16
-NEEDS = ("matplotlib",)
 
 FLOAT8 = jnp.float8_e5m2
 ROUNDINGS = {

@@ -22,7 +22,6 @@ import lowbit_optax
 from benchmarks import pictures, records
 
 MINUTES = 1
-NEEDS = ("matplotlib",)
 
 STEPS = (1, 3, 10, 30, 100, 300, 1000)
 BITS = (2, 4, 6, 8, 10, 13)
@@ -132,4 +131,4 @@ def draw(record: dict, one, many) -> str:
     )
 
 
-main = records.program(__name__, seeds=5, size=(4096, 1 << 20))
+main = records.program(__name__, seeds=5, size=4096)

@@ -19,7 +19,6 @@ from benchmarks import pictures, records
 from benchmarks.papers import next_byte
 
 MINUTES = 8
-NEEDS = ("matplotlib",)
 
 RUNS = {
     "float32": None,

@@ -18,7 +18,6 @@ from benchmarks.papers import small_text_models as models
 from lowbit_optax import lpmm
 
 MINUTES = 4
-NEEDS = ("matplotlib",)
 
 BITS = (12, 10, 8)
 ROUNDINGS = ("stochastic", "nearest")

@@ -16,7 +16,7 @@ from benchmarks import pictures, records
 from lowbit_optax import release
 
 MINUTES = 1
-NEEDS = ("jax_plugins.xla_cuda12", "matplotlib")
+NEEDS = ("jax_plugins.xla_cuda12",)
 
 GIB = 2**30
 PAPER = -0.54
@@ -84,5 +84,5 @@ def draw(record: dict, bars) -> str:
     )
 
 
-SIZES = {"layers": (30, 120), "width": 8192, "batch_size": 2048}
+SIZES = {"layers": 30, "width": 8192, "batch_size": 2048}
 main = records.program(__name__, ran=records.COMPILED, **SIZES)

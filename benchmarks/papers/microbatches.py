@@ -20,7 +20,6 @@ from benchmarks import pictures, records
 from benchmarks.papers import noisy_digits
 
 MINUTES = 8
-NEEDS = ("matplotlib", "sklearn")
 
 BITS, FACTORS = (12, 10, 8), (1, 4, 16)
 SMALL = tuple(2.0**power for power in range(-12, 5))

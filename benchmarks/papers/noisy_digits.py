@@ -143,4 +143,4 @@ def rate_of(first: float, every: int, steps: int) -> Callable:
 
 def numbers(steps: int) -> dict:
     """Return the options of a benchmark that trains this network."""
-    return {"seeds": 5, "steps": (steps, 400_000), "width": (WIDTH, 1024)}
+    return {"seeds": 5, "steps": steps, "width": WIDTH}

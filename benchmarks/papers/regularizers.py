@@ -23,7 +23,6 @@ from benchmarks.papers import noisy_digits
 from lowbit_optax import precision
 
 MINUTES = 3
-NEEDS = ("matplotlib", "sklearn")
 
 RATE, SMALL, SCALE = 1e-3, 1e-3, 2.0**10
 STRENGTHS = (1e-5, 1e-4, 1e-3)

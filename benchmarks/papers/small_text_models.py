@@ -179,5 +179,5 @@ ENCODER = Task(
     lambda: _classified((0, 0), HELD_OUT, True),
 )
 GRU = Task(_gru_init, _gru_logits, _gru_rows, _gru_held_out)
-NUMBERS = {"seeds": 4, "steps": (1000, 50_000), "width": (WIDTH, 256)}
+NUMBERS = {"seeds": 4, "steps": 1000, "width": WIDTH}
 """The options of a benchmark that trains these models."""

@@ -23,7 +23,7 @@ from lowbit_optax import release
 from tools.gpu_program.release_steps import plain
 
 MINUTES = 6
-NEEDS = ("jax_plugins.xla_cuda12", "matplotlib")
+NEEDS = ("jax_plugins.xla_cuda12",)
 
 
 class EncoderDecoder(NamedTuple):
@@ -219,4 +219,4 @@ def draw(record: dict, bars) -> str:
 
 
 WHERE = "compiled for an H200; losses on a {here}"
-main = records.program(__name__, seeds=3, steps=(200, 20_000), ran=WHERE)
+main = records.program(__name__, seeds=3, steps=200, ran=WHERE)

@@ -20,7 +20,6 @@ from benchmarks import pictures, records
 from benchmarks.papers import small_text_models as models
 
 MINUTES = 5
-NEEDS = ("matplotlib",)
 
 RUNS = {
     "float32": None,

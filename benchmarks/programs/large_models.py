@@ -22,7 +22,7 @@ from tools.gpu_program.release_steps import plain, usual_mixed_precision
 from tools.large_steps import GIB, Case
 from tools.models.llama import Llama
 
-NEEDS = ("jax_plugins.xla_cuda12", "libtpu", "matplotlib")
+NEEDS = ("jax_plugins.xla_cuda12", "libtpu")
 
 LLAMA_8B = Llama()
 

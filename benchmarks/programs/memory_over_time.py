@@ -21,7 +21,7 @@ from benchmarks import pictures, records
 from lowbit_optax import release
 
 MINUTES = 1
-NEEDS = ("jax_plugins.xla_cuda12", "matplotlib")
+NEEDS = ("jax_plugins.xla_cuda12",)
 
 BF16, GIB = jnp.bfloat16, 2**30
 FREE = re.compile(r"constant|bitcast|tuple|get-tuple-element|params|opt_state|h\.\d")
@@ -141,6 +141,6 @@ def draw(record: dict, axes) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    sizes = {"layers": (24, 96), "width": 4096, "batch_size": 1024}
+    sizes = {"layers": 24, "width": 4096, "batch_size": 1024}
     args = records.Options(__doc__, **sizes).parse_args(argv)
     records.run(__name__, args, measure, text, draw, records.COMPILED)

@@ -17,7 +17,7 @@ from tools.models.classifier import arguments_of, make_loss_fn
 from tools.models.resnet import ResNet
 
 MINUTES = 2
-NEEDS = ("jax_plugins.xla_cuda12", "flax")
+NEEDS = ("jax_plugins.xla_cuda12",)
 
 MIB, RATIOS = 2**20, (0.0, 0.5, 1.0)
 

@@ -39,8 +39,6 @@ from benchmarks.training.text.optimal_rows import GPT2, ROWS, SIZES, Size
 from lowbit_optax.training import TrainState
 from tools.models.gpt import GPT
 
-NEEDS = ("flax", "matplotlib", "tqdm")
-
 POINTS = 100
 """The number of points in a curve. Each is the mean loss of a part of the training."""
 

@@ -22,7 +22,6 @@ from benchmarks import records
 from benchmarks.training.format_rows import FEW_BITS, INTO_MU, factored_adamw
 
 MINUTES = 2
-NEEDS = ("sklearn",)
 
 SIZES = (64, 256, 256, 10)
 TRAINING = 1400

@@ -23,7 +23,6 @@ from benchmarks.training.text import stdlib_text
 from tools.models.gpt import GPT
 
 MINUTES = 10
-NEEDS = ("matplotlib",)
 
 EMA = lowbit_optax.ema_of_params(0.99)
 NUMBERS = {"layers": 2, "width": 64, "context": 32, "batch_size": 16, "steps": 800}
@@ -33,7 +32,6 @@ POINTS = 40
 
 AVERAGED = ("float32", "8 extra bits")
 """The rows that keep a running average of their weights."""
-
 
 ROWS = format_rows.adamw() | {
     "Muon, float32": format_rows.of_float32(format_rows.muon, base="Muon, float32"),

@@ -32,13 +32,13 @@ import optax
 
 from benchmarks import records
 from benchmarks.papers.demotion_orders import BASELINES
-from benchmarks.training.images import cifar_data, mixed_training, training_loop
+from benchmarks.training.images import cifar_data, mixed_training
 from lowbit_optax import precision
+from tools.models.classifier import arguments_of, make_loss_fn
 from tools.models.resnet import ResNet
 from tools.models.squeezenet import SqueezeNet
 
 MINUTES = 20
-NEEDS = ("flax", "sklearn", "tqdm")
 
 # Both networks halve the image first, and are narrower (by 4 and 8) and less deep than
 # the originals, so that a CPU trains one in a minute.
@@ -69,13 +69,14 @@ class Run(NamedTuple):
 
 def make_trainer(model: Any, args, per_epoch: int, flip: bool) -> Trainer:
     """Trace the model, and build its training step and optimizers."""
+    arguments = arguments_of(model, args.batch_size)
     rate = optax.cosine_decay_schedule(args.learning_rate, args.epochs * per_epoch)
     optimizer = lambda period: mixed_training.make_optimizer(
         rate, args.weight_decay, period
     )
     return Trainer(
         model,
-        mixed_training.make_plan(model, args.batch_size),
+        precision.trace(make_loss_fn(model), *arguments, has_aux=True),
         mixed_training.make_train_step(model, flip),
         mixed=optimizer(per_epoch),
         float32=optimizer(None),
@@ -106,8 +107,8 @@ def train(run: Run, dataset: cifar_data.Dataset, args, seed: int) -> tuple[dict,
     tx = trainer.float32 if assignment is None else trainer.mixed
     state = mixed_training.init_state(trainer.model, tx, seed)
     state = mixed_training.start(state, assignment, promotes)
-    state, loss = training_loop.fit(trainer.step, state, dataset, args, seed)
-    accuracy = training_loop.evaluate(
+    state, loss = mixed_training.fit(trainer.step, state, dataset, args, seed)
+    accuracy = mixed_training.evaluate(
         trainer.model, state, dataset.test, args.batch_size
     )
     figures = {
@@ -139,7 +140,9 @@ def measure(args) -> dict:
                 done[same, False] = figures
         return done[same, run.promotes]
 
-    return cifar_data.record(dataset, records.of_seeds(runs, args.seeds, of))
+    found = records.of_seeds(runs, args.seeds, of)
+    figures = {figure: records.spreads(each) for figure, each in found.items()}
+    return {"dataset": dataset.name, "figures": figures}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -24,7 +24,6 @@ from benchmarks import ROOT
 from benchmarks.training.large_model.plan import Job, Task
 
 MINUTES = 5
-NEEDS = ("orbax.checkpoint",)
 
 SECONDS = 1200  # the longest time for a group of processes
 # The limit for changes of the state. Moments that become 8-bit codes change by 0.03.

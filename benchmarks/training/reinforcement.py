@@ -24,7 +24,6 @@ from benchmarks.training.text import stdlib_text
 from tools.models.gpt import GPT
 
 MINUTES = 12
-NEEDS = ("matplotlib",)
 
 MODEL = GPT(2, 64, 4, 16)
 PROMPT, SAMPLED, PROMPTS, GROUP = 8, 8, 8, 8

@@ -27,8 +27,6 @@ import optax
 import lowbit_optax
 from benchmarks import ROOT, pictures, records
 
-NEEDS = ("flax", "matplotlib", "sklearn", "tqdm")
-
 _float8 = jnp.float8_e5m2
 _nearest, _bits = lowbit_optax.nearest, lowbit_optax.extra_bits
 ROWS = {

@@ -37,8 +37,6 @@ from benchmarks.training.text.shakespeare_rows import (
     train,
 )
 
-NEEDS = ("matplotlib", "tqdm")
-
 SOURCE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
     "input.txt"

@@ -52,7 +52,7 @@ def test_every_record_says_where_it_comes_from():
 
 
 def test_a_try_with_other_options_leaves_the_record_that_is_kept():
-    parser = records.Options("A benchmark.", seeds=3, steps=(20, 4000))
+    parser = records.Options("A benchmark.", seeds=3, steps=20)
     for options, is_apart in (
         ([], False),
         (["--draw"], False),
@@ -61,9 +61,7 @@ def test_a_try_with_other_options_leaves_the_record_that_is_kept():
         args = parser.parse_args(options)
         path = records.path_of("benchmarks.papers.kahan_parts", args.is_apart)
         assert (FOLDER in path.parents) != is_apart
-    full = parser.parse_args(["--full"])
-    assert (full.is_apart, full.seeds, full.steps) == (True, 3, 4000)
-    assert parser.parse_args(["--full", "--steps", "7"]).steps == 7
+    assert parser.parse_args(["--steps", "7"]).steps == 7
 
 
 def test_a_run_is_saved_and_shown_and_a_try_apart(monkeypatch, tmp_path, capsys):
@@ -89,27 +87,11 @@ def test_a_run_is_saved_and_shown_and_a_try_apart(monkeypatch, tmp_path, capsys)
     assert (tmp_path / "runs" / "some.json").exists()
 
 
-def test_each_choice_of_options_can_have_its_own_record(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(records, "ROOT", tmp_path)
-    (tmp_path / "benchmarks" / "papers").mkdir(parents=True)
-    options = records.Options("A benchmark.", seeds=3, steps=20)
-    options.add_argument("--size", type=int)
-
-    def run(*flags, measure=lambda args: {"steps": args.steps}):
-        args, text = options.parse_args(flags), lambda record: str(record["steps"])
-        # Some benchmarks fill in a default that depends on another option.
-        args.size = args.size or args.steps
-        run = "benchmarks.papers.some", args, measure, text
-        records.run(*run, by_options=True)
-        return capsys.readouterr().out
-
-    choices = [(), ("--steps", "3"), ("--steps", "4"), ("--seeds", "1", "--steps", "3")]
-    shown = [run(*flags) for flags in choices]
-    assert shown == [run(*flags, "--draw", measure=None) for flags in choices]
-    found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json")}
-    names = "steps=3", "steps=4", "seeds=1,steps=3"
-    kept = {f"runs/some/{name}.json" for name in names}
-    assert found == {"benchmarks/papers/some.json"} | kept
+def test_a_module_that_is_not_installed_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr(sys, "argv", [])
+    assert main(["digit_moments"]) == 2
+    assert "digit_moments needs sklearn" in capsys.readouterr().out
 
 
 def test_figures_of_seeds_are_spread_and_compared_seed_by_seed(capsys):

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import records
 from benchmarks.training import precision_assignment
-from benchmarks.training.images import cifar_data, mixed_training, training_loop
+from benchmarks.training.images import cifar_data, mixed_training
 from lowbit_optax import precision
 from tools.models.resnet import ResNet
 from tools.models.squeezenet import SqueezeNet
@@ -116,8 +116,8 @@ def test_seeds_whose_loss_is_nan_have_diverged_and_are_in_all_means(monkeypatch)
         (cifar_data, "load", lambda args: dataset),
         (mixed_training, "init_state", lambda *_: state),
         (mixed_training, "start", lambda *_: state),
-        (training_loop, "fit", fit),
-        (training_loop, "evaluate", lambda *_: next(accuracies)),
+        (mixed_training, "fit", fit),
+        (mixed_training, "evaluate", lambda *_: next(accuracies)),
     ):
         monkeypatch.setattr(module, name, found)
     args = argparse.Namespace(models=["resnet"], ratios=[], seeds=4, batch_size=1)
@@ -173,7 +173,7 @@ def test_a_run_keeps_the_initial_state():
         for _ in range(2)
     ]
     chex.assert_trees_all_equal(*results)
-    assert isinstance(state, training_loop.TrainState)
+    assert isinstance(state, mixed_training.MixedState)
 
 
 @pytest.mark.parametrize(

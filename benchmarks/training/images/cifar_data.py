@@ -1,7 +1,7 @@
 """CIFAR-10 as numpy arrays, or digits if it cannot be downloaded.
 
-The images are uint8 arrays on the host. `augmentation.py` converts a batch to floats on
-the device.
+The images are uint8 arrays on the host. `mixed_training.py` converts a batch to floats
+on the device.
 """
 
 import argparse
@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import records
 from examples.cifar_support import CACHE, load_images
 
 
@@ -58,9 +57,3 @@ def _check(option: str, size: int, images: int) -> None:
     if not 0 < size <= images:
         flag = "--" + option.replace("_", "-")
         sys.exit(f"error: {flag} must be from 1 to {images} images, got {size}")
-
-
-def record(dataset: Dataset, found: dict[str, dict]) -> dict:
-    """Return the figures of a record, given the result of ``records.of_seeds``."""
-    spreads = {figure: records.spreads(runs) for figure, runs in found.items()}
-    return {"dataset": dataset.name, "figures": spreads}

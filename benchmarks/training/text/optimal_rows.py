@@ -122,7 +122,6 @@ _FEW_ROWS = (
     *("lowbit", "lowbit, exact sums", *_CONTROLS, "error into mu"),
 )
 
-
 GPT2 = GPT(12, 768, 12, 1024, vocabulary=50257)
 """The model whose bytes per parameter are counted."""
 
