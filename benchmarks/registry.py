@@ -1,8 +1,7 @@
 """All benchmarks: the modules ``benchmarks.GROUP.NAME`` that have a ``main(argv)``.
 
-A module may define two constants. ``MINUTES`` is the time that it takes on two CPU
-cores without options. ``NEEDS`` names the modules that it requires and does not import,
-such as XLA's compilers. Both are read from the source of the module, so listing the
+A module may define ``NEEDS``, which names the modules that it requires and does not
+import, such as XLA's compilers. The source of a module is read, so listing the
 benchmarks does not import them.
 """
 
@@ -19,13 +18,11 @@ class Benchmark(NamedTuple):
     Attributes:
       module: its full name.
       summary: the first line of its docstring.
-      minutes: None if it takes hours or needs a GPU; ``all`` then skips it.
       needs: the names of the modules that it requires and does not import.
     """
 
     module: str
     summary: str
-    minutes: float | None
     needs: tuple[str, ...]
 
     @property
@@ -47,16 +44,9 @@ def _read(path: pathlib.Path) -> Benchmark | None:
     ]
     if "main" not in assigned and not any(main.args.args for main in mains):
         return None
-    constants = {
-        name: ast.literal_eval(assigned[name])
-        for name in ("MINUTES", "NEEDS")
-        if name in assigned
-    }
+    needs = ast.literal_eval(assigned["NEEDS"]) if "NEEDS" in assigned else ()
     summary = (ast.get_docstring(tree) or "").partition("\n")[0]
-    module = f"benchmarks.{path.parent.name}.{path.stem}"
-    return Benchmark(
-        module, summary, constants.get("MINUTES"), constants.get("NEEDS", ())
-    )
+    return Benchmark(f"benchmarks.{path.parent.name}.{path.stem}", summary, needs)
 
 
 BENCHMARKS = {

@@ -14,8 +14,6 @@ import lowbit_optax
 from benchmarks import records
 from tools.models.llama import Llama
 
-MINUTES = 0.2
-
 MEMORY = (24, 48, 80, 141)
 """GB (10^9 bytes) of each GPU."""
 SHARE = 0.8
@@ -68,7 +66,3 @@ def text(record: dict) -> str:
 def main(argv: list[str] | None = None) -> None:
     args = records.Options(__doc__).parse_args(argv)
     records.run(__name__, args, measure, text, ran="CPU, from shapes alone")
-
-
-if __name__ == "__main__":
-    main()

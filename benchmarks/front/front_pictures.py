@@ -12,8 +12,6 @@ import numpy as np
 
 from benchmarks import ROOT, pictures, records
 
-MINUTES = 0.2
-
 RECORD = ROOT / "docs/evidence/first_device_nvidia_h200.json"
 SIGN, EXPONENT, FRACTION, RESIDUAL, LOST = (
     "#d55e00",
@@ -194,7 +192,3 @@ def main(argv: list[str] | None = None) -> None:
         path = pictures.picture_of(name)
         draw(record, path)
         print(path.relative_to(ROOT))
-
-
-if __name__ == "__main__":
-    main()

@@ -20,8 +20,6 @@ from benchmarks import pictures, records
 from benchmarks.papers import next_byte
 from lowbit_optax import lpmm
 
-MINUTES = 4
-
 BITS, ROUNDINGS, POINTS = (12, 10, 8), ("nearest", "stochastic"), 50
 
 

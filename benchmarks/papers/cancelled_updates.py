@@ -17,8 +17,6 @@ import lowbit_optax
 from benchmarks import pictures, records
 from benchmarks.papers import click_log
 
-MINUTES = 3
-
 COUNTS = 50
 RUNS = {
     "float32": None,

@@ -26,8 +26,6 @@ from benchmarks import pictures, records
 from benchmarks.papers import noisy_digits
 from lowbit_optax import precision
 
-MINUTES = 5
-
 SIZES = (noisy_digits.PIXELS, 128, 128, 64, 64, 32, 32, noisy_digits.CLASSES)
 NOISE = 0.5
 

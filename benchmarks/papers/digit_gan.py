@@ -19,8 +19,6 @@ from jax import lax
 import lowbit_optax
 from benchmarks import pictures, records
 
-MINUTES = 5
-
 LATENT, CHANNELS, BATCH, FEATURES, DRAWN = 16, 16, 64, 32, 4096
 RUNS = {
     "float32": None,

@@ -16,8 +16,6 @@ import lowbit_optax
 from benchmarks import pictures, records
 from benchmarks.papers import click_log
 
-MINUTES = 3
-
 RUNS = {
     "float32": None,
     "float16": lowbit_optax.nearest(),

@@ -24,8 +24,6 @@ import lowbit_optax
 from benchmarks import pictures, records
 from benchmarks.papers import next_byte
 
-MINUTES = 16
-
 FLOAT8 = jnp.float8_e5m2
 ROUNDINGS = {
     "toward_zero": "toward zero",

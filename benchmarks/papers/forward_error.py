@@ -21,8 +21,6 @@ import numpy as np
 import lowbit_optax
 from benchmarks import pictures, records
 
-MINUTES = 1
-
 STEPS = (1, 3, 10, 30, 100, 300, 1000)
 BITS = (2, 4, 6, 8, 10, 13)
 CLOSE = {"+2, toward zero": 1.3, "+4, toward zero": 2.4, "float16": 0.5}

@@ -18,8 +18,6 @@ import lowbit_optax
 from benchmarks import pictures, records
 from benchmarks.papers import next_byte
 
-MINUTES = 8
-
 RUNS = {
     "float32": None,
     "nearest": None,

@@ -20,8 +20,6 @@ import optax
 import lowbit_optax
 from benchmarks import pictures, records
 
-MINUTES = 1
-
 DIMENSIONS, EXAMPLES, NOISE, RATE = 10, 1000, 0.5, 0.01
 POINTS = 100
 

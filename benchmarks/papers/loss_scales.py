@@ -21,8 +21,6 @@ import lowbit_optax
 from benchmarks import pictures, records
 from benchmarks.papers import next_byte
 
-MINUTES = 1
-
 DEVICES, RATE, WIDTH, POINTS = 8192, 3e-3, 64, 60
 BOUNDS = {"initial": 2.0**30, "largest": 2.0**40}
 RULES = {

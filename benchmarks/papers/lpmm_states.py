@@ -18,8 +18,6 @@ import lowbit_optax
 from benchmarks import pictures, records
 from benchmarks.papers import noisy_digits
 
-MINUTES = 5
-
 RATES = {"SGD": 0.004, "Adam": 0.001}
 CODES = (("dynamic", 8), ("linear", 8), ("dynamic", 4), ("linear", 4))
 

@@ -17,8 +17,6 @@ from benchmarks import pictures, records
 from benchmarks.papers import small_text_models as models
 from lowbit_optax import lpmm
 
-MINUTES = 4
-
 BITS = (12, 10, 8)
 ROUNDINGS = ("stochastic", "nearest")
 RUNS = {"float32": None} | {

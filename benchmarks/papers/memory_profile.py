@@ -15,7 +15,6 @@ import lowbit_optax
 from benchmarks import pictures, records
 from lowbit_optax import release
 
-MINUTES = 1
 NEEDS = ("jax_plugins.xla_cuda12",)
 
 GIB = 2**30

@@ -19,8 +19,6 @@ import lowbit_optax
 from benchmarks import pictures, records
 from benchmarks.papers import noisy_digits
 
-MINUTES = 8
-
 BITS, FACTORS = (12, 10, 8), (1, 4, 16)
 SMALL = tuple(2.0**power for power in range(-12, 5))
 """Update sizes in quantization steps. The share of updates below each is counted."""

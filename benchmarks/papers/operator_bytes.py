@@ -18,7 +18,6 @@ import optax
 import lowbit_optax
 from benchmarks import pictures, records
 
-MINUTES = 1
 NEEDS = ("jax_plugins.xla_cuda12",)
 
 BITS = (0, 1, 2, 4, 6, 8, 10, 12, 16)

@@ -22,8 +22,6 @@ from benchmarks import pictures, records
 from benchmarks.papers import noisy_digits
 from lowbit_optax import precision
 
-MINUTES = 3
-
 RATE, SMALL, SCALE = 1e-3, 1e-3, 2.0**10
 STRENGTHS = (1e-5, 1e-4, 1e-3)
 KINDS = {

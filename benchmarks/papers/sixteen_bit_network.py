@@ -25,8 +25,6 @@ from benchmarks import pictures, records
 from benchmarks.papers import noisy_digits
 from lowbit_optax import emulation, precision
 
-MINUTES = 7
-
 WIDTH, BATCH, NOISE, COPIES = 64, 16, 0.5, 4
 RATES = {"SGD": 0.02, "AdamW": 1e-3}
 # Both 16-bit formats represent the decay rates, so all runs use the same values.

@@ -22,7 +22,6 @@ from benchmarks.training.text import stdlib_text
 from lowbit_optax import release
 from tools.gpu_program.release_steps import plain
 
-MINUTES = 6
 NEEDS = ("jax_plugins.xla_cuda12",)
 
 

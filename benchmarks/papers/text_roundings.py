@@ -19,8 +19,6 @@ import lowbit_optax
 from benchmarks import pictures, records
 from benchmarks.papers import small_text_models as models
 
-MINUTES = 5
-
 RUNS = {
     "float32": None,
     "nearest": lowbit_optax.nearest(),

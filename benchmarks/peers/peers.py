@@ -22,7 +22,6 @@ from benchmarks import ROOT, records
 from benchmarks.peers import jax_peers
 from tools import is_installed
 
-MINUTES = 15
 NEEDS = ("jax_plugins.xla_cuda12",)
 
 TORCH_BASELINE = "torch AdamW, float32"

@@ -1,20 +1,15 @@
-"""Time to trace and compile a step, compared with optax's step on the same leaves.
+"""Time to trace and compile a training step, compared with optax's step.
 
     .venv/bin/python -m benchmarks compile_cost
 
-The table lists seconds of processor time to trace, lower and compile a donated step on
-the 148 bfloat16 leaves of GPT-2 for an H200, with each launcher. They include the
-assemblers that the process runs, and Mosaic's own compiler. JAX's plugin for CUDA needs
-``JAX_PLATFORMS=cpu`` on a machine without a GPU.
-
-``--for training`` compiles a whole training step of a small transformer with 12 layers
-and 198 leaves for this CPU: loss, gradients and update. In this table, optax's step
-has float32 parameters.
+The table lists seconds of processor time to trace, lower and compile a whole training
+step of a small transformer with 12 layers and 198 leaves for this CPU: loss, gradients
+and update. Parameters and state are donated. In optax's step, parameters are float32.
 """
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import flax.linen as nn
 import jax
@@ -23,39 +18,9 @@ import optax
 
 import lowbit_optax
 from benchmarks import records
-from benchmarks.leaf_sets import gpt2
 from tools.stages import compile_in_stages
 
-MINUTES = 6
-NEEDS = ("jax_plugins.xla_cuda12",)
-
 RATE, OPTAX = 1e-3, "optax.adamw"
-
-
-def cost_of(step, tx, params, other, mesh=None) -> dict[str, float]:
-    """Return the seconds of each stage of a step that donates parameters and state."""
-    given = params, jax.eval_shape(tx.init, params), other
-    return compile_in_stages(step, *given, mesh=mesh, donate=(0, 1)).processor
-
-
-def cost(name: str, shapes: Sequence | None = None) -> dict[str, float]:
-    """Return the seconds of each stage of a step for an H200.
-
-    Args:
-      name: ``OPTAX``, or the launcher that compiles the kernels of ``lowbit_adamw``.
-      shapes: the shapes of the leaves; None for those of GPT-2.
-    """
-    from tools.gpu_program.targets import gpu_mesh
-
-    is_optax = name == OPTAX
-    tx = optax.adamw(RATE)
-    tx = tx if is_optax else lowbit_optax.lowbit_adamw(RATE, implementation=name)
-    leaves = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes or gpt2().shapes
-    ]
-    params = {f"{number:03d}": leaf for number, leaf in enumerate(leaves)}
-    step = functools.partial(lowbit_optax.step, tx)
-    return cost_of(step, tx, params, params, gpu_mesh())
 
 
 class Transformer(nn.Module):
@@ -92,14 +57,16 @@ def training_cost(name: str) -> dict[str, float]:
         loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
         return loss, *lowbit_optax.step(tx, params, state, grads)
 
-    return cost_of(step, tx, params, tokens)
+    given = params, jax.eval_shape(tx.init, params), tokens
+    return compile_in_stages(step, *given, donate=(0, 1)).processor
 
 
-def rows(of: Callable, names: tuple[str, ...]) -> Iterator[dict[str, str]]:
-    """Measure with ``of(name)``, beginning with optax."""
+def rows() -> Iterator[dict[str, str]]:
+    """Measure each step, beginning with optax."""
+    training_cost(OPTAX)  # warms up
     base = None
-    for name in (OPTAX, *names):
-        found = of(name)
+    for name in (OPTAX, "kahan_adamw", "lowbit_adamw"):
+        found = training_cost(name)
         total = sum(found.values())
         base = base or total
         seconds = {stage: f"{x:.2f}" for stage, x in (found | {"total": total}).items()}
@@ -107,11 +74,5 @@ def rows(of: Callable, names: tuple[str, ...]) -> Iterator[dict[str, str]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--for", choices=("h200", "training"), default="h200", dest="x")
-    if parser.parse_args(argv).x == "training":
-        training_cost(OPTAX)  # warms up
-        records.print_rows(rows(training_cost, ("kahan_adamw", "lowbit_adamw")))
-    else:
-        cost(OPTAX, ((256, 384),))
-        records.print_rows(rows(cost, ("triton", "mosaic")))
+    argparse.ArgumentParser(description=str(__doc__).splitlines()[0]).parse_args(argv)
+    records.print_rows(rows())

@@ -33,7 +33,6 @@ from tools.gpu_program.steps import (
 from tools.gpu_program.targets import TARGETS, gpu_mesh
 from tools.hlo import COLLECTIVES
 
-MINUTES = 6
 NEEDS = ("jax_plugins.xla_cuda12",)
 
 BASELINE, LPMM = "optax, float32 master", "`lpmm_adam`, 12 bits"

@@ -18,7 +18,6 @@ from lowbit_optax import release
 from tools.gpu_program.release_steps import MIB, matrices
 from tools.tpu_program.release_steps import compile_step, streamed
 
-MINUTES = 1
 NEEDS = ("libtpu",)
 
 MODES = {"on the device": release.value_and_update, "in host memory": streamed}

@@ -25,7 +25,6 @@ from tools.gpu_program.steps import bytes_of
 from tools.gpu_program.targets import compile_lowered, gpu_mesh, shards
 from tools.tpu_program.targets import tpu_mesh
 
-MINUTES = 30
 NEEDS = ("jax_plugins.xla_cuda12", "libtpu")
 
 MODEL = Llama(layers=16, width=2048, heads=16, length=512, batch=128)

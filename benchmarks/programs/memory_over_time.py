@@ -20,7 +20,6 @@ import lowbit_optax
 from benchmarks import pictures, records
 from lowbit_optax import release
 
-MINUTES = 1
 NEEDS = ("jax_plugins.xla_cuda12",)
 
 BF16, GIB = jnp.bfloat16, 2**30

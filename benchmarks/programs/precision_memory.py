@@ -16,7 +16,6 @@ from tools.gpu_program.targets import compile_for, gpu_mesh
 from tools.models.classifier import arguments_of, make_loss_fn
 from tools.models.resnet import ResNet
 
-MINUTES = 2
 NEEDS = ("jax_plugins.xla_cuda12",)
 
 MIB, RATIOS = 2**20, (0.0, 0.5, 1.0)

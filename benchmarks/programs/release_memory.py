@@ -37,7 +37,6 @@ from tools.gpu_program.sharded import MESHES, blocks, compile_sharded, mesh_of
 from tools.gpu_program.unrolled import resnet18
 from tools.hlo import exchanged
 
-MINUTES = 5
 NEEDS = ("jax_plugins.xla_cuda12",)
 
 LOWBIT_ADAMW = lowbit_optax.lowbit_adamw(1e-3)

@@ -22,7 +22,6 @@ from tools.gpu_program.steps import leaf
 from tools.tpu_program.schedule import loops_of, parts_of, request_schedules
 from tools.tpu_program.targets import TARGETS
 
-MINUTES = 1
 NEEDS = ("libtpu",)
 
 CLOCKS = {"v5e": 1.5e9, "v6e": 1.75e9}

@@ -25,7 +25,6 @@ from tools.gpu_program.steps import fast, leaf, replaced, with_master
 from tools.tpu_program.steps import TpuStep, lower_lpmm_step, lower_step
 from tools.tpu_program.targets import TARGETS, tpu_mesh
 
-MINUTES = 5
 NEEDS = ("libtpu",)
 
 BASELINE, LPMM = "optax, float32 master", "lpmm_adam, 12 bits"

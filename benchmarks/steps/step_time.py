@@ -23,8 +23,6 @@ import lowbit_optax
 from benchmarks import records
 from tools.gpu_program.steps import applied, fast, replaced, with_master
 
-MINUTES = 2
-
 SHAPE, RATE, DECAY = (4096, 4096), 1e-3, 1e-4
 
 

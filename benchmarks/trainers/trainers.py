@@ -36,19 +36,12 @@ matched an uninterrupted run bit for bit. On a different number of devices, its 
 loss differed by at most 0.2%."""
 
 
-def found_by_the_tests(some: str) -> tuple[int, dict[str, dict]]:
-    """Run the tests.
-
-    Args:
-      some: an expression for pytest's ``-k``, which selects tests; all if empty.
-
-    Returns:
-      The exit status of pytest, and a row of figures for each trainer.
-    """
+def found_by_the_tests() -> tuple[int, dict[str, dict]]:
+    """Run the tests, and return pytest's status and a row of figures per trainer."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pytest", "-n", "2", "-q", "-rs"]
         status = subprocess.run(
-            [*command, "--dist", "worksteal", "tests/trainers", "-k", some],
+            [*command, "--dist", "worksteal", "tests/trainers"],
             cwd=ROOT,
             env=os.environ | {"TRAINERS_ROWS": folder},
         ).returncode
@@ -184,15 +177,10 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="write the record to runs/, and leave the page unchanged",
     )
-    parser.add_argument(
-        "-k", default="", help="run the tests that match, and keep the other rows"
-    )
     args = parser.parse_args(argv)
     status = 0
     if not args.draw:
-        status, rows = found_by_the_tests(args.k)
-        if args.k:
-            rows = records.load(RECORD)["rows"] | rows
+        status, rows = found_by_the_tests()
         path = records.path_of("benchmarks.trainers.trainers", args.check)
         records.save(path, args, records.ran_here(), rows=rows)
     if not args.check:

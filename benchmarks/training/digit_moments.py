@@ -21,8 +21,6 @@ import lowbit_optax
 from benchmarks import records
 from benchmarks.training.format_rows import FEW_BITS, INTO_MU, factored_adamw
 
-MINUTES = 2
-
 SIZES = (64, 256, 256, 10)
 TRAINING = 1400
 MEANS = 20

@@ -33,8 +33,6 @@ from benchmarks.training.text import stdlib_text
 from lowbit_optax import block_quantized
 from tools.models.gpt import GPT
 
-MINUTES = 20
-
 BETA = 0.95
 BLOCK = 32
 SCALE_BITS = 16

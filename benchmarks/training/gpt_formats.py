@@ -22,8 +22,6 @@ from benchmarks.training.format_rows import Row, Run
 from benchmarks.training.text import stdlib_text
 from tools.models.gpt import GPT
 
-MINUTES = 10
-
 EMA = lowbit_optax.ema_of_params(0.99)
 NUMBERS = {"layers": 2, "width": 64, "context": 32, "batch_size": 16, "steps": 800}
 NUMBERS |= {"learning_rate": 3e-3}

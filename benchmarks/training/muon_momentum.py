@@ -17,8 +17,6 @@ from benchmarks.training import format_rows, gpt_formats
 from benchmarks.training.format_rows import Row, Run
 from lowbit_optax import block_quantized
 
-MINUTES = 30
-
 BASE = "float32, and weights"
 
 

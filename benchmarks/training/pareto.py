@@ -26,8 +26,6 @@ from benchmarks import pictures, records
 from benchmarks.training import digit_moments
 from lowbit_optax import extra_bits, lpmm
 
-MINUTES = 8
-
 SIZES = (64, 64, 64, 10)
 TRAINING, BATCH = 1400, 64
 WEIGHTS = {

@@ -38,8 +38,6 @@ from tools.models.classifier import arguments_of, make_loss_fn
 from tools.models.resnet import ResNet
 from tools.models.squeezenet import SqueezeNet
 
-MINUTES = 20
-
 # Both networks halve the image first, and are narrower (by 4 and 8) and less deep than
 # the originals, so that a CPU trains one in a minute.
 MODELS = {

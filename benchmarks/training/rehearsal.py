@@ -23,8 +23,6 @@ from typing import NamedTuple
 from benchmarks import ROOT
 from benchmarks.training.large_model.plan import Job, Task
 
-MINUTES = 5
-
 SECONDS = 1200  # the longest time for a group of processes
 # The limit for changes of the state. Moments that become 8-bit codes change by 0.03.
 MOST_CHANGE = 0.05

@@ -23,8 +23,6 @@ from benchmarks import pictures, records
 from benchmarks.training.text import stdlib_text
 from tools.models.gpt import GPT
 
-MINUTES = 12
-
 MODEL = GPT(2, 64, 4, 16)
 PROMPT, SAMPLED, PROMPTS, GROUP = 8, 8, 8, 8
 RATES = (1e-6, 1e-5, 1e-4)

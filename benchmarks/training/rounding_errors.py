@@ -19,8 +19,6 @@ import lowbit_optax
 from benchmarks import records
 from lowbit_optax import extra_bits, stochastic_rounding
 
-MINUTES = 4
-
 FED = stochastic_rounding(error_feedback="mu")
 BFLOAT16, FLOAT8 = jnp.bfloat16, jnp.float8_e4m3fn
 RATES = (1e-3, 1e-4, 1e-5)

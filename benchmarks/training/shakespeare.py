@@ -2,21 +2,16 @@
 
     .venv/bin/python -m benchmarks shakespeare --text tinyshakespeare.txt
     .venv/bin/python -m benchmarks shakespeare --text PATH --rows float32 --seeds 1
-    .venv/bin/python -m benchmarks shakespeare --text PATH --gpu --seeds 3
 
-The sizes, the schedule and the options of AdamW are nanoGPT's for a CPU. With
-``--gpu``, they are nanoGPT's for one GPU, with dropout, and the model computes in
-bfloat16. The first 90% of the text is for training. The validation loss is the mean
-over the rest, not over a sample. It leaves out only the end of the text, which is
-shorter than a window. All rows start from the same weights, and use the same batches
-and the same keys for dropout. Each seed is compared with its own float32 run.
+The sizes, the schedule and the options of AdamW are nanoGPT's for a CPU; the benchmark
+``first_device`` uses those for one GPU. The first 90% of the text is for training. The
+validation loss is the mean over the rest, not over a sample. It leaves out only the end
+of the text, which is shorter than a window. All rows start from the same weights, and
+use the same batches. Each seed is compared with its own float32 run.
 
-With ``--gpu``, validation runs every 250 steps, and the record has both the last and
-the best loss. nanoGPT's 1.4697 is its best loss, measured on a sample of the text.
-
-A run for a CPU takes two to four minutes on one core. A run is stored in its own file
-when it is complete. Runs that have a file, or are in the record, are not trained again,
-so several processes may train different rows, and you can interrupt the benchmark.
+A run takes two to four minutes on one core, and is stored in its own file when it is
+complete. Runs that have a file, or are in the record, are not trained again, so several
+processes may train different rows, and you can interrupt the benchmark.
 """
 
 import pathlib
@@ -30,7 +25,6 @@ from benchmarks.training.text import kept_runs
 from benchmarks.training.text.shakespeare_rows import (
     CONTROLS,
     CPU,
-    GPU,
     POINTS,
     ROWS,
     characters,
@@ -41,8 +35,8 @@ SOURCE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
     "input.txt"
 )
-ENDS = "validation", "best", "training"
-"""The figures of a run. CPU runs have no best loss."""
+ENDS = "validation", "training"
+"""The final figures of a run."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -50,18 +44,15 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--text", type=pathlib.Path, help=f"the text, from {SOURCE}")
     add("--rows", nargs="+", choices=ROWS, metavar="ROW", help="train only these")
-    add("--gpu", action="store_true", help="nanoGPT's sizes for one GPU")
     args = parser.parse_args(argv)
     path = records.path_of(__name__)
-    if args.gpu:
-        path = path.with_stem(f"{path.stem}_gpu")
     if not args.draw:
         if args.text is None or not args.text.is_file():
             sys.exit(f"error: --text must be the file from {SOURCE}, got {args.text}")
         record = records.load(path) if path.exists() else {"runs": {}}
         folder = ROOT / "runs" / path.stem
         _train_all(args, folder, record)
-        del args.text, args.rows, args.gpu
+        del args.text, args.rows
         records.save(path, args, records.ran_here(), runs=_gathered(folder, record))
     record = records.load(path)
     print(records.figures(record))
@@ -70,12 +61,12 @@ def main(argv: list[str] | None = None) -> None:
 
 def _train_all(args, folder: pathlib.Path, record: dict) -> None:
     """Train the selected runs that are not complete, and write a file for each."""
-    text, protocol = characters(args.text), GPU if args.gpu else CPU
+    text = characters(args.text)
     rows = args.rows or [name for name in ROWS if name not in CONTROLS]
 
     def run(name: str, seed: int) -> dict:
         parts = tqdm(range(POINTS), f"{name}, seed {seed}", disable=None)
-        return train(name, seed, text, protocol, parts)
+        return train(name, seed, text, CPU, parts)
 
     found = _complete(folder, record)
     kept_runs.train_missing(rows, args.seeds, folder, found, run)
@@ -94,8 +85,7 @@ def _gathered(folder: pathlib.Path, record: dict) -> dict:
     """Return the figures of all complete runs, next to float32 with the same seed."""
     found = _complete(folder, record)
     ends = lambda runs: {
-        seed: {end: run[end] for end in ENDS if end in run}
-        for seed, run in runs.items()
+        seed: {end: run[end] for end in ENDS} for seed, run in runs.items()
     }
     return {
         name: {

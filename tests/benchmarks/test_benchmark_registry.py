@@ -44,7 +44,7 @@ def test_every_record_says_where_it_comes_from():
         record = json.loads(path.read_text())
         program, name = record["command"].split()[:3], record["command"].split()[3]
         assert program == ["python", "-m", "benchmarks"], path
-        stem = path.stem.removesuffix("_large").removesuffix("_gpu")
+        stem = path.stem.removesuffix("_large")
         assert BENCHMARKS[name].module == f"benchmarks.{path.parent.name}.{stem}"
         assert record["ran"].startswith(("CPU", "compiled for", "NVIDIA")), path
         assert record["versions"]["jax"], path

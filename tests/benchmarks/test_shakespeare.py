@@ -3,7 +3,6 @@
 import argparse
 import json
 import string
-import sys
 import time
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import ROOT, records
+from benchmarks import records
 from benchmarks.device import shakespeare_runs
 from benchmarks.device.job import Job
 from benchmarks.training import shakespeare
@@ -35,8 +34,8 @@ def path(tmp_path):
 
 
 def test_a_run_has_all_losses_and_is_not_trained_again(path, tmp_path, monkeypatch):
-    monkeypatch.setattr(shakespeare, "GPU", TINY)
-    args = argparse.Namespace(gpu=True, seeds=1, rows=["float32"], text=path)
+    monkeypatch.setattr(shakespeare, "CPU", TINY)
+    args = argparse.Namespace(seeds=1, rows=["float32"], text=path)
     folder = tmp_path / "runs"
     shakespeare._train_all(args, folder, {"runs": {}})
     run = json.loads((folder / "float32_0.json").read_text())
@@ -48,19 +47,9 @@ def test_a_run_has_all_losses_and_is_not_trained_again(path, tmp_path, monkeypat
     monkeypatch.setattr(shakespeare, "train", lambda *args: pytest.fail("trained"))
     shakespeare._train_all(args, folder, {"runs": {}})
     runs = shakespeare._gathered(folder, {"runs": {}})
-    assert runs["float32"]["best"]["values"] == [run["best"]]
-    best = records.shown(runs["float32"]["best"], 5)
-    assert f"float32: best = {best}" in records.figures({"runs": runs})
-
-
-@pytest.mark.parametrize(
-    ("options", "name"), [([], "shakespeare"), (["--gpu"], "shakespeare_gpu")]
-)
-def test_each_protocol_has_a_record(options, name, monkeypatch):
-    monkeypatch.setattr(shakespeare.records, "load", lambda path: sys.exit(path))
-    with pytest.raises(SystemExit) as found:
-        shakespeare.main([*options, "--draw"])
-    assert found.value.code == ROOT / "benchmarks" / "training" / f"{name}.json"
+    assert runs["float32"]["validation"]["values"] == [run["validation"]]
+    last = records.shown(runs["float32"]["validation"], 5)
+    assert f"float32: validation = {last}" in records.figures({"runs": runs})
 
 
 def test_a_run_without_time_stops_and_has_its_last_step(path, monkeypatch):

@@ -80,12 +80,6 @@ def _lpmm(rate):
     return _clipped(inner)
 
 
-def _adafactor(**options):
-    """Return Adafactor with AdamW's learning rates, which do not fit scaled updates."""
-    options |= dict(min_dim_size_to_factor=64, multiply_by_parameter_scale=False)
-    return lambda rate: _clipped(optax.adafactor(rate, **options))
-
-
 _row = functools.partial(format_rows.of, _of(optax.adamw))
 _bfloat16 = lowbit_optax.cast(jnp.bfloat16)
 _factored = _of(format_rows.factored_adamw)
@@ -95,15 +89,12 @@ CONTROLS = {
     "float32, rate times 1.25": format_rows.of_float32(
         lambda rate: _of(optax.adamw)(lambda step: 1.25 * rate(step))
     ),
-    "factored, all in float32": format_rows.of_float32(_factored),
     "error into mu, float32 moments": _row(INTO_MU, "float32"),
     "error into mu, Nesterov": format_rows.of(
         _of(optax.adamw, nesterov=True), INTO_MU, "float32"
     ),
-    "adafactor": format_rows.of(_adafactor()),
-    "adafactor, momentum": format_rows.of(_adafactor(momentum=_B1)),
 }
-"""Rows that explain the others, or compare with them. They run only if named."""
+"""Rows that explain the others. They run only if named."""
 
 ROWS = {
     "float32": format_rows.of_float32(_of(optax.adamw)),
