@@ -6,11 +6,13 @@ JAX knows this when it lowers the program, and only the lowering rule of a primi
 find out. JAX documents ``jax.interpreters.mlir`` for such rules.
 """
 
+import functools
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
@@ -51,6 +53,31 @@ def for_one_platform(kernel: Callable, portable: Callable) -> Callable:
     return _chosen(kernel, portable, one_device=False, message=None)
 
 
+def traced_when_lowered(function: Callable, avals: Sequence, arrays: Sequence) -> list:
+    """Call a function that is traced only if the program around it is lowered.
+
+    It cannot be differentiated or batched, and must not close over arrays.
+
+    Args:
+      function: a function from arrays to a list of arrays.
+      avals: the types of its results.
+      arrays: its arguments.
+    """
+    static = {"avals": tuple(avals), "one_device": None, "message": None}
+    return _chosen_p.bind(*arrays, first=_partitioned(), other=function, **static)
+
+
+@functools.cache
+def _partitioned() -> ClosedJaxpr:
+    """Return a jaxpr with a partitioned function.
+
+    JAX passes devices to the lowering of a program only if it finds such a function.
+    """
+    same = custom_partitioning(lambda x: x)
+    same.def_partition(None, sharding_rule="... -> ...")
+    return jax.make_jaxpr(same)(0)
+
+
 def _chosen(first: Callable, other: Callable, **static) -> Callable:
     def chosen(*args) -> typing.Any:
         leaves, structure = jax.tree.flatten(args)
@@ -84,7 +111,7 @@ def _lower(
     first: ClosedJaxpr | Callable,
     avals,
     other: Callable,
-    one_device: bool,
+    one_device: bool | None,
     message,
 ):
     del avals
@@ -94,6 +121,7 @@ def _lower(
     if not is_alone and message is not None:
         warnings.warn(message, stacklevel=2)
     is_first = is_alone and len(ctx.module_context.platforms) == 1
+    is_first = is_first and one_device is not None
     kernel = jaxpr_as_fun(first) if isinstance(first, ClosedJaxpr) else first
     chosen = kernel if is_first else other
     return mlir.lower_fun(chosen, multiple_results=True)(ctx, *args)

@@ -1,14 +1,17 @@
 """Find a program's platform, and choose whether kernels or XLA run a computation."""
 
+import functools
 import re
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.core
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from pallas_kernels.lowered import traced_when_lowered
 
 Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | None
 """The implementation of a function that has kernels.
@@ -175,15 +178,19 @@ def is_for_tpus(mesh: Mesh | AbstractMesh | None = None) -> bool:
     >>> is_for_tpus() == (jax.default_backend() == "tpu")
     True
     """
-    return _platform(mesh) == "tpu"
+    return platform_of(mesh) == "tpu"
 
 
-def _platform(mesh: Mesh | AbstractMesh | None = None) -> str:
-    """Returns the platform of a mesh, the active mesh, or JAX's default backend."""
+def platform_of(mesh: Mesh | AbstractMesh | None = None) -> str:
+    """Return the platform of a mesh, the active mesh, or JAX's default backend.
+
+    It is "cuda" for all GPUs.
+    """
     if mesh is None or mesh.empty:
         mesh = jax.sharding.get_abstract_mesh()
     device = (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh).abstract_device
-    return jax.default_backend() if device is None else device.platform
+    platform = jax.default_backend() if device is None else device.platform
+    return "cuda" if platform == "gpu" else platform
 
 
 def is_partitioned() -> bool | None:
@@ -213,7 +220,7 @@ def is_for_one_cpu() -> bool:
     """
     mesh = jax.sharding.get_abstract_mesh()
     devices = jax.device_count() if mesh.empty else mesh.size
-    return _platform() == "cpu" and devices == 1
+    return platform_of() == "cpu" and devices == 1
 
 
 def launcher_name(implementation: str | None) -> LauncherName:
@@ -254,7 +261,58 @@ def by_platform(
     default = interpreted if implementation == "pallas" else reference
     if is_elsewhere(x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)):
         return default(*arguments)
-    return lax.platform_dependent(*arguments, default=default, **branches)
+    return chosen_by_platform(platform_of(), branches, default, arguments)
+
+
+def chosen_by_platform(
+    expected: str | None,
+    branches: Mapping[str, Callable],
+    default: Callable,
+    arguments: Sequence,
+):
+    """Run the branch of the platform for which the program is lowered.
+
+    Only the branch of the expected platform is traced at once. The others are traced if
+    the program is lowered for their platforms, and must not close over arrays.
+
+    Args:
+      expected: the platform for which the program will probably be lowered. If None,
+        all branches are traced at once.
+      branches: functions that return results of the same types, keyed by platform.
+      default: the function for other platforms. Functions that are traced later have
+        its derivatives and its batching rule.
+      arguments: the arguments of all functions, which are trees of arrays.
+    """
+    flat, structure = jax.tree.flatten(arguments)
+    results: dict[str, typing.Any] = {}
+
+    def run(branch: Callable, *flat) -> list:
+        found = branch(*structure.unflatten(flat))
+        found, results["structure"] = jax.tree.flatten(found)
+        return found
+
+    def now(*flat) -> list:
+        found = run(branches.get(expected or "", default), *flat)
+        results["types"] = list(map(jax.typeof, found))
+        return found
+
+    def later(branch: Callable, *flat) -> list:
+        own, derived = (functools.partial(run, x) for x in (branch, default))
+        if "types" not in results:  # outside of jit, JAX calls one branch
+            return own(*flat)
+        types = results["types"]
+        lowered = lambda *flat: traced_when_lowered(own, types, flat)
+        return transformable(lowered, derived)(*flat)
+
+    when = run if expected is None else later
+    each = {name: functools.partial(when, x) for name, x in branches.items()}
+    if expected is not None:
+        each = {expected: now} | {x: each[x] for x in each if x != expected}
+    # JAX traces the branches in this order.
+    found = lax.platform_dependent(
+        *flat, default=functools.partial(when, default), **each
+    )
+    return results["structure"].unflatten(found)
 
 
 def transformable(kernel: Callable, reference: Callable) -> Callable:

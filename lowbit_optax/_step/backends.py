@@ -13,7 +13,6 @@ program.
 """
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Callable
 
@@ -29,10 +28,12 @@ from lowbit_optax._step.step import Step
 from pallas_kernels.lowered import for_one_device
 from pallas_kernels.platforms import (
     Implementation,
+    chosen_by_platform,
     is_elsewhere,
     is_for_one_cpu,
     is_for_tpus,
     launcher_name,
+    platform_of,
     refused_gpu,
     target_gpu,
 )
@@ -70,61 +71,65 @@ def run(
         # Outside of jit, XLA can run an update that needs concrete values.
         if not only_xla or step.plan.takes_errors or step.plan.stored_first:
             raise
-        return reference(step, update, None)
-    if not (step.plan.takes_errors or (only_xla and is_eager)):
-        # In other cases, run the original update, because the trace also computes the
-        # next updates, or because Python code may read concrete values.
-        update = traced.update
-    by_xla = functools.partial(reference, update=update, traced=traced)
+        return _reference(step, update, None)
+    if only_xla and is_eager:
+        # Python code of the update may read concrete values.
+        return _reference(step, update, traced)
     if only_xla:
-        return by_xla(step)
+        return reference(traced)
     if implementation is None:
-        return _by_platform(step, traced, by_xla, warn)
+        return _by_platform(traced, warn)
     plan = plan_kernels(traced, for_tpus=implementation == "tpu")
     plan.require()
-    if not plan.kernels:
-        return by_xla(step)
-    return run_kernels(plan, step, implementation)
+    return run_kernels(plan, implementation)
 
 
-def _by_platform(
-    step: Step, traced: InnerUpdate, by_xla: Callable, warn: bool
-) -> Stepped:
+def _by_platform(traced: InnerUpdate, warn: bool) -> Stepped:
     """Run a step with kernels on CUDA and TPUs, and with XLA on other platforms.
 
-    The program selects its branch when it is lowered for a platform. XLA also runs the
-    step on GPUs that kernels do not support (:func:`.refused_gpu`).
+    XLA also runs the step on GPUs that kernels do not support (:func:`.refused_gpu`).
     """
-    refusal, on_tpus = refused_gpu(), is_for_tpus(_mesh(step))
+    refusal, mesh = refused_gpu(), _mesh(traced.step)
     if refusal is not None:
         if warn:
             cost = "which needs more time and memory"
             warn_once(f"lowbit: XLA runs the steps, {cost}: {refusal}")
-        return by_xla(step)
+        return reference(traced)
+    accelerator = "tpu" if is_for_tpus(mesh) else "cuda"
+    branches: dict[str, Callable] = {accelerator: lambda x: _on_accelerator(x, warn)}
+    # Three cases cannot use blocks. In a program for several devices, XLA may partition
+    # each block and communicate for it. On explicit axes, each array in a block would
+    # need a sharding. A layer is written to its stack as a whole.
+    step = traced.step
+    if step.layer is None and is_for_one_cpu() and _explicit_mesh(step) is None:
+        branches["cpu"] = _by_blocks
+    # A step in host memory is divided into its leaves before it is lowered.
+    expected = None if context.current().alone else platform_of(mesh)
+    return chosen_by_platform(expected, branches, reference, [traced])
+
+
+def _on_accelerator(traced: InnerUpdate, warn: bool) -> Stepped:
+    on_tpus = is_for_tpus(_mesh(traced.step))
     plan = plan_kernels(traced, for_tpus=on_tpus)
     reasons = plan.why_not(on_tpus=on_tpus)
     message = warning_of(plan, reasons)
     if warn and message and (on_tpus or target_gpu() is not None):
         warn_once(message)
     if not set(plan.kernels) - set(reasons):
-        return by_xla(step)
+        return reference(traced)
+    perhaps = warning_of(plan, perhaps_partitioned(plan)) if on_tpus and warn else None
+    if perhaps is not None:
+        # The program warns when it is lowered for several devices.
+        same = for_one_device(lambda x: [x], lambda x: [x], perhaps)
+        step = dataclasses.replace(traced.step, count=same(traced.step.count)[0])
+        plan = plan_kernels(dataclasses.replace(traced, step=step), for_tpus=True)
     # With a named launcher, JAX does not trace kernels for other platforms.
-    name = "tpu" if on_tpus else launcher_name(None)
-    run = lambda: run_kernels(plan, step.for_another_branch(), name)
-    if on_tpus and warn:
-        run = lambda: run_kernels(plan, _warning(plan, step), name)
-    branches = {"tpu" if on_tpus else "cuda": run}
-    # Three cases cannot use blocks. In a program for several devices, XLA may partition
-    # each block and communicate for it. On explicit axes, each array in a block would
-    # need a sharding. A layer is written to its stack as a whole.
-    if step.layer is None and is_for_one_cpu() and _explicit_mesh(step) is None:
-        large = plan_kernels(traced, is_exact=True).only_blocks()
-        if large.kernels:
-            branches["cpu"] = lambda: run_kernels(
-                large, step.for_another_branch(), "blocks"
-            )
-    default = lambda: by_xla(step.for_another_branch())
-    return jax.lax.platform_dependent(default=default, **branches)
+    return run_kernels(plan, "tpu" if on_tpus else launcher_name(None))
+
+
+def _by_blocks(traced: InnerUpdate) -> Stepped:
+    large = plan_kernels(traced, is_exact=True).only_blocks()
+    return run_kernels(large, "blocks")
 
 
 def explained(
@@ -156,36 +161,29 @@ def _mesh(step: Step):
     return next((x.sharding.mesh for x in step.leaves if x.sharding is not None), None)
 
 
-def _warning(plan: KernelPlan, step: Step) -> Step:
-    """Return a step that warns in programs for several devices."""
-    message = warning_of(plan, perhaps_partitioned(plan))
-    if message is None:
-        return step.for_another_branch()
-    same = for_one_device(lambda x: [x], lambda x: [x], message)
-    return dataclasses.replace(step, count=same(step.count)[0])
-
-
 def _explicit_mesh(step: Step):
     """Return the mesh of the first leaf on explicit axes, or None."""
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(step.params))
     return next(filter(has_explicit_axes, meshes), None)
 
 
-def reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepped:
-    """Run a step with array operations of XLA on whole leaves.
+def reference(traced: InnerUpdate) -> Stepped:
+    """Run a step with array operations of XLA on whole leaves."""
+    return _reference(traced.step, traced.update, traced)
 
-    ``traced`` is None for an inner update that needs concrete values.
-    """
+
+def _reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepped:
+    """Run a step with this inner update; it needs concrete values if not traced."""
     updates, inner_state = step.inner_update(update)
     structure = step.plan.structure(inner_state)
     parts = structure.flatten_up_to(inner_state)
     feedback: list[Feedback | None] = [None] * len(updates)
     if traced and step.plan.takes_errors:
-        feedback = traced.feedback_values(step)
+        feedback = traced.feedback_values()
     first: frozenset[int] = frozenset()
     if traced and traced.stored_first:
         first, leaves = step.plan.stored_first, range(len(updates))
-        updates, parts = traced.updates_from_stored(step, leaves, parts, first)
+        updates, parts = traced.updates_from_stored(leaves, parts, first)
     landed = [
         step.landed(i, update, parts, feedback[i]) for i, update in enumerate(updates)
     ]
@@ -196,19 +194,19 @@ def reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepp
 
 
 def run_kernels(
-    plan: KernelPlan,
-    step: Step,
-    implementation: Implementation | typing.Literal["blocks"],
+    plan: KernelPlan, implementation: Implementation | typing.Literal["blocks"]
 ) -> Stepped:
     """Update leaves with kernels, and all other leaves with XLA.
 
     Args:
       plan: which leaves kernels update, and how.
-      step: the planned step, or its copy for another branch.
       implementation: see :func:`pallas_kernels.fused_update`. With ``"blocks"``, XLA
         updates the leaves of the plan block by block.
     """
     traced, kernels, nodes = plan.traced, plan.kernels, plan.traced.nodes
+    step = traced.step
+    if not kernels:
+        return reference(traced)
     written = {part for x in kernels.values() for part in x.parts}
     others = {i: x for i, x in enumerate(nodes.updates) if i not in kernels}
     rest = {i: x for i, x in enumerate(nodes.new_state) if i not in written}
@@ -222,12 +220,12 @@ def run_kernels(
         wanted += others.values()
     wanted += [x for into in feedback.values() for x in into[1:]]
     # Plans of blocks have no sums.
-    sums = plan.sums.values(step, typing.cast(Implementation, implementation))
-    values = traced.values(step, wanted, sums)
+    sums = plan.sums.values(typing.cast(Implementation, implementation))
+    values = traced.values(wanted, sums)
     parts = {i: values[x] for i, x in rest.items()}
     if first:
         given = [parts.get(i) for i in range(len(nodes.new_state))]
-        updates, given = traced.updates_from_stored(step, others, given, first)
+        updates, given = traced.updates_from_stored(others, given, first)
         values |= zip(others.values(), updates, strict=True)
         parts |= {i: given[i] for i in first}
     results: list = [None] * len(step.leaves)
@@ -242,7 +240,7 @@ def run_kernels(
         scalars=[values[x] for x in plan.scalars.nodes],
         implementation=implementation,
     )
-    for i, arrays in launches.run(plan.arrays(step, values)).items():
+    for i, arrays in launches.run(plan.arrays(values)).items():
         leaf = step.leaves[i]
         results[i], residuals[i], moments = kernels[i].body.stored(leaf, arrays)
         parts |= zip(kernels[i].parts, moments, strict=True)

@@ -28,8 +28,13 @@ from lowbit_optax._step import backends, context, trees
 from lowbit_optax._step.blanks import residuals_of
 from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
 from lowbit_optax._step.inner_update import trace_update
-from lowbit_optax._step.leaf import StoredLeaf, format_of, widen
-from lowbit_optax._step.moment_slots import MomentChoice
+from lowbit_optax._step.leaf import (
+    StoredLeaf,
+    format_of,
+    min_size_of_shard,
+    widen,
+)
+from lowbit_optax._step.moment_slots import MomentChoice, find_slots
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.multi_steps import (
     check_multi_steps_around,
@@ -250,7 +255,7 @@ class Lowbit(Stepper):
         arrays = [x.param for x in leaves if isinstance(x.param, jax.Array)]
         if not any(any(jax.typeof(x).sharding.spec) for x in arrays):
             return leaves
-        return self.plan_of(leaves, treedef).placed()
+        return self.plan_of(leaves, treedef).placed(leaves)
 
     def plan_of(self, leaves: Sequence[StoredLeaf], treedef) -> MomentPlan:
         """Return the plan for storing the inner state of these leaves."""
@@ -264,8 +269,13 @@ class Lowbit(Stepper):
         return self._plan(leaves, inner_state)
 
     def _plan(self, leaves: Sequence[StoredLeaf], inner_state) -> MomentPlan:
-        expected = trees.abstract(inner_state)
-        return MomentPlan(self.inner, self.moments, leaves, expected, self.min_size)
+        expected, slots = trees.abstract(inner_state), (None, [])
+        takes_errors = any(x.format and x.format.error_feedback for x in leaves)
+        if takes_errors or not self.moments.is_float32:
+            slots = find_slots(self.inner, self.moments, expected)
+        sizes = {x.name: min_size_of_shard(self.min_size, x.param) for x in leaves}
+        leaves = [StoredLeaf(x.name, trees.abstract(x.param), x.format) for x in leaves]
+        return MomentPlan(slots, self.moments, leaves, expected, sizes)
 
     def check_start(self, leaves: Sequence[StoredLeaf], inner_state) -> None:
         """Raise InexactWeightsError if the inner state needs exact weights."""

@@ -19,6 +19,7 @@ from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
 
 
+@jax.tree_util.register_static
 class Unguarded:
     """The guard of a step that always happens; its methods return the new values."""
 

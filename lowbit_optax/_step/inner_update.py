@@ -46,9 +46,10 @@ class UpdateNodes(typing.NamedTuple):
     next_updates: list[Node]
 
 
+@jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class InnerUpdate:
-    """A traced inner update.
+    """A traced inner update, and the step that it belongs to, as a tree of arrays.
 
     Args:
       step: the step that was traced.
@@ -63,11 +64,42 @@ class InnerUpdate:
     arguments: trees.PyTreeDef
     results: trees.PyTreeDef
 
+    def tree_flatten(self):
+        """Return the arrays of the step, and those that the jaxpr contains."""
+        # Numbers stay constants, because programs of kernels may contain them.
+        is_array = [isinstance(x, jax.Array) for x in self.closed.consts]
+        pairs = list(zip(self.closed.consts, is_array, strict=True))
+        arrays = [x for x, is_one in pairs if is_one]
+        others = [None if is_one else x for x, is_one in pairs]
+        # In JAX 0.12 and newer, the jaxpr would otherwise contain the arrays.
+        closed = ClosedJaxpr(self.closed.jaxpr, others)
+        return (self.step, arrays), (closed, self.arguments, self.results)
+
+    @classmethod
+    def tree_unflatten(cls, static, children) -> "InnerUpdate":
+        """Invert :meth:`tree_flatten`."""
+        step, arrays = children
+        closed, *structures = static
+        rest = iter(arrays)
+        consts = [next(rest) if x is None else x for x in closed.consts]
+        return cls(step, ClosedJaxpr(closed.jaxpr, consts), *structures)
+
     def update(self, *arguments) -> tuple[typing.Any, typing.Any]:
         """Return ``(updates, new inner state)`` from gradients, state and masters."""
-        flat = jaxpr_as_fun(self.closed)(*jax.tree.leaves(arguments))
+        flat = jaxpr_as_fun(self._once)(*jax.tree.leaves(arguments))
         updates, state, _ = jax.tree.unflatten(self.results, flat)
         return updates, state
+
+    @property
+    def _once(self) -> ClosedJaxpr:
+        """The jaxpr without the next updates; other results take their places."""
+        count = self.results.children()[2].num_leaves
+        if not count:
+            return self.closed
+        jaxpr = self.closed.jaxpr
+        results = [*jaxpr.outvars[:-count], *jaxpr.outvars[:1] * count]
+        closed = ClosedJaxpr(jaxpr.replace(outvars=results), self.closed.consts)
+        return _without_dead_equations(closed)
 
     @functools.cached_property
     def graph(self) -> Graph:
@@ -153,10 +185,10 @@ class InnerUpdate:
         reach = mul(c, graph.apply(lax.div, one, slow))
         return Feedback(part, rate, growth, reach)
 
-    def feedback_values(self, step: Step) -> list[Feedback | None]:
-        """Return ``feedback`` with the values of nodes in the given step."""
+    def feedback_values(self) -> list[Feedback | None]:
+        """Return ``feedback`` with the values of nodes."""
         nodes = [x for into in self.feedback if into is not None for x in into[1:]]
-        values = self.values(step, nodes, {})
+        values = self.values(nodes)
         return [x and x.with_values(values) for x in self.feedback]
 
     @functools.cached_property
@@ -166,12 +198,11 @@ class InnerUpdate:
         return {i: nodes[i] for i in sorted(parts) if nodes[i].call is not None}
 
     def updates_from_stored(
-        self, step: Step, leaves: Iterable[int], parts: Sequence, first: frozenset[int]
+        self, leaves: Iterable[int], parts: Sequence, first: frozenset[int]
     ) -> tuple[list, list]:
         """Compute the updates of leaves from moments that are rounded and stored.
 
         Args:
-          step: see :meth:`values`.
           leaves: indices of the leaves.
           parts: the parts of the new state; those in ``first`` are float32 moments.
           first: indices of the moments to store.
@@ -180,25 +211,24 @@ class InnerUpdate:
           ``(updates, parts)``: the updates, and the parts with these moments in their
           stored form.
         """
-        others = set(range(len(parts))) - first
-        stored = step.plan.encode(parts, step.draws, others)
-        decoded, nodes = step.plan.decode(stored, first), self.stored_first
+        others, plan = set(range(len(parts))) - first, self.step.plan
+        stored = plan.encode(parts, self.step.draws, others)
+        decoded, nodes = plan.decode(stored, first), self.stored_first
         known = {nodes[i]: decoded[i] for i in first if i in nodes}
         nodes = [self.nodes.updates[i] for i in leaves]
-        values = self.values(step, nodes, known)
+        values = self.values(nodes, known)
         return [values[node] for node in nodes], stored
 
     def values(
-        self, step: Step, wanted: Collection[Node], known: Mapping = {}
+        self, wanted: Collection[Node], known: Mapping = {}
     ) -> dict[Node, typing.Any]:
         """Compute the values of nodes of the graph, and return a dict keyed by node.
 
         Args:
-          step: the step that was traced, or its copy for another branch.
           wanted: the nodes.
           known: dict from nodes to values that are already known.
         """
-        known = dict(known)
+        known, step = dict(known), self.step
         nodes, needed = self.nodes, frozenset(made_of(wanted, known))
         read = lambda nodes: [(i, x) for i, x in enumerate(nodes) if x in needed]
         known |= {x: step.grads[i] for i, x in read(nodes.grads)}

@@ -19,8 +19,10 @@ from lowbit_optax._numerics.random_bits import (
     keys_at_layer,
     layers_have_keys,
 )
+from lowbit_optax._step.trees import STATIC
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(eq=False)
 class Layer:
     """One layer of stacked parameters.
@@ -32,8 +34,8 @@ class Layer:
     """
 
     index: jax.Array
-    count: int
-    names: frozenset[str]
+    count: int = dataclasses.field(metadata=STATIC)
+    names: frozenset[str] = dataclasses.field(metadata=STATIC)
 
     def bits(self, random: RandomBits, name: str, leaf) -> RandomBits:
         """Return the random bits of a leaf at the layer's position in its stack."""

@@ -24,6 +24,7 @@ from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import trees
 from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, blank, is_blank
 from lowbit_optax._step.context import layerwise
+from lowbit_optax._step.trees import STATIC
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
 from lowbit_optax.formats.block_scaled_weights import for_tensor
@@ -47,6 +48,7 @@ class Landed(typing.NamedTuple):
     error: typing.Any = None
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredLeaf:
     """A parameter as it is stored between two steps, and its gradient.
@@ -62,13 +64,13 @@ class StoredLeaf:
       sharding: the sharding that the user passed as ``param_shardings``, or None.
     """
 
-    name: str
+    name: str = dataclasses.field(metadata=STATIC)
     param: typing.Any
-    format: WeightFormat | None
+    format: WeightFormat | None = dataclasses.field(metadata=STATIC)
     residual: typing.Any = None
     grad: typing.Any = None
-    spec_before: PartitionSpec | None = None
-    sharding: NamedSharding | None = None
+    spec_before: PartitionSpec | None = dataclasses.field(default=None, metadata=STATIC)
+    sharding: NamedSharding | None = dataclasses.field(default=None, metadata=STATIC)
 
     def with_residual(self, residual) -> "StoredLeaf":
         """Check a residual from a state, and return the leaf with it.

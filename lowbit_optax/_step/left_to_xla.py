@@ -62,7 +62,7 @@ def perhaps_partitioned(plan: KernelPlan) -> dict[int, str]:
     """
     return {
         i: PARTITIONED
-        for i, leaf in plan.arrays(plan.traced.step).items()
+        for i, leaf in plan.arrays().items()
         if i not in plan.tpu_refusals and sharded.is_partitioned(leaf) is None
     }
 

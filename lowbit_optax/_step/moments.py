@@ -21,15 +21,14 @@ from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from lowbit_optax._numerics.random_bits import Draws, RandomBits
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import trees
 from lowbit_optax._step.blanks import blank, is_blank
 from lowbit_optax._step.context import layerwise
-from lowbit_optax._step.leaf import StoredLeaf, min_size_of_shard, on_whole_units
-from lowbit_optax._step.moment_slots import MomentChoice, Slot, find_slots
+from lowbit_optax._step.leaf import StoredLeaf, on_whole_units
+from lowbit_optax._step.moment_slots import MomentChoice, Slot
 from lowbit_optax.formats.base import MomentFormat
 from lowbit_optax.formats.block_quantized import BlockQuantized, QuantizedMoment
 from lowbit_optax.formats.moment_fields import fields_of, is_coarser
@@ -67,18 +66,20 @@ class MomentPlan:
     """The format in which each part of an inner state is stored.
 
     Args:
-      inner: the wrapped transformation.
+      slots: the result of :func:`.find_slots`; without leaves if all moments are
+        float32 and receive no rounding errors.
       choice: the formats of the moments.
-      leaves: the leaves of the parameters.
+      leaves: the leaves of the parameters, with ShapeDtypeStructs instead of arrays.
       expected: the inner state before encoding, as ShapeDtypeStructs.
-      min_size: moments with fewer elements may stay float32.
+      min_sizes: dict from path to size; moments of this leaf with fewer elements may
+        stay float32.
     """
 
-    inner: optax.GradientTransformation
+    slots: tuple[trees.PyTreeDef, list]
     choice: MomentChoice
     leaves: Sequence[StoredLeaf]
     expected: typing.Any
-    min_size: int
+    min_sizes: Mapping[str, int]
 
     @functools.cached_property
     def storage(self) -> list[MomentStorage | None]:
@@ -162,10 +163,10 @@ class MomentPlan:
         """Whether rounding errors are added to any part."""
         return any(part is not None for part in self.error_parts)
 
-    def placed(self) -> list[StoredLeaf]:
+    def placed(self, leaves: Sequence[StoredLeaf]) -> list[StoredLeaf]:
         """Return the leaves, moved if their shards would split words or blocks."""
         placed = []
-        for leaf in self.leaves:
+        for leaf in leaves:
             quantized = self.quantized[leaf.name]
             bits = {x.bits for x in quantized}
             if leaf.format is not None and leaf.format.width:
@@ -220,7 +221,7 @@ class MomentPlan:
             moments = list(itertools.islice(rest, treedef.num_leaves))
             return in_parallel_trees(leaf.format, treedef, moments, old)
 
-        outer, leaves = self._slots
+        outer, leaves = self.slots
         olds = itertools.repeat(None) if before is None else outer.flatten_up_to(before)
         return outer.unflatten(map(stored, leaves, olds))
 
@@ -230,7 +231,7 @@ class MomentPlan:
             self._check_float32(state)
             return jax.tree.leaves(state)
         parts: list = []
-        outer, leaves = self._slots
+        outer, leaves = self.slots
         try:
             given = outer.flatten_up_to(state)
         except (ValueError, TypeError) as error:
@@ -279,16 +280,12 @@ class MomentPlan:
                 )
 
     @functools.cached_property
-    def _slots(self) -> tuple[trees.PyTreeDef, list]:
-        return find_slots(self.inner, self.choice, self.expected)
-
-    @functools.cached_property
     def _moments(self) -> dict[int, MomentStorage]:
         """The moments, keyed by part index."""
         params = {leaf.name: leaf.param for leaf in self.leaves}
         numbers: collections.Counter = collections.Counter()
         found, part = {}, itertools.count()
-        for slot in self._slots[1]:
+        for slot in self.slots[1]:
             if not isinstance(slot, Slot):
                 next(part)
                 continue
@@ -301,8 +298,7 @@ class MomentPlan:
                     continue
                 format_ = slot.format
                 if format_ is not None:
-                    min_size = min_size_of_shard(self.min_size, param)
-                    format_ = format_.for_leaf(like.shape, min_size)
+                    format_ = format_.for_leaf(like.shape, self.min_sizes[name])
                 found[i] = MomentStorage(name, like.shape, slot, format_, numbers[name])
                 numbers[name] += format_ is not None
         return found

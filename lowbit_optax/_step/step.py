@@ -28,6 +28,7 @@ from lowbit_optax._step.layers import Layer
 from lowbit_optax._step.leaf import Landed, StoredLeaf, axes_of_shards, number_of_shard
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.state import LowbitState
+from lowbit_optax._step.trees import STATIC
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,9 +89,10 @@ class LeafStep:
         return self.layer.keys(keys, self.names, self.params)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step(LeafStep):
-    """The arguments of one step of a transformation.
+    """The arguments of one step of a transformation, as a tree of its arrays.
 
     Args:
       leaves, seed, count, layer: see :class:`LeafStep`.
@@ -102,16 +104,12 @@ class Step(LeafStep):
       landing: whether the step returns new parameters or updates.
     """
 
-    treedef: trees.PyTreeDef
-    plan: MomentPlan
+    treedef: trees.PyTreeDef = dataclasses.field(metadata=STATIC)
+    plan: MomentPlan = dataclasses.field(metadata=STATIC)
     state: LowbitState
     parts: list
     guard: Guard | Unguarded
-    landing: Landing
-
-    def for_another_branch(self) -> "Step":
-        """Return a copy without cached values, for another branch of the program."""
-        return dataclasses.replace(self)
+    landing: Landing = dataclasses.field(metadata=STATIC)
 
     def tree(self, leaves: Sequence):
         """Return a tree with these leaves and the structure of the parameters."""

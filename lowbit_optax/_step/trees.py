@@ -16,6 +16,9 @@ OTHER_STATE = (
     "The state belongs to a parameter of another shape, or to another transformation"
 )
 
+STATIC: typing.Any = {"static": True}
+"""The metadata of a dataclass field that contains no arrays."""
+
 PyTree = typing.Any
 PyTreeDef = typing.Any
 

@@ -191,7 +191,7 @@ def _ahead(step: Step, update, inner_state) -> list:
     """Return how far momentum will still move each leaf; None without feedback."""
     if not step.plan.takes_errors:
         return [None] * len(step.leaves)
-    feedback = trace_update(update, step).feedback_values(step)
+    feedback = trace_update(update, step).feedback_values()
     parts = jax.tree.leaves(inner_state)
     return [x and ahead_of(parts[x.part], x.reach) for x in feedback]
 

@@ -26,7 +26,6 @@ from lowbit_optax._step.inner_update import InnerUpdate
 from lowbit_optax._step.kernels.body import KEYS, LeafBody, MomentRows, WeightRows
 from lowbit_optax._step.kernels.sums import Sums, plan_sums
 from lowbit_optax._step.leaf import StoredLeaf
-from lowbit_optax._step.step import Step
 from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
 from pallas_kernels.fused_update import MAX_ELEMENTS, Leaf, has_tiling
 from pallas_kernels.fused_update.refusals import tpu_refusal
@@ -77,12 +76,13 @@ class KernelPlan:
                 "XLA for such leaves"
             )
 
-    def arrays(self, step: Step, values: Mapping | None = None) -> dict[int, Leaf]:
+    def arrays(self, values: Mapping | None = None) -> dict[int, Leaf]:
         """Return a dict from leaf index to the arrays that its kernel uses.
 
         ``values`` maps nodes to arrays that XLA computed. If it is None, the leaves
         contain the shapes of these arrays.
         """
+        step = self.traced.step
         return {
             i: x.body.arrays(
                 step.unscaled_leaf(i) if x.body.is_unscaled else step.leaves[i],
@@ -109,7 +109,7 @@ class KernelPlan:
         columns = KEYS + len(self.scalars.nodes)
         found = {
             i: tpu_refusal(self.kernels[i].body, leaf, columns)
-            for i, leaf in self.arrays(self.traced.step).items()
+            for i, leaf in self.arrays().items()
         }
         return {i: reason for i, reason in found.items() if reason is not None}
 

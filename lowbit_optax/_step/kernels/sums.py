@@ -25,7 +25,6 @@ from lowbit_optax._jaxprs.elementwise import (
 )
 from lowbit_optax._jaxprs.graph import Node, calls_between, constant
 from lowbit_optax._step.inner_update import InnerUpdate
-from lowbit_optax._step.step import Step
 from pallas_kernels.axis_sums import axis_sums
 from pallas_kernels.platforms import Implementation
 
@@ -59,17 +58,16 @@ class Sums(typing.NamedTuple):
     leaves: list[tuple[int, Callable, tuple[list[Node], list[Node]]]]
     scalars: Scalars
 
-    def values(
-        self, step: Step, implementation: Implementation
-    ) -> dict[Node, jax.Array]:
+    def values(self, implementation: Implementation) -> dict[Node, jax.Array]:
         """Compute the sums, and return a dict keyed by node."""
         if not self.leaves:
             return {}
-        scalars = list(self.traced.values(step, self.scalars.nodes).values())
+        scalars = list(self.traced.values(self.scalars.nodes).values())
         table = encode_scalars(scalars) if scalars else jnp.zeros(1, jnp.uint32)
         values = {}
         for leaf, function, nodes in self.leaves:
-            found = _sums(function, implementation, step.leaves[leaf].grad, table)
+            grad = self.traced.step.leaves[leaf].grad
+            found = _sums(function, implementation, grad, table)
             for same, x in zip(nodes, found, strict=True):
                 values |= {node: x.reshape(node.aval.shape) for node in same}
         return values

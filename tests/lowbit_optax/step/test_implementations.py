@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from exact_steps import MOMENTUM, apply_any, both, dyadic_series, normal, trained
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from optimizers import (
     ALL_FORMATS,
     BFLOAT16_MOMENTS,
@@ -34,6 +35,7 @@ from lowbit_optax import (
 from lowbit_optax.formats.block_quantized import QuantizedMoment
 from lowbit_optax.precision import FloatFormat
 from lowbit_optax.transformations import regularize
+from pallas_kernels.platforms import has_mosaic
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -314,8 +316,20 @@ def test_a_traced_step_leaves_the_choice_to_the_platform():
     }
     assert "pallas_call" not in programs["xla"]
     assert "platform_index" in programs[None]
-    assert "pallas_call" in programs[None]
     assert "pallas_call" in programs["pallas"]
+    # Kernels for a platform that JAX does not expect are traced during lowering.
+    assert "pallas_call" not in programs[None] or jax.default_backend() != "cpu"
+    tx = weights_only(MOMENTUM, extra_bits(16))
+    gpu = AbstractDevice("NVIDIA H200", 132, platform="gpu")
+    mesh = AbstractMesh((1,), ("a",), (AxisType.Auto,), abstract_device=gpu)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert "pallas_call" in step_program(tx, params, grads)
+    if not has_mosaic():  # newer versions cannot lower GPU kernels without a GPU
+        step = jax.jit(functools.partial(lowbit_optax.step, tx))
+        step = step.trace(params, tx.init(params), grads)
+        text = step.lower(lowering_platforms=("cuda",)).as_text()
+        assert "fused_update" in text
+        assert "triton" in text
     alone = {"kernel": params["kernel"]}, {"kernel": grads["kernel"]}
     assert "pallas_call" not in step_program(
         lowbit(MUON, weights=kahan(), moments="float32"), *alone
