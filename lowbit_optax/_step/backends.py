@@ -103,8 +103,7 @@ def _by_platform(traced: InnerUpdate, warn: bool) -> Stepped:
     step = traced.step
     if step.layer is None and is_for_one_cpu() and _explicit_mesh(step) is None:
         branches["cpu"] = _by_blocks
-    # A step in host memory is divided into its leaves before it is lowered.
-    expected = None if context.current().alone else platform_of(mesh)
+    expected = None if context.current().group_of else platform_of(mesh)
     return chosen_by_platform(expected, branches, reference, [traced])
 
 

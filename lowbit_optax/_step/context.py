@@ -45,8 +45,9 @@ class StepContext:
         :mod:`lowbit_optax._step.wrapped`.
       of_wrappers: arrays from the trace of a wrapper, which the inner update may
         contain as constants.
-      group_of: function from the path of a leaf to its group. Only leaves of one group
-        share kernels, because groups are updated one after the other.
+      group_of: function from the path of a leaf to its group, if the traced step will
+        be divided into groups that run one after the other. Only leaves of one group
+        share kernels, and the branches of all platforms are traced.
       report: function that is called with the step, the inner update and the
         implementation, instead of running the step; None for ordinary steps.
     """
@@ -56,7 +57,7 @@ class StepContext:
     is_analysed: bool = False
     wants_params: bool = False
     of_wrappers: tuple = ()
-    group_of: Callable[[str], typing.Any] = lambda name: None
+    group_of: Callable[[str], typing.Any] | None = None
     report: Callable[..., None] | None = None
 
 

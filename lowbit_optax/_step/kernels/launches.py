@@ -141,7 +141,8 @@ class Launches:
 
     def _group_of(self, number: int):
         """Return the group in which a leaf is updated."""
-        return context.current().group_of(self.step.leaves[number].name)
+        group_of = context.current().group_of
+        return group_of and group_of(self.step.leaves[number].name)
 
     def _is_layer(self, number: int) -> bool:
         layer = self.step.layer
