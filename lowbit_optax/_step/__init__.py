@@ -6,7 +6,7 @@
     wrapped         traces optax's wrappers around it, if there are any
     engine          Lowbit.run: checks the arguments, runs the step, builds the state
     inner_update    traces the inner transformation on shapes
-    backends        chooses kernels or XLA for each leaf, and runs them
+    run             chooses kernels or XLA for each leaf, and runs them
     kernels/        plans, groups and launches the fused kernels
 
 A :class:`.step.Step` contains the checked arguments: a :class:`.leaf.StoredLeaf` for

@@ -7,7 +7,7 @@
     decode(codes) --> moments -->          |        --> moments --> encode --> codes
 
 :meth:`Lowbit.run` calls :meth:`Lowbit.open`, which checks the arguments and returns a
-:class:`.step.Step`. It passes this step to :func:`.backends.run`, and builds the next
+:class:`.step.Step`. It passes this step to :func:`.run.run`, and builds the next
 state from the results. The inner transformation sees whole trees, while formats process
 one leaf at a time. :func:`lowbit_optax.lowbit` creates ``Lowbit`` objects.
 """
@@ -24,9 +24,9 @@ import optax
 from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._numerics.landing import ADD_LIKE_GRADS, REPLACE, Landing
 from lowbit_optax._numerics.random_bits import ToNearest
-from lowbit_optax._step import backends, context, trees
+from lowbit_optax._step import context, run, trees
 from lowbit_optax._step.blanks import residuals_of
-from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
+from lowbit_optax._step.guard import UNGUARDED, Guard
 from lowbit_optax._step.inner_update import trace_update
 from lowbit_optax._step.leaf import (
     StoredLeaf,
@@ -140,7 +140,7 @@ class Lowbit(Stepper):
         if report is not None:
             report(step, update, self.implementation)
             return jax.tree.map(jnp.zeros_like, step.tree(step.masters)), state
-        results, residuals, inner_state = backends.run(
+        results, residuals, inner_state = run.run(
             step, update, self.implementation, self.warn
         )
         results = list(map(StoredLeaf.moved_back, step.leaves, results))
@@ -189,9 +189,7 @@ class Lowbit(Stepper):
         update = with_extra_args(self.inner).update
         return functools.partial(update, **extra_args)
 
-    def open(
-        self, params, state, grads, guard: Guard | Unguarded, landing: Landing
-    ) -> Step:
+    def open(self, params, state, grads, guard: Guard, landing: Landing) -> Step:
         """Check the arguments of a step, and split them into leaves."""
         if params is None:
             raise ValueError(

@@ -19,52 +19,27 @@ from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
 
 
-@jax.tree_util.register_static
-class Unguarded:
-    """The guard of a step that always happens; its methods return the new values."""
-
-    scalars: tuple[jax.Array, ...] = ()
-    """The scalars that a kernel needs. An unguarded step needs none."""
-
-    def unscaled(self, grads):
-        """Return the gradients unchanged."""
-        return grads
-
-    def chosen(self, new, old):
-        """Return the new tree."""
-        del old
-        return new
-
-    def updates(self, new):
-        """Return the updates unchanged."""
-        return new
-
-    def within(self, factor: jax.Array, proceed: jax.Array) -> "Guard":
-        """Return the guard of a step inside this one."""
-        return Guard(factor, proceed)
-
-
-UNGUARDED = Unguarded()
-
-
 class Guard(typing.NamedTuple):
     """Whether a step happens, and the factor that unscales its gradients.
 
     Args:
       factor: float32 scalar that multiplies the gradients.
-      proceed: bool scalar, True if the step happens.
+      proceed: bool scalar, True if the step happens. Both are None for a step that
+        always happens; then all methods return the new values unchanged.
     """
 
-    factor: jax.Array
-    proceed: jax.Array
+    factor: typing.Any = None
+    proceed: typing.Any = None
 
     @property
     def scalars(self) -> tuple[jax.Array, ...]:
-        """The scalars that a kernel needs, in this order."""
-        return self.factor, self.proceed
+        """The scalars that a kernel needs, in this order; none if the step happens."""
+        return () if self.proceed is None else (self.factor, self.proceed)
 
     def within(self, factor: jax.Array, proceed: jax.Array) -> "Guard":
         """Return the guard of a step inside this one, which combines both guards."""
+        if self.proceed is None:
+            return Guard(factor, proceed)
         return Guard(self.factor * factor, jnp.logical_and(self.proceed, proceed))
 
     def unscaled(self, grads):
@@ -74,6 +49,8 @@ class Guard(typing.NamedTuple):
         branch. Otherwise, XLA's CPU compiler would fuse it with later operations, and
         contract products and sums differently than without a guard.
         """
+        if self.proceed is None:
+            return grads
         leaves, treedef = jax.tree.flatten(grads)
         floats = {i: x for i, x in enumerate(leaves) if trees.is_inexact(x)}
         # Outside of jit, JAX compiles a conditional with new closures in every step.
@@ -93,6 +70,8 @@ class Guard(typing.NamedTuple):
 
     def chosen(self, new, old):
         """Return ``new`` in the old dtypes, or ``old`` if the step is skipped."""
+        if self.proceed is None:
+            return new
 
         def choose(new, old):
             new = jnp.asarray(new).astype(old.dtype) if trees.is_float(new) else new
@@ -102,8 +81,14 @@ class Guard(typing.NamedTuple):
 
     def updates(self, new):
         """Return the updates, or neutral updates if the step is skipped."""
+        if self.proceed is None:
+            return new
         neutral = neutral_updates(new)
         return jax.tree.map(functools.partial(jnp.where, self.proceed), new, neutral)
+
+
+UNGUARDED = Guard()
+"""The guard of a step that always happens."""
 
 
 def _unscaled(factor: jax.Array, proceed: jax.Array, floats):

@@ -1,6 +1,6 @@
 """Find and report the leaves that XLA, not a kernel, updates on an accelerator.
 
-:mod:`.backends` calls these functions with the :class:`.plan.KernelPlan` of a step, and
+:mod:`.run` calls these functions with the :class:`.plan.KernelPlan` of a step, and
 :func:`lowbit_optax.explain` lists the same leaves. For a large leaf, XLA creates
 float32 arrays of its master and moments, which are the arrays that this package avoids.
 """

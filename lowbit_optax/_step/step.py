@@ -1,4 +1,4 @@
-"""``Step``: the checked arguments of one step, which backends read leaf by leaf.
+"""``Step``: the checked arguments of one step, which a step reads leaf by leaf.
 
 :meth:`.engine.Lowbit.open` creates a step. Its arrays are still in their stored form; a
 backend joins, decodes or widens only the arrays that it needs. Kernels read the stored
@@ -23,7 +23,7 @@ from lowbit_optax._numerics.random_bits import (
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.error_feedback import Feedback, ahead_of, fed
-from lowbit_optax._step.guard import Guard, Unguarded
+from lowbit_optax._step.guard import Guard
 from lowbit_optax._step.layers import Layer
 from lowbit_optax._step.leaf import Landed, StoredLeaf, axes_of_shards, number_of_shard
 from lowbit_optax._step.moments import MomentPlan
@@ -108,7 +108,7 @@ class Step(LeafStep):
     plan: MomentPlan = dataclasses.field(metadata=STATIC)
     state: LowbitState
     parts: list
-    guard: Guard | Unguarded
+    guard: Guard
     landing: Landing = dataclasses.field(metadata=STATIC)
 
     def tree(self, leaves: Sequence):
@@ -138,16 +138,13 @@ class Step(LeafStep):
         """The structure of the parts of the inner state."""
         return self.plan.structure(self.state.inner_state)
 
-    def inner_update(self, update: Callable) -> tuple[list, typing.Any]:
-        """Return ``(updates of the leaves, new inner state)``.
+    def inner_update(self, update: Callable) -> tuple[typing.Any, typing.Any]:
+        """Return ``(updates, new inner state)``.
 
         ``update`` is a function of float32 gradients, inner state and masters.
         """
         inner_state = self.structure.unflatten(self.plan.decode(self.parts))
-        updates, new_state = update(
-            self.tree(self.grads), inner_state, self.tree(self.masters)
-        )
-        return self.parts_of_updates(updates), new_state
+        return update(self.tree(self.grads), inner_state, self.tree(self.masters))
 
     def parts_of_updates(self, updates) -> list:
         """Return the inner updates as a list, one for each leaf."""

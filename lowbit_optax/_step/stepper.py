@@ -28,7 +28,7 @@ from jax.interpreters import mlir
 
 from lowbit_optax._numerics.landing import ADD, ADD_LIKE_GRADS, Landing
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
+from lowbit_optax._step.guard import UNGUARDED, Guard
 from lowbit_optax._step.state import holds_lowbit
 
 
@@ -61,7 +61,7 @@ class Stepper(abc.ABC):
         grads: optax.Updates,
         landing: Landing,
         extra_args: dict,
-        guard: Guard | Unguarded = UNGUARDED,
+        guard: Guard = UNGUARDED,
     ) -> tuple[typing.Any, typing.Any]:
         """Return ``(new params or updates, new state)``.
 

@@ -46,10 +46,10 @@ from lowbit_optax._jaxprs.graph import (
 )
 from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.backends import NEEDS_VALUES
 from lowbit_optax._step.changed_updates import check_state, check_updates
 from lowbit_optax._step.engine import Lowbit
-from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
+from lowbit_optax._step.guard import UNGUARDED, Guard
+from lowbit_optax._step.run import NEEDS_VALUES
 from lowbit_optax._step.state import holds_lowbit
 from lowbit_optax._step.stepper import (
     MarkedArguments,
@@ -358,7 +358,7 @@ class _Run:
     traced: WrapperTrace
     known: dict[Node, typing.Any]
     grads: list
-    guard: Guard | Unguarded
+    guard: Guard
     summed: Summed | None
 
     def step(self, inner: InnerStep) -> list:
@@ -415,7 +415,7 @@ def step_wrapped(
     grads,
     extra_args: dict,
     apply_update: Callable,
-    guard: Guard | Unguarded = UNGUARDED,
+    guard: Guard = UNGUARDED,
     summed: Summed | None = None,
 ) -> tuple | None:
     """Run a step of a wrapped transformation that returns new parameters directly.

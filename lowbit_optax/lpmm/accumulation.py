@@ -17,7 +17,7 @@ from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.blanks import blank
 from lowbit_optax._step.engine import Lowbit
-from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded, neutral_updates
+from lowbit_optax._step.guard import UNGUARDED, Guard, neutral_updates
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.moment_slots import NoSuchMomentError
 from lowbit_optax._step.moments import (
@@ -177,7 +177,7 @@ class _Call:
     grads: typing.Any
     landing: Landing
     extra_args: dict
-    guard: Guard | Unguarded
+    guard: Guard
 
     def result(self):
         """Return ``(result, accumulators, inner state)``."""

@@ -22,7 +22,7 @@ from lowbit_optax._numerics.random_bits import (
     RandomBits,
 )
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.guard import Guard, Unguarded
+from lowbit_optax._step.guard import Guard
 from lowbit_optax._step.kernels.body import KEYS, MomentRows
 from lowbit_optax._step.kernels.launches import Launches
 from lowbit_optax._step.kernels.plan import has_layers, needs_loop
@@ -122,7 +122,7 @@ class Sums(LeafStep):
 
     parts: Sequence
     formats: Sequence[MomentFormat | None]
-    guard: Guard | Unguarded
+    guard: Guard
 
     def added(self, implementation: Implementation) -> list:
         """Return the new accumulators."""

@@ -179,6 +179,7 @@ def _step_reports(step: Step, update, _) -> dict[str, LeafReport]:
     """Return a dict from the path of each leaf to its report."""
     step = dataclasses.replace(step, landing=REPLACE)
     updates, inner_state = step.inner_update(update)
+    updates = step.parts_of_updates(updates)
     errors = _moment_errors(step, inner_state)
     ahead = _ahead(step, update, inner_state)
     return {

@@ -5,7 +5,7 @@ import typing
 import jax
 
 from lowbit_optax._arguments import check_transformation
-from lowbit_optax._step import backends, context, trees
+from lowbit_optax._step import context, run, trees
 from lowbit_optax._step.changed_updates import ChangedUpdateError
 from lowbit_optax._step.state import holds_lowbit
 from lowbit_optax._step.stepper import split_extra_args, with_extra_args
@@ -56,7 +56,7 @@ def explain(
 
     def update(grads, state, params, traced):
         extra_args = traced | static
-        with context.reporting("explain", backends.explained) as texts:
+        with context.reporting("explain", run.explained) as texts:
             updates = with_extra_args(tx).update(grads, state, params, **extra_args)
         found.update(texts)
         return updates

@@ -11,7 +11,7 @@ from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import REPLACE, Landing, apply_leaf
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.direct_update import DirectUpdate
-from lowbit_optax._step.guard import UNGUARDED, Guard, Unguarded
+from lowbit_optax._step.guard import UNGUARDED, Guard
 from lowbit_optax._step.state import LowbitState, check_made_by
 from lowbit_optax._step.stepper import stepper_of, with_extra_args
 from lowbit_optax._step.wrapped import step_wrapped, trace_wrapper
@@ -125,7 +125,7 @@ def guarded(
     params,
     state,
     grads,
-    guard: Guard | Unguarded,
+    guard: Guard,
     landing: Landing,
     extra_args: dict,
 ) -> tuple[typing.Any, typing.Any]:

@@ -1,6 +1,6 @@
 """``KernelPlan``: the leaves that kernels update, and what each kernel computes.
 
-:mod:`lowbit_optax._step.backends` calls :func:`plan_kernels` with a traced inner update
+:mod:`lowbit_optax._step.run` calls :func:`plan_kernels` with a traced inner update
 (:mod:`lowbit_optax._step.inner_update`). The graph of the update gives each leaf a
 program (:mod:`lowbit_optax._jaxprs.elementwise`), or a reason why it has none. The
 program and the formats of the leaf define the body of its kernel
@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -49,22 +49,22 @@ class LeafKernel:
 
 @dataclasses.dataclass(frozen=True)
 class KernelPlan:
-    """The kernels for the leaves of a step.
+    """The kernels for the leaves of a step; by default, there are none.
 
     Args:
       traced: the inner update.
       kernels: dict from leaf index to kernel.
       reasons: dict from leaf index to the reason why the leaf has no kernel. Leaves
         that are too small for kernels are omitted.
-      scalars: the table of scalars that the kernels read.
+      scalars: the scalars that the kernels read.
       sums: the sums to compute before the kernels of the leaves.
     """
 
     traced: InnerUpdate
-    kernels: dict[int, LeafKernel]
-    reasons: dict[int, str]
-    scalars: Scalars
-    sums: Sums
+    kernels: Mapping[int, LeafKernel] = dataclasses.field(default_factory=dict)
+    reasons: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    scalars: Sequence[Node] = ()
+    sums: Sums = dataclasses.field(default_factory=Sums)
 
     def require(self) -> None:
         """Raise a ValueError for the first leaf that no kernel can update."""
@@ -94,7 +94,7 @@ class KernelPlan:
 
     def why_not(self, *, on_tpus: bool) -> dict[int, str]:
         """Return a dict from leaf index to the reason why XLA updates the leaf."""
-        return self.reasons | self.tpu_refusals if on_tpus else self.reasons
+        return {**self.reasons, **(self.tpu_refusals if on_tpus else {})}
 
     def only_blocks(self) -> "KernelPlan":
         """Return a plan with the leaves that XLA updates block by block on a CPU."""
@@ -106,7 +106,7 @@ class KernelPlan:
     @functools.cached_property
     def tpu_refusals(self) -> dict[int, str]:
         """Dict from leaf index to the reason why no TPU kernel updates the leaf."""
-        columns = KEYS + len(self.scalars.nodes)
+        columns = KEYS + len(self.scalars)
         found = {
             i: tpu_refusal(self.kernels[i].body, leaf, columns)
             for i, leaf in self.arrays().items()
@@ -146,7 +146,8 @@ def plan_kernels(
             del kernels[i]
             reasons[i] = "it shares a moment with another leaf"
     sums = plan_sums(traced, {i: x.outside for i, x in kernels.items()})
-    return KernelPlan(traced, kernels, dict(sorted(reasons.items())), scalars, sums)
+    reasons = dict(sorted(reasons.items()))
+    return KernelPlan(traced, kernels, reasons, scalars.nodes, sums)
 
 
 def _reads_what_is_stored_first(

@@ -47,26 +47,26 @@ class Sums(typing.NamedTuple):
     """The sums to compute before the kernels of a step.
 
     Args:
-      traced: the inner update.
       leaves: ``(leaf, function, nodes)`` for each summed function of a gradient: the
         index of the leaf, the elementwise function, and the nodes with the sums over
         the last axis and over the axis before it.
-      scalars: the table of scalars that their functions read.
+      scalars: the scalars that their functions read.
     """
 
-    traced: InnerUpdate
-    leaves: list[tuple[int, Callable, tuple[list[Node], list[Node]]]]
-    scalars: Scalars
+    leaves: Sequence[tuple[int, Callable, tuple[list[Node], list[Node]]]] = ()
+    scalars: Sequence[Node] = ()
 
-    def values(self, implementation: Implementation) -> dict[Node, jax.Array]:
+    def values(
+        self, traced: InnerUpdate, implementation: Implementation
+    ) -> dict[Node, jax.Array]:
         """Compute the sums, and return a dict keyed by node."""
         if not self.leaves:
             return {}
-        scalars = list(self.traced.values(self.scalars.nodes).values())
+        scalars = list(traced.values(self.scalars).values())
         table = encode_scalars(scalars) if scalars else jnp.zeros(1, jnp.uint32)
         values = {}
         for leaf, function, nodes in self.leaves:
-            grad = self.traced.step.leaves[leaf].grad
+            grad = traced.step.leaves[leaf].grad
             found = _sums(function, implementation, grad, table)
             for same, x in zip(nodes, found, strict=True):
                 values |= {node: x.reshape(node.aval.shape) for node in same}
@@ -88,7 +88,7 @@ def plan_sums(traced: InnerUpdate, outside: Mapping[int, Sequence[Node]]) -> Sum
         for program, nodes in _summed(traced.nodes.grads[i], needed, scalars).items()
         if all(nodes)
     ]
-    return Sums(traced, leaves, scalars)
+    return Sums(leaves, scalars.nodes)
 
 
 def _summed(

@@ -1,25 +1,27 @@
 """``run``: chooses how each leaf of a step is updated, and runs the step.
 
 :meth:`.engine.Lowbit.run` calls :func:`run` with a :class:`.step.Step` and the inner
-update. There are three backends, chosen before any leaf is joined or decoded:
+update. A leaf is updated in one of three ways, chosen before any leaf is joined or
+decoded:
 
     kernels    leaves with a program of elementwise operations, on GPUs and TPUs; on
                GPUs, XLA may compute arrays that the program of a packed leaf reads
-    blocks     leaves with such a program, on one CPU: the reference, block by block
-    reference  all other leaves: array operations of XLA, which define the results
+    blocks     leaves with such a program, on one CPU: XLA's operations on one block
+               after the other
+    XLA        all other leaves: operations on whole leaves, which define the results
 
-If the platform is unknown while a step is traced, the backends become branches of one
+If the platform is unknown while a step is traced, the three become branches of one
 program.
 """
 
 import dataclasses
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 
+from lowbit_optax._jaxprs.graph import Node
 from lowbit_optax._step import context
-from lowbit_optax._step.error_feedback import Feedback
 from lowbit_optax._step.inner_update import InnerUpdate, trace_update
 from lowbit_optax._step.kernels.launches import Launches
 from lowbit_optax._step.kernels.plan import KernelPlan, plan_kernels
@@ -71,17 +73,18 @@ def run(
         # Outside of jit, XLA can run an update that needs concrete values.
         if not only_xla or step.plan.takes_errors or step.plan.stored_first:
             raise
-        return _reference(step, update, None)
-    if only_xla and is_eager:
-        # Python code of the update may read concrete values.
-        return _reference(step, update, traced)
+        results = step.inner_update(update)
+        update = lambda *_: results
+        with context.changed(of_wrappers=tuple(jax.tree.leaves(results))):
+            traced = trace_update(update, step)
     if only_xla:
-        return reference(traced)
+        # Outside of jit, Python code of the update may read concrete values.
+        return _by_xla(traced, update if is_eager else None)
     if implementation is None:
         return _by_platform(traced, warn)
     plan = plan_kernels(traced, for_tpus=implementation == "tpu")
     plan.require()
-    return run_kernels(plan, implementation)
+    return _run(plan, implementation)
 
 
 def _by_platform(traced: InnerUpdate, warn: bool) -> Stepped:
@@ -94,7 +97,7 @@ def _by_platform(traced: InnerUpdate, warn: bool) -> Stepped:
         if warn:
             cost = "which needs more time and memory"
             warn_once(f"lowbit: XLA runs the steps, {cost}: {refusal}")
-        return reference(traced)
+        return _by_xla(traced)
     accelerator = "tpu" if is_for_tpus(mesh) else "cuda"
     branches: dict[str, Callable] = {accelerator: lambda x: _on_accelerator(x, warn)}
     # Three cases cannot use blocks. In a program for several devices, XLA may partition
@@ -104,7 +107,7 @@ def _by_platform(traced: InnerUpdate, warn: bool) -> Stepped:
     if step.layer is None and is_for_one_cpu() and _explicit_mesh(step) is None:
         branches["cpu"] = _by_blocks
     expected = None if context.current().group_of else platform_of(mesh)
-    return chosen_by_platform(expected, branches, reference, [traced])
+    return chosen_by_platform(expected, branches, _by_xla, [traced])
 
 
 def _on_accelerator(traced: InnerUpdate, warn: bool) -> Stepped:
@@ -115,7 +118,7 @@ def _on_accelerator(traced: InnerUpdate, warn: bool) -> Stepped:
     if warn and message and (on_tpus or target_gpu() is not None):
         warn_once(message)
     if not set(plan.kernels) - set(reasons):
-        return reference(traced)
+        return _by_xla(traced)
     perhaps = warning_of(plan, perhaps_partitioned(plan)) if on_tpus and warn else None
     if perhaps is not None:
         # The program warns when it is lowered for several devices.
@@ -123,12 +126,12 @@ def _on_accelerator(traced: InnerUpdate, warn: bool) -> Stepped:
         step = dataclasses.replace(traced.step, count=same(traced.step.count)[0])
         plan = plan_kernels(dataclasses.replace(traced, step=step), for_tpus=True)
     # With a named launcher, JAX does not trace kernels for other platforms.
-    return run_kernels(plan, "tpu" if on_tpus else launcher_name(None))
+    return _run(plan, "tpu" if on_tpus else launcher_name(None))
 
 
 def _by_blocks(traced: InnerUpdate) -> Stepped:
     large = plan_kernels(traced, is_exact=True).only_blocks()
-    return run_kernels(large, "blocks")
+    return _run(large, "blocks")
 
 
 def explained(
@@ -166,34 +169,22 @@ def _explicit_mesh(step: Step):
     return next(filter(has_explicit_axes, meshes), None)
 
 
-def reference(traced: InnerUpdate) -> Stepped:
-    """Run a step with array operations of XLA on whole leaves."""
-    return _reference(traced.step, traced.update, traced)
+def _by_xla(traced: InnerUpdate, update: Callable | None = None) -> Stepped:
+    """Run a step with array operations of XLA on whole leaves.
+
+    ``update`` replaces the traced inner update.
+    """
+    step, nodes = traced.step, traced.nodes
+    updates, new_state = step.inner_update(update or traced.update)
+    results = *step.parts_of_updates(updates), *jax.tree.leaves(new_state)
+    known = dict(zip([*nodes.updates, *nodes.new_state], results, strict=True))
+    return _run(KernelPlan(traced), "xla", known)
 
 
-def _reference(step: Step, update: Callable, traced: InnerUpdate | None) -> Stepped:
-    """Run a step with this inner update; it needs concrete values if not traced."""
-    updates, inner_state = step.inner_update(update)
-    structure = step.plan.structure(inner_state)
-    parts = structure.flatten_up_to(inner_state)
-    feedback: list[Feedback | None] = [None] * len(updates)
-    if traced and step.plan.takes_errors:
-        feedback = traced.feedback_values()
-    first: frozenset[int] = frozenset()
-    if traced and traced.stored_first:
-        first, leaves = step.plan.stored_first, range(len(updates))
-        updates, parts = traced.updates_from_stored(leaves, parts, first)
-    landed = [
-        step.landed(i, update, parts, feedback[i]) for i, update in enumerate(updates)
-    ]
-    stored = step.plan.encode(parts, step.draws, first)
-    stored = step.plan.tree(structure, stored, step.state.inner_state)
-    inner_state = step.guard.chosen(stored, step.state.inner_state)
-    return [x.result for x in landed], [x.residual for x in landed], inner_state
-
-
-def run_kernels(
-    plan: KernelPlan, implementation: Implementation | typing.Literal["blocks"]
+def _run(
+    plan: KernelPlan,
+    implementation: Implementation | typing.Literal["blocks"],
+    known: Mapping[Node, jax.Array] | None = None,
 ) -> Stepped:
     """Update leaves with kernels, and all other leaves with XLA.
 
@@ -201,11 +192,15 @@ def run_kernels(
       plan: which leaves kernels update, and how.
       implementation: see :func:`pallas_kernels.fused_update`. With ``"blocks"``, XLA
         updates the leaves of the plan block by block.
+      known: dict from nodes to values that are already known.
     """
     traced, kernels, nodes = plan.traced, plan.kernels, plan.traced.nodes
     step = traced.step
-    if not kernels:
-        return reference(traced)
+    if known is None:
+        if not kernels:
+            return _by_xla(traced)
+        # Plans of blocks have no sums.
+        known = plan.sums.values(traced, typing.cast(Implementation, implementation))
     written = {part for x in kernels.values() for part in x.parts}
     others = {i: x for i, x in enumerate(nodes.updates) if i not in kernels}
     rest = {i: x for i, x in enumerate(nodes.new_state) if i not in written}
@@ -213,14 +208,12 @@ def run_kernels(
         i: x for i, x in enumerate(traced.feedback) if x is not None and i in others
     }
     outside = [node for x in kernels.values() for node in x.outside]
-    wanted = [*plan.scalars.nodes, *rest.values(), *outside]
+    wanted = [*plan.scalars, *rest.values(), *outside]
     first = step.plan.stored_first & rest.keys()
     if not first:
         wanted += others.values()
     wanted += [x for into in feedback.values() for x in into[1:]]
-    # Plans of blocks have no sums.
-    sums = plan.sums.values(typing.cast(Implementation, implementation))
-    values = traced.values(wanted, sums)
+    values = traced.values(wanted, known)
     parts = {i: values[x] for i, x in rest.items()}
     if first:
         given = [parts.get(i) for i in range(len(nodes.new_state))]
@@ -236,7 +229,7 @@ def run_kernels(
     launches = Launches(
         bodies={i: x.body for i, x in kernels.items()},
         step=step,
-        scalars=[values[x] for x in plan.scalars.nodes],
+        scalars=[values[x] for x in plan.scalars],
         implementation=implementation,
     )
     for i, arrays in launches.run(plan.arrays(values)).items():
@@ -251,4 +244,6 @@ def run_kernels(
             stored[i] = step.guard.chosen(stored[i], step.parts[i])
     before = step.state.inner_state
     inner_state = step.plan.tree(traced.state_structure, stored, before)
+    if not traced.keeps_structure:
+        inner_state = step.guard.chosen(inner_state, before)
     return results, residuals, inner_state
