@@ -11,7 +11,7 @@ import typing as _typing
 from importlib import metadata as _metadata
 
 from lowbit_optax import aliases as _aliases
-from lowbit_optax._step.kept_float32 import param_dtypes
+from lowbit_optax._step.float32_params import param_dtypes
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax.aliases import *
 from lowbit_optax.formats import (

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from lowbit_optax._arguments import check_static_int
-from lowbit_optax._jaxprs.traced_once import traced_once
+from lowbit_optax._jaxprs.compiling import traced_once
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import trees
-from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor, quantize
+from lowbit_optax.formats.block_scaled import BlockScaledTensor, quantize
 
 __all__ = ["BlockScaledTensor", "block_scale"]
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._arguments import check_type
-from lowbit_optax._jaxprs.traced_once import traced_once
+from lowbit_optax._jaxprs.compiling import traced_once
 from lowbit_optax._numerics.dtypes import dtype_of
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.landing import REPLACE

@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from lowbit_optax._arguments import brief
-from lowbit_optax._step.kept_float32 import KeepFloat32, is_bias_or_norm
+from lowbit_optax._step.float32_params import KeepFloat32, is_bias_or_norm
 from lowbit_optax._types import PyTree
 from lowbit_optax.states.masters import from_master, with_master
 from lowbit_optax.transformations.direct import direct_updates

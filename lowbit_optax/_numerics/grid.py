@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lowbit_optax._jaxprs.traced_once import traced_once
+from lowbit_optax._jaxprs.compiling import traced_once
 from lowbit_optax._numerics import rounding
 from lowbit_optax._numerics.float_layouts import (
     INFINITY,

@@ -58,13 +58,13 @@ from 65536              accumulators, like    ``accumulate_gradients``, which ma
 their leaf ids identify the tensors of a program, or are 0.
 
 Two uses deliberately have no stream of their own. A sum that is rounded stochastically
-(:mod:`lowbit_optax._numerics.sums`) uses the last 16 bits of the weight's words, if the
-weight reads at most the leading 16. Moments 0 and 1 use products of the weight's words
-with two odd constants, if the weight reads at most 24 bits. This saves the words of the
-moments, which would be most of the cost of rounding them. The leading bits of a product
-depend on all bits of the word. For fixed values of the bits that the weight reads, the
-other bits still make the leading bits of both moments uniform, each alone and both
-together.
+(:mod:`lowbit_optax._numerics.rounding`) uses the last 16 bits of the weight's words, if
+the weight reads at most the leading 16. Moments 0 and 1 use products of the weight's
+words with two odd constants, if the weight reads at most 24 bits. This saves the words
+of the moments, which would be most of the cost of rounding them. The leading bits of a
+product depend on all bits of the word. For fixed values of the bits that the weight
+reads, the other bits still make the leading bits of both moments uniform, each alone
+and both together.
 """
 
 import dataclasses
@@ -78,8 +78,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from lowbit_optax._jaxprs.not_fused import not_fused
-from lowbit_optax._jaxprs.traced_once import traced_once
+from lowbit_optax._jaxprs.compiling import not_fused, traced_once
 
 COUNTERS = 2**32
 """Largest number of elements that can have different counters."""

@@ -19,9 +19,28 @@ the paper's un-round bit.
 ``w`` itself is the master rounded to k extra bits: to nearest even, toward zero or
 stochastically. If k = 0, it is the parameter.
 
+**A chosen neighbor.** Stochastic rounding returns the upper neighbor of x if the word,
+as a fraction, is at least 1 - f. Here f is the distance from the lower neighbor to x,
+divided by the spacing. If the word is the fraction ``1/2 + d / spacing`` instead of
+random, the result is the neighbor that is nearer to x + d. If x + d is not between the
+two neighbors, the result is the neighbor on the same side.
+
+**Sums.** float32 loses updates below 2^-25 of the weight, and rounds updates that are
+not much larger. The error of the sum is known exactly (Dekker's Fast2Sum). A sum that
+is rounded stochastically is the next float32 in the direction of the error, with the
+probability that keeps the mean:
+
+    s = fl(w + u)        e = u - fl(s - w)
+    s' = next float32 after s in the direction of e   with probability |e| / ulp
+         s                                            otherwise
+
+where ulp is the distance between the two numbers. If e points to zero, this is the
+spacing below s, which is smaller for powers of two, such as weights of exactly 1.
+
 References:
   Lewandowski and Kosson, "Memory Efficient Mixed Precision Optimizers", 2023, section
     3.1: extra bits, rounding toward zero and stochastic with un-round bit.
+  Dekker 1971, "A floating-point technique for extending the available precision".
 """
 
 import typing
@@ -32,6 +51,14 @@ import numpy as np
 from jax import lax
 
 from lowbit_optax._numerics import float_layouts
+from lowbit_optax._numerics.codes import as_fields, bits_of, float_of
+from lowbit_optax._numerics.float_layouts import (
+    BIAS,
+    INFINITY,
+    MANTISSA,
+    SIGN,
+    FloatLayout,
+)
 from pallas_kernels import operations
 
 Rounding = typing.Literal["nearest", "stochastic", "toward_zero"]
@@ -338,3 +365,82 @@ def narrow_or_cast(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     if float_layouts.is_narrow(dtype):
         return round_nearest(to_float32(x), dtype)
     return lax.convert_element_type(x, np.dtype(dtype))
+
+
+def words_toward(
+    x: jax.Array, ahead: jax.Array, layout: FloatLayout, mantissa_bits: int
+) -> jax.Array:
+    """Return words that make rounding pick the neighbor nearer to ``x + ahead``.
+
+    Args:
+      x: float32 array.
+      ahead: float32 array, called d in the module's docstring.
+      layout: layout of the dtype to which x is rounded.
+      mantissa_bits: number of mantissa bits that rounding keeps, at most the layout's.
+
+    Returns:
+      uint32 words with the shape of x. Only their leading 23 bits are used.
+
+    >>> import jax.numpy as jnp
+    >>> from lowbit_optax._numerics.float_layouts import layout_of
+    >>> from lowbit_optax._numerics.rounding import round_stochastic
+    >>> x, ahead = jnp.float32(1.03), jnp.float32([0.0, 0.03, 0.04, 5.0])
+    >>> words = words_toward(x, ahead, layout_of(jnp.float8_e4m3fn), 3)
+    >>> round_stochastic(jnp.full(4, x), jnp.float8_e4m3fn, words)
+    Array([1, 1, 1.125, 1.125], dtype=float8_e4m3fn)
+    """
+    pattern = as_fields(x)
+    # Below this exponent, the spacing is constant or its inverse overflows float32.
+    least = max(layout.smallest_exponent, mantissa_bits + 1)
+    exponent = jnp.maximum(
+        pattern & jnp.uint32(INFINITY), jnp.uint32(least << MANTISSA)
+    )
+    inverse = float_of(jnp.uint32((2 * BIAS + mantissa_bits) << MANTISSA) - exponent)
+    away = float_of(as_fields(ahead) ^ (pattern & jnp.uint32(SIGN)))
+    # Store the fraction in the mantissa of a number from 1 to 2.
+    fraction = jnp.float32(1.5) + away * inverse
+    fraction = jnp.clip(fraction, jnp.float32(1), jnp.float32(2 - 2.0**-MANTISSA))
+    return as_fields(fraction) << jnp.uint32(32 - MANTISSA)
+
+
+_RANDOM_BITS = 16
+_UNUSED = MANTISSA - _RANDOM_BITS
+
+
+def stochastic_sum(w: jax.Array, u: jax.Array, words: jax.Array) -> jax.Array:
+    """Return ``w + u`` rounded to one of two neighboring float32 numbers.
+
+    Args:
+      w: float32.
+      u: float32. The mean is exact if ``|u| <= |w|``, and otherwise to 2^-24 of u.
+      words: uint32 with random bits in the lowest 16 bits. The probability is rounded
+        to a multiple of 2^-16.
+
+    Returns:
+      float32 with the shape of w. Infinities and NaNs are the same as in the sum.
+
+    >>> import jax.numpy as jnp
+    >>> w, u = jnp.float32(1.0), jnp.float32(2.0**-25)  # a quarter of the step upwards
+    >>> words = jnp.arange(2**16, dtype=jnp.uint32)
+    >>> sums = stochastic_sum(w, u, words)
+    >>> float(jnp.mean(sums > w)), float(jnp.max(sums) - w)
+    (0.25, 1.1920928955078125e-07)
+    """
+    total = w + u
+    error = u - (total - w)
+    pattern = bits_of(total)
+    # -1 if the error points to zero, otherwise 0.
+    to_zero = (bits_of(error) ^ pattern) >> jnp.int32(31)
+    towards = pattern + to_zero
+    binade = towards & jnp.int32(INFINITY)
+    # Compare the error and the random number as mantissas with the exponent of the
+    # smaller neighbor, where one step is one unit in the last place.
+    share = jnp.abs(error) * jnp.float32(2.0**MANTISSA) + float_of(binade)
+    words = lax.bitcast_convert_type(words, jnp.int32) << jnp.int32(_UNUSED)
+    # Use the midpoints of 2^16 intervals.
+    drawn = (words & jnp.int32(2**MANTISSA - 2**_UNUSED)) | binade
+    drawn = drawn | jnp.int32(2 ** (_UNUSED - 1))
+    # If the sum overflows float32, its error is infinite.
+    moves = (bits_of(share) > drawn) & (bits_of(share) < jnp.int32(INFINITY))
+    neighbour = towards + to_zero + jnp.int32(1)
+    return float_of(jnp.where(moves, neighbour, pattern))

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.extend.core import get_opaque_trace_state
 
-from lowbit_optax._step.layers import Layer
+from lowbit_optax._step.seeds import Layer
 
 
 @dataclasses.dataclass(frozen=True)

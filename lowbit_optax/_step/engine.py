@@ -21,31 +21,27 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax._jaxprs.not_folded import not_folded
+from lowbit_optax._jaxprs.compiling import not_folded
 from lowbit_optax._numerics.landing import ADD_LIKE_GRADS, REPLACE, Landing
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._step import context, run, trees
-from lowbit_optax._step.blanks import residuals_of
+from lowbit_optax._step.float32_params import warn_of_wide_params
 from lowbit_optax._step.guard import UNGUARDED, Guard
 from lowbit_optax._step.inner_update import trace_update
-from lowbit_optax._step.leaf import (
-    StoredLeaf,
-    format_of,
-    min_size_of_shard,
-    widen,
-)
-from lowbit_optax._step.moment_slots import MomentChoice, find_slots
-from lowbit_optax._step.moments import MomentPlan
-from lowbit_optax._step.multi_steps import (
-    check_multi_steps_around,
-    check_multi_steps_in,
-)
+from lowbit_optax._step.leaf import StoredLeaf, format_of, min_size_of_shard, widen
+from lowbit_optax._step.moments import MomentChoice, MomentPlan, find_slots
 from lowbit_optax._step.param_shardings import ParamShardings, leaf_shardings
 from lowbit_optax._step.seeds import seed_of
-from lowbit_optax._step.state import LowbitState, holds_lowbit
+from lowbit_optax._step.state import LowbitState, holds_lowbit, residuals_of
 from lowbit_optax._step.step import LeafStep, Step
-from lowbit_optax._step.stepper import Stepper, check_state, marked, with_extra_args
-from lowbit_optax._step.wide_params import warn_of_wide_params
+from lowbit_optax._step.stepper import (
+    Stepper,
+    check_multi_steps_around,
+    check_multi_steps_in,
+    check_state,
+    marked,
+    with_extra_args,
+)
 from lowbit_optax.formats.base import Residuals, WeightFormat
 from lowbit_optax.formats.moment_fields import fields_of
 from pallas_kernels.operations import ClosedJaxpr

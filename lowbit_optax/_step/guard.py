@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowbit_optax._jaxprs.traced_once import traced_once
+from lowbit_optax._jaxprs.compiling import traced_once
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
 

@@ -2,7 +2,7 @@
 
 :func:`.run.run` calls :func:`trace_update` with a :class:`.step.Step`. The trace
 needs only shapes, so no master is joined and no moment is decoded for it. XLA runs the
-jaxpr. :mod:`lowbit_optax._step.kernels.plan` reads from the graph which operations a
+jaxpr. :mod:`lowbit_optax._step.plan` reads from the graph which operations a
 kernel must compute for each leaf.
 """
 

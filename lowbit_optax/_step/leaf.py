@@ -1,8 +1,8 @@
 """``StoredLeaf``: one parameter in its stored form, with its residual and gradient.
 
 :meth:`.engine.Lowbit.open` creates a stored leaf for each parameter, and checks that
-dtype, gradient and residual match. A backend calls ``master`` and ``wide_grad`` for the
-inner update, and ``landed`` to store the result.
+dtype, gradient and residual match. The engine calls ``master`` and ``wide_grad`` for
+the inner update, and ``landed`` to store the result.
 """
 
 import dataclasses
@@ -22,12 +22,11 @@ from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import trees
-from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, blank, is_blank
 from lowbit_optax._step.context import layerwise
+from lowbit_optax._step.state import NO_RESIDUAL, NOT_HELD, blank, is_blank
 from lowbit_optax._step.trees import STATIC
 from lowbit_optax.formats.base import WeightFormat
-from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
-from lowbit_optax.formats.block_scaled_weights import for_tensor
+from lowbit_optax.formats.block_scaled import BlockScaledTensor, for_tensor
 from lowbit_optax.formats.quantized_weights import QuantizedWeights
 from pallas_kernels import shards
 from pallas_kernels.layout import layout_of

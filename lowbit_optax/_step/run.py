@@ -23,9 +23,14 @@ import jax
 from lowbit_optax._jaxprs.graph import Node
 from lowbit_optax._step import context
 from lowbit_optax._step.inner_update import InnerUpdate, trace_update
-from lowbit_optax._step.kernels.launches import Launches
-from lowbit_optax._step.kernels.plan import KernelPlan, plan_kernels
-from lowbit_optax._step.left_to_xla import perhaps_partitioned, warn_once, warning_of
+from lowbit_optax._step.launches import Launches
+from lowbit_optax._step.plan import (
+    KernelPlan,
+    perhaps_partitioned,
+    plan_kernels,
+    warn_once,
+    warning_of,
+)
 from lowbit_optax._step.step import Step
 from pallas_kernels.lowered import for_one_device
 from pallas_kernels.platforms import (

@@ -1,10 +1,20 @@
-"""The seed of a new state, from the user's seed and a checksum of the parameters.
+"""The seed of a state, and the random numbers of one layer of stacked parameters.
 
-``Lowbit.start`` calls :func:`seed_of`. Without the checksum, every ``init`` would lead
-to the same random numbers. Different parameters with the same path would also share
-random numbers, for example if each layer has its own transformation.
+``Lowbit.start`` calls :func:`seed_of`, which combines the user's seed with a checksum
+of the parameters. Without the checksum, every ``init`` would lead to the same random
+numbers. Different parameters with the same path would also share random numbers, for
+example if each layer has its own transformation.
+
+:mod:`lowbit_optax.release` updates one layer of a stack at a time: it passes
+``params[i]`` instead of ``params``, and the matching ``state[i]``. If the update treats
+all layers alike, the result equals layer ``i`` of the update of the whole stack. Only
+random numbers depend on the position in the stack, so the engine gets the
+:class:`Layer` through :mod:`lowbit_optax._step.context`, and draws the same numbers as
+for the whole stack.
 """
 
+import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -13,9 +23,16 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from lowbit_optax._jaxprs.traced_once import traced_once
-from lowbit_optax._numerics.random_bits import hash_words, row_major
+from lowbit_optax._jaxprs.compiling import traced_once
+from lowbit_optax._numerics.random_bits import (
+    RandomBits,
+    hash_words,
+    keys_at_layer,
+    layers_have_keys,
+    row_major,
+)
 from lowbit_optax._step import trees
+from lowbit_optax._step.trees import STATIC
 
 Array = jax.Array | np.ndarray | np.generic
 
@@ -59,3 +76,46 @@ def _checksum(array: jax.Array, total: jax.Array) -> jax.Array:
     words = lax.bitcast_convert_type(array, words).astype(jnp.uint32)
     hashes = hash_words(row_major(words.shape) + total, words, words)
     return total + jnp.sum(hashes, dtype=jnp.uint32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(eq=False)
+class Layer:
+    """One layer of stacked parameters.
+
+    Args:
+      index: int32 scalar, the index of the layer in its stack.
+      count: the number of layers.
+      names: paths of the stacked parameters; other parameters are not stacked.
+    """
+
+    index: jax.Array
+    count: int = dataclasses.field(metadata=STATIC)
+    names: frozenset[str] = dataclasses.field(metadata=STATIC)
+
+    def bits(self, random: RandomBits, name: str, leaf) -> RandomBits:
+        """Return the random bits of a leaf at the layer's position in its stack."""
+        if name not in self.names:
+            return random
+        return random.at_layer(self.index, self.count, leaf.shape)
+
+    def first_element(self, leaf) -> jax.Array:
+        """Return the index of the layer's first element in the stack, modulo 2^32."""
+        size = jnp.uint32(math.prod(leaf.shape) % 2**32)
+        return self.index.astype(jnp.uint32) * size
+
+    def keys(
+        self, keys: tuple[jax.Array, jax.Array], names: Sequence[str], leaves: Sequence
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the keys of each leaf, given the keys of whole leaves.
+
+        Each layer of a large stack has its own keys.
+        """
+        key, second = keys
+        for i, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+            if name in self.names and layers_have_keys(self.count, leaf.shape):
+                first, other = keys_at_layer(
+                    key[i], second[i], self.index, self.count, leaf.shape
+                )
+                key, second = key.at[i].set(first), second.at[i].set(other)
+        return key, second

@@ -1,8 +1,8 @@
-"""``Step``: the checked arguments of one step, which a step reads leaf by leaf.
+"""``Step``: the checked arguments of one step, which the engine reads leaf by leaf.
 
-:meth:`.engine.Lowbit.open` creates a step. Its arrays are still in their stored form; a
-backend joins, decodes or widens only the arrays that it needs. Kernels read the stored
-arrays, so float32 masters and moments exist only for leaves without a kernel.
+:meth:`.engine.Lowbit.open` creates a step. Its arrays are still in their stored form;
+the engine joins, decodes or widens only the arrays that it needs. Kernels read the
+stored arrays, so float32 masters and moments exist only for leaves without a kernel.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.error_feedback import Feedback, ahead_of, fed
 from lowbit_optax._step.guard import Guard
-from lowbit_optax._step.layers import Layer
 from lowbit_optax._step.leaf import Landed, StoredLeaf, axes_of_shards, number_of_shard
 from lowbit_optax._step.moments import MomentPlan
+from lowbit_optax._step.seeds import Layer
 from lowbit_optax._step.state import LowbitState
 from lowbit_optax._step.trees import STATIC
 

@@ -11,19 +11,24 @@ update (:func:`.stepper.marked`). Then it runs the parts of the trace as follows
     all other operations:                                         unchanged
 
 The step returns new parameters instead of updates, and costs the same as without
-wrappers. If a wrapper computes with the updates or needs concrete values, the function
-returns None, and the caller uses ``update`` and ``apply_updates``.
+wrappers. If a wrapper needs concrete values, the function returns None, and the caller
+uses ``update`` and ``apply_updates``.
 
+An update of ``lowbit`` is the difference of two stored parameters, and the residual in
+the new state belongs to the new parameter. A wrapper may return the update unchanged,
+or skip the step by returning zeros and the old state. Any other update leads to a
+parameter that does not match the residual, and small updates are lost.
 :attr:`WrapperTrace.origins` follows the results of markers through the wrappers. If an
-update depends on a marker but does not have the value of one result, a wrapper has
-changed this update, and the function raises an error.
+update depends on a marker but does not have the value of one result, the function
+raises a :class:`ChangedUpdateError`.
 """
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -44,9 +49,9 @@ from lowbit_optax._jaxprs.graph import (
     is_zero,
     scalar_of,
 )
+from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.changed_updates import check_state, check_updates
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import UNGUARDED, Guard
 from lowbit_optax._step.run import NEEDS_VALUES
@@ -525,3 +530,47 @@ def is_direct(tx, params, state, extra_args: dict) -> bool | None:
 
 def _wide(grad):
     return grad.astype(jnp.float32) if trees.is_narrow_array(grad) else grad
+
+
+class ChangedUpdateError(ValueError):
+    """A wrapper changes updates that ``lowbit`` has already rounded.
+
+    Args:
+      params: dict from paths to parameters, for parameters with changed updates.
+    """
+
+    def __init__(self, params: dict):
+        self.names = tuple(params)
+        name, leaf = next(iter(params.items()))
+        others = f" ({len(params) - 1} more)" if len(params) > 1 else ""
+        super().__init__(
+            "lowbit: a transformation after or around lowbit must not change updates, "
+            f"but changes the update of params{name}, {trees.describe(leaf)}{others}. "
+            "This update is rounded to match the residual, so a changed update would "
+            "lose the low bits of the weights. Put the transformation inside, as in "
+            "lowbit(optax.chain(optax.adamw(1e-3), optax.scale(0.5))). Around lowbit, "
+            "use only wrappers that return its updates unchanged, or zeros together "
+            "with the old state"
+        )
+
+
+def check_updates(params, is_changed: Iterable[bool]) -> None:
+    """Raise an error if the update of a narrow or quantized parameter is changed."""
+    leaves = trees.by_path(params).items()
+    changed = {
+        name: leaf
+        for (name, leaf), changes in zip(leaves, is_changed, strict=False)
+        if changes and (trees.is_quantized(leaf) or is_narrow(jnp.asarray(leaf).dtype))
+    }
+    if changed:
+        raise ChangedUpdateError(changed)
+
+
+def check_state(state, params) -> None:
+    """Raise ChangedUpdateError for the state of a wrapper that changes updates.
+
+    This check finds ``optax.contrib.mechanize`` by its state, because JAX cannot trace
+    its update if gradients and parameters differ in dtype.
+    """
+    if any(map(holds_lowbit, trees.all_of(optax.contrib.MechanicState, state))):
+        check_updates(params, itertools.repeat(True))

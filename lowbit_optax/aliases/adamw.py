@@ -7,7 +7,7 @@ import typing
 import optax
 
 from lowbit_optax import formats
-from lowbit_optax._step.moment_slots import Moments
+from lowbit_optax._step.moments import Moments
 from lowbit_optax.aliases.common import (
     BFLOAT16_MOMENTS,
     Mask,

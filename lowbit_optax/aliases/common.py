@@ -13,7 +13,7 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
-from lowbit_optax._step.moment_slots import Moments
+from lowbit_optax._step.moments import Moments
 
 Mask = typing.Any | Callable[[typing.Any], typing.Any] | None
 TwoRoundings = typing.Literal["nearest", "stochastic"] | None

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from lowbit_optax import formats
-from lowbit_optax._step.blanks import blank, is_blank
+from lowbit_optax._step.state import blank, is_blank
 from lowbit_optax.aliases.common import Mask, checked, corrected_momentum, without_none
 from lowbit_optax.formats.moment_fields import register_moments
 from lowbit_optax.transformations.lowbit import lowbit

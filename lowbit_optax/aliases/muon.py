@@ -13,7 +13,7 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax._arguments import check_type
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.moment_slots import Moments
+from lowbit_optax._step.moments import Moments
 from lowbit_optax._step.param_shardings import leaf_shardings
 from lowbit_optax.aliases.common import (
     check_learning_rate,

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 
 from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import Draws, RandomBits
-from lowbit_optax._numerics.rounding import to_float32
-from lowbit_optax._numerics.sums import stochastic_sum
+from lowbit_optax._numerics.rounding import stochastic_sum, to_float32
 
 Rounding = typing.Literal["nearest", "stochastic"]
 
@@ -45,7 +44,7 @@ class Residuals(typing.NamedTuple):
 
     Args:
       by_name: maps the name to a tree with the structure of the parameters. Leaves
-        without a residual have blanks (:mod:`lowbit_optax._step.blanks`). Formats
+        without a residual have blanks (:mod:`lowbit_optax._step.state`). Formats
         without residuals also have a name, because flax would otherwise drop the
         residuals of another format when it restores a checkpoint.
     """

@@ -14,11 +14,9 @@ import typing
 import jax
 
 from lowbit_optax._arguments import check_choice, check_static_int
-from lowbit_optax._numerics.code_kinds import UNSIGNED, code_of
-from lowbit_optax._numerics.codes import Code, Prepared
+from lowbit_optax._numerics.codes import UNSIGNED, Code, Prepared, Sum, code_of
 from lowbit_optax._numerics.random_bits import Draws
 from lowbit_optax._numerics.rounding import to_float32
-from lowbit_optax._numerics.sum_code import Sum
 from lowbit_optax.formats.base import MomentFormat, Rounding
 from pallas_kernels.bitfields import pack, unpack
 from pallas_kernels.layout import (

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._arguments import check_choice, check_static_int
-from lowbit_optax._jaxprs.traced_once import traced_once
+from lowbit_optax._jaxprs.compiling import traced_once
 from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics import rounding as rounding_
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM
@@ -189,7 +189,7 @@ def extra_bits(
       sum_rounding: how the float32 sum of master and update is rounded, before any
         other rounding. ``"nearest"``, as in float32 training, loses updates below 2^-25
         of the weight. ``"stochastic"`` keeps their mean at any learning rate (see
-        :mod:`lowbit_optax._numerics.sums`), and adds 17 machine instructions per
+        :mod:`lowbit_optax._numerics.rounding`), and adds 17 machine instructions per
         parameter to the kernel of ``lowbit_adamw``, compiled for an H200.
 
     Returns:

@@ -9,8 +9,11 @@ import jax.numpy as jnp
 from lowbit_optax._numerics.random_bits import RandomBits
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax.formats.base import WeightFormat
-from lowbit_optax.formats.block_scaled_tensor import E4M3, BlockScaledTensor
-from lowbit_optax.formats.block_scaled_weights import BlockScaledWeights
+from lowbit_optax.formats.block_scaled import (
+    E4M3,
+    BlockScaledTensor,
+    BlockScaledWeights,
+)
 from lowbit_optax.formats.extra_bits import extra_bits_named
 from lowbit_optax.formats.kahan import kahan_named
 from lowbit_optax.formats.plain import MasterCopyFormat

@@ -9,10 +9,10 @@ from jax import lax
 
 from lowbit_optax._arguments import check_choice, check_type
 from lowbit_optax._numerics import float_layouts, rounding
-from lowbit_optax._numerics.chosen_neighbour import words_toward
 from lowbit_optax._numerics.float_format import FloatFormat
 from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM
+from lowbit_optax._numerics.rounding import words_toward
 from lowbit_optax.formats.base import Rounding, WeightFormat
 from pallas_kernels import operations
 

@@ -11,8 +11,7 @@ import optax
 from lowbit_optax._arguments import check_transformation, check_type
 from lowbit_optax._step import trees
 from lowbit_optax._step.guard import UNGUARDED
-from lowbit_optax._step.multi_steps import check_multi_steps_around
-from lowbit_optax._step.stepper import Stepper, check_state
+from lowbit_optax._step.stepper import Stepper, check_multi_steps_around, check_state
 from lowbit_optax._types import Function, OptState, Transformation
 from lowbit_optax.loss_scaling.scales import Scaling
 from lowbit_optax.loss_scaling.sizes import Sizes

@@ -15,12 +15,11 @@ from lowbit_optax import formats
 from lowbit_optax._arguments import check_static_int, check_transformation, check_type
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.blanks import blank
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import UNGUARDED, Guard, neutral_updates
 from lowbit_optax._step.leaf import StoredLeaf
-from lowbit_optax._step.moment_slots import NoSuchMomentError
 from lowbit_optax._step.moments import (
+    NoSuchMomentError,
     check_container,
     in_parallel_trees,
     leaf_by_leaf,
@@ -28,6 +27,7 @@ from lowbit_optax._step.moments import (
 )
 from lowbit_optax._step.param_shardings import leaf_shardings
 from lowbit_optax._step.seeds import seed_of
+from lowbit_optax._step.state import blank
 from lowbit_optax._step.stepper import Stepper, check_state, stepper_of, with_extra_args
 from lowbit_optax._step.wrapped import step_wrapped
 from lowbit_optax.formats import MomentFormat

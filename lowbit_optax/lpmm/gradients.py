@@ -10,8 +10,8 @@ from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.straight_through import with_tangent_of
 from lowbit_optax._types import Function
 from lowbit_optax.formats import quantized_tensor as tensors
-from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
-from lowbit_optax.formats.quantized_leaf import QuantizedWeight
+from lowbit_optax.formats.block_scaled import BlockScaledTensor
+from lowbit_optax.formats.quantized_tensor import QuantizedWeight
 from lowbit_optax.lpmm.quantization import dequantize
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._arguments import check_choice, check_static_int, check_type
-from lowbit_optax._jaxprs.traced_once import traced_once
+from lowbit_optax._jaxprs.compiling import traced_once
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import RandomBits, leaf_number, random_bits
 from lowbit_optax._numerics.rounding import to_float32

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowbit_optax._jaxprs.not_folded import not_folded
+from lowbit_optax._jaxprs.compiling import not_folded
 from lowbit_optax._step import trees
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.state import LowbitState

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowbit_optax._jaxprs.compiling import not_folded
 from lowbit_optax._jaxprs.elementwise import decode_scalar
-from lowbit_optax._jaxprs.not_folded import not_folded
 from lowbit_optax._numerics.random_bits import (
     ACCUMULATOR_STREAM,
     Draws,
@@ -22,12 +22,12 @@ from lowbit_optax._numerics.random_bits import (
     RandomBits,
 )
 from lowbit_optax._step import context, trees
+from lowbit_optax._step.body import KEYS, MomentRows
 from lowbit_optax._step.guard import Guard
-from lowbit_optax._step.kernels.body import KEYS, MomentRows
-from lowbit_optax._step.kernels.launches import Launches
-from lowbit_optax._step.kernels.plan import has_layers, needs_loop
+from lowbit_optax._step.launches import Launches
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax._step.moments import decoded, encoded
+from lowbit_optax._step.plan import has_layers, needs_loop
 from lowbit_optax._step.step import LeafStep
 from lowbit_optax.formats import MomentFormat
 from lowbit_optax.formats.block_quantized import QuantizedMoment

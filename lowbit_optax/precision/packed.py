@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowbit_optax._arguments import check_type
-from lowbit_optax._jaxprs.traced_once import traced_once
+from lowbit_optax._jaxprs.compiling import traced_once
 from lowbit_optax._numerics.float_format import FloatFormat
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32

@@ -18,7 +18,7 @@ from jax.extend.core import get_opaque_trace_state
 from lowbit_optax._arguments import check_transformation
 from lowbit_optax._step import trees
 from lowbit_optax._types import Function, OptState, Params, PyTree
-from lowbit_optax.formats.quantized_leaf import NotAnArray
+from lowbit_optax.formats.quantized_tensor import NotAnArray
 from lowbit_optax.release import wrappers
 from lowbit_optax.release.api import named_after
 from lowbit_optax.release.plan import loss_scaled

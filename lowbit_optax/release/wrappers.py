@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend import core
 
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.layers import Layer
+from lowbit_optax._step.seeds import Layer
 from lowbit_optax.states.host_memory import is_on_host
 
 _FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.float16, 4: jnp.float32, 8: jnp.float64}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from lowbit_optax._arguments import check_transformation
-from lowbit_optax._jaxprs.traced_once import traced_once
+from lowbit_optax._jaxprs.compiling import traced_once
 from lowbit_optax._numerics.landing import REPLACE, apply_leaf
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import context, trees
@@ -28,7 +28,7 @@ from lowbit_optax._tables import Table, Tabular
 from lowbit_optax._types import OptState, PyTree, Transformation
 from lowbit_optax.formats import quantized_tensor
 from lowbit_optax.formats.base import WeightFormat
-from lowbit_optax.formats.quantized_leaf import QuantizedWeight
+from lowbit_optax.formats.quantized_tensor import QuantizedWeight
 from lowbit_optax.states.state_leaves import state_leaves
 from pallas_kernels.bitfields import unpack
 from pallas_kernels.layout import layout_of

@@ -6,10 +6,9 @@ import jax
 
 from lowbit_optax._arguments import check_transformation
 from lowbit_optax._step import context, run, trees
-from lowbit_optax._step.changed_updates import ChangedUpdateError
 from lowbit_optax._step.state import holds_lowbit
 from lowbit_optax._step.stepper import split_extra_args, with_extra_args
-from lowbit_optax._step.wrapped import is_direct
+from lowbit_optax._step.wrapped import ChangedUpdateError, is_direct
 from lowbit_optax._tables import Explanation
 from lowbit_optax._types import PyTree, Transformation
 

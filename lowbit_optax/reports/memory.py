@@ -13,13 +13,12 @@ from lowbit_optax._arguments import check_transformation, check_type
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import trees
-from lowbit_optax._step.changed_updates import ChangedUpdateError
-from lowbit_optax._step.kept_float32 import (
+from lowbit_optax._step.float32_params import (
     KeepFloat32,
     is_bias_or_norm,
     narrowed_shapes,
 )
-from lowbit_optax._step.wrapped import is_direct
+from lowbit_optax._step.wrapped import ChangedUpdateError, is_direct
 from lowbit_optax._tables import Table, Tabular, some
 from lowbit_optax._types import PyTree, Transformation
 from lowbit_optax.reports import bars

@@ -18,12 +18,12 @@ from lowbit_optax._arguments import (
 )
 from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._step.engine import InexactWeightsError
-from lowbit_optax._step.kept_float32 import (
+from lowbit_optax._step.float32_params import (
     KeepFloat32,
     is_bias_or_norm,
     narrowed_shapes,
 )
-from lowbit_optax._step.moment_slots import Moments, NoSuchMomentError
+from lowbit_optax._step.moments import Moments, NoSuchMomentError
 from lowbit_optax._step.stepper import with_extra_args
 from lowbit_optax._tables import Table, Tabular
 from lowbit_optax._types import PyTree

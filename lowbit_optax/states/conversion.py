@@ -19,14 +19,13 @@ from lowbit_optax._numerics.dtypes import float_dtype
 from lowbit_optax._numerics.random_bits import DrawsToNearest, ToNearest
 from lowbit_optax._numerics.rounding import narrow_or_cast
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.kept_float32 import is_bias_or_norm
+from lowbit_optax._step.float32_params import is_bias_or_norm, warn_of_wide_params
 from lowbit_optax._step.moments import MomentPlan
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax._step.state import LowbitState
-from lowbit_optax._step.wide_params import warn_of_wide_params
 from lowbit_optax._types import OptState, Params, Transformation
 from lowbit_optax.formats.base import WeightFormat
-from lowbit_optax.formats.block_scaled_weights import BlockScaledWeights
+from lowbit_optax.formats.block_scaled import BlockScaledWeights
 from lowbit_optax.formats.quantized_tensor import QuantizedTensor
 from lowbit_optax.states.decoded import (
     DecodedRun,

@@ -10,24 +10,22 @@ import optax
 from jax.core import Tracer
 
 from lowbit_optax._arguments import brief, check_transformation
-from lowbit_optax._jaxprs.traced_once import traced_once
+from lowbit_optax._jaxprs.compiling import traced_once
 from lowbit_optax._numerics.dtypes import dtype_of
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._numerics.straight_through import narrowed, straight_through, widened
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, is_blank
-from lowbit_optax._step.kept_float32 import (
+from lowbit_optax._step.float32_params import (
     KeepFloat32,
     dtypes_of,
     is_bias_or_norm,
     narrowed_dtypes,
 )
-from lowbit_optax._step.state import LowbitState
+from lowbit_optax._step.state import NO_RESIDUAL, NOT_HELD, LowbitState, is_blank
 from lowbit_optax._types import OptState, Params, PyTree, Transformation
 from lowbit_optax.formats.base import WeightFormat
-from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
-from lowbit_optax.formats.block_scaled_weights import BlockScaledWeights
+from lowbit_optax.formats.block_scaled import BlockScaledTensor, BlockScaledWeights
 from lowbit_optax.formats.leaves import format_named, join_leaf
 from lowbit_optax.formats.quantized_weights import QuantizedWeights
 from lowbit_optax.states.decoded import Recorded, check_one_state_each, recorded_nodes

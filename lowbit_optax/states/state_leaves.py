@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from lowbit_optax._step import trees
-from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD
+from lowbit_optax._step.state import NO_RESIDUAL, NOT_HELD
 from lowbit_optax.formats.block_quantized import QuantizedMoment
 
 _CODES, _SCALES = QuantizedMoment._fields
@@ -59,7 +59,7 @@ class StateLeaf:
 
         A leaf in a tree of codes contains packed codes or a moment that is not encoded.
         A blank marks a parameter for which nothing is stored; see
-        :mod:`lowbit_optax._step.blanks`.
+        :mod:`lowbit_optax._step.state`.
         """
         names = self.attributes
         last = names[-1] if names else ""

@@ -2,7 +2,7 @@
 
 Trainers call ``tx.update`` and then ``optax.apply_updates``, which adds updates to
 parameters. Here, the sum returns new parameters that are already computed; see
-:mod:`lowbit_optax._step.direct_update`.
+:mod:`lowbit_optax._numerics.landing`.
 """
 
 import dataclasses
@@ -11,9 +11,8 @@ import jax
 import optax
 
 from lowbit_optax._arguments import check_transformation
-from lowbit_optax._numerics.landing import REPLACE
+from lowbit_optax._numerics.landing import REPLACE, DirectUpdate
 from lowbit_optax._step import context
-from lowbit_optax._step.direct_update import DirectUpdate
 from lowbit_optax._step.guard import UNGUARDED
 from lowbit_optax._step.stepper import Stepper, with_extra_args
 from lowbit_optax.transformations.step import guarded

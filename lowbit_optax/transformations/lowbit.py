@@ -9,7 +9,7 @@ import optax
 
 from lowbit_optax._arguments import check_static_int, check_transformation, check_type
 from lowbit_optax._step.engine import Lowbit
-from lowbit_optax._step.moment_slots import MomentChoice, Moments
+from lowbit_optax._step.moments import MomentChoice, Moments
 from lowbit_optax._step.param_shardings import ParamShardings
 from lowbit_optax._step.stepper import stepper_of
 from lowbit_optax.formats import extra_bits

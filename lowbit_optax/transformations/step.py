@@ -8,9 +8,8 @@ import optax
 
 from lowbit_optax._arguments import check_transformation
 from lowbit_optax._numerics.float_layouts import is_narrow
-from lowbit_optax._numerics.landing import REPLACE, Landing, apply_leaf
+from lowbit_optax._numerics.landing import REPLACE, DirectUpdate, Landing, apply_leaf
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.direct_update import DirectUpdate
 from lowbit_optax._step.guard import UNGUARDED, Guard
 from lowbit_optax._step.state import LowbitState, check_made_by
 from lowbit_optax._step.stepper import stepper_of, with_extra_args

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
-from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD
+from lowbit_optax._step.state import NO_RESIDUAL, NOT_HELD
 from tools.gpu_program.steps import leaf, lower_lpmm_step, lower_step
 from tools.gpu_program.targets import compile_lowered, gpu_mesh
 from tools.hlo import collectives, entry, text

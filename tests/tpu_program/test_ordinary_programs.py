@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
-from lowbit_optax._step import left_to_xla
+from lowbit_optax._step import plan
 
 pytest.importorskip("libtpu", reason="needs the tpu-program extra")
 
@@ -52,7 +52,7 @@ def _assert_by_kernels(compiled, parameters, kernels=1):
 @contextlib.contextmanager
 def _host_of(monkeypatch, devices):
     """Pretend that JAX runs on a host with these TPUs."""
-    left_to_xla.warn_once.cache_clear()
+    plan.warn_once.cache_clear()
     with monkeypatch.context() as patch, jax.default_device(devices[0]):
         patch.setattr(jax, "default_backend", lambda: "tpu")
         patch.setattr(jax, "device_count", lambda: len(devices))

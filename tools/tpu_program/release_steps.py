@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 
 from lowbit_optax import release
-from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD
+from lowbit_optax._step.state import NO_RESIDUAL, NOT_HELD
 from tools.gpu_program.release_steps import Model, plain
 from tools.hlo import memory, text
 from tools.tpu_program.targets import tpu_mesh

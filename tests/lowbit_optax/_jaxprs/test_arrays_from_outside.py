@@ -7,9 +7,13 @@ import pytest
 from optimizers import assert_same_bits
 
 from lowbit_optax._jaxprs import elementwise
-from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars, program_of
+from lowbit_optax._jaxprs.elementwise import (
+    NotElementwise,
+    Scalars,
+    arrays_from_outside,
+    program_of,
+)
 from lowbit_optax._jaxprs.graph import Graph, evaluate
-from lowbit_optax._jaxprs.outside import arrays_from_outside
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from optimizers import assert_same_bits
 
-from lowbit_optax._jaxprs.traced_once import traced_once
-from lowbit_optax._numerics import code_kinds
-from lowbit_optax._numerics.codes import RANDOM_BITS
-from lowbit_optax._numerics.float_code import Float
-from lowbit_optax._numerics.in_units import Linear, Log
+from lowbit_optax._jaxprs.compiling import traced_once
+from lowbit_optax._numerics import codes
+from lowbit_optax._numerics.codes import RANDOM_BITS, Float, Linear, Log
 from lowbit_optax._numerics.random_bits import Draws, random_bits
 from lowbit_optax.formats.block_quantized import BlockQuantized
 from pallas_kernels import layout_of, packed_shape
@@ -34,7 +32,7 @@ class CodeByPrograms:
 
 
 def code_of(*args):
-    return CodeByPrograms(code_kinds.code_of(*args))
+    return CodeByPrograms(codes.code_of(*args))
 
 
 SIGNED = ("linear", "companded", "dynamic")

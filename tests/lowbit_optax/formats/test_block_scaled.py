@@ -15,7 +15,7 @@ import lowbit_optax
 from lowbit_optax import lowbit
 from lowbit_optax._numerics.random_bits import random_bits
 from lowbit_optax.block_scaling import BlockScaledTensor, block_scale
-from lowbit_optax.formats.block_scaled_weights import BlockScaledWeights
+from lowbit_optax.formats.block_scaled import BlockScaledWeights
 from lowbit_optax.formats.extra_bits import ExtraBits
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu

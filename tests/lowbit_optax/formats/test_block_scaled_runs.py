@@ -13,7 +13,7 @@ from optimizers import assert_same_bits, normal
 
 import lowbit_optax
 from lowbit_optax import convert, lowbit, lpmm, release
-from lowbit_optax._step import left_to_xla
+from lowbit_optax._step import plan
 from lowbit_optax.block_scaling import block_scale
 from lowbit_optax.states.checkpoints import check_storage_formats, storage_formats
 
@@ -124,7 +124,7 @@ def test_a_report_counts_codes_scales_and_residuals():
 
 
 def test_a_warning_says_that_gpus_have_no_kernel():
-    left_to_xla.warn_once.cache_clear()
+    plan.warn_once.cache_clear()
     device = AbstractDevice("NVIDIA H200", 132, platform="gpu")
     mesh = AbstractMesh((4,), ("a",), (AxisType.Auto,), abstract_device=device)
     large = {"w": jax.ShapeDtypeStruct((1024, 512), jnp.float32)}

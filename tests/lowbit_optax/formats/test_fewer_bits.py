@@ -11,7 +11,7 @@ from optimizers import normal
 
 import lowbit_optax
 from lowbit_optax import kahan, lowbit, nearest, stochastic_rounding
-from lowbit_optax._step.blanks import NO_RESIDUAL, is_blank
+from lowbit_optax._step.state import NO_RESIDUAL, is_blank
 from lowbit_optax.formats.plain import Significand
 from lowbit_optax.precision import FloatFormat
 

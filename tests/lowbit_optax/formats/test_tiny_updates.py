@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import lowbit_optax
 from lowbit_optax import extra_bits, stochastic_rounding
-from lowbit_optax._numerics.sums import stochastic_sum
+from lowbit_optax._numerics.rounding import stochastic_sum
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -13,7 +13,7 @@ from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import accumulate_gradients, block_quantized, lpmm_sgd
-from lowbit_optax._step.blanks import is_blank
+from lowbit_optax._step.state import is_blank
 from lowbit_optax.lpmm.accumulation import PAPER_ACCUMULATORS
 
 SHAPE = (128, 64)

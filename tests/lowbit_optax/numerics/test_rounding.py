@@ -26,8 +26,8 @@ from patterns import (
 )
 
 from lowbit_optax._numerics import float_layouts, rounding
-from lowbit_optax._numerics.chosen_neighbour import words_toward
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES
+from lowbit_optax._numerics.rounding import words_toward
 from lowbit_optax.formats.plain import Significand, rounded
 
 nearest = jax.jit(rounding.round_nearest, static_argnums=1)

@@ -18,7 +18,7 @@ from wrappers import WRAPPERS
 
 import lowbit_optax
 from lowbit_optax import kahan, lowbit, memory_report
-from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, is_blank
+from lowbit_optax._step.state import NO_RESIDUAL, NOT_HELD, is_blank
 from lowbit_optax.reports import step_report
 
 pytestmark = pytest.mark.standard_promotion
@@ -61,7 +61,7 @@ def test_bytes_per_parameter_are_the_documented_ones(tx, residual, moments):
     assert leaf.params == 2 * size
     assert (leaf.residual, leaf.moments) == (residual * size, moments * size)
     assert leaf.total - leaf.other == (2 + residual + moments) * size
-    # A leaf without a residual has a blank instead; see lowbit_optax._step.blanks.
+    # A leaf without a residual has a blank instead; see lowbit_optax._step.state.
     assert leaf.other <= (size / 256 if residual == 0 else 0)
 
 

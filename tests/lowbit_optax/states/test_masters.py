@@ -22,8 +22,8 @@ from wrappers import WRAPPERS
 
 import lowbit_optax
 from lowbit_optax import extra_bits, from_master, kahan, master_weights, training
-from lowbit_optax._step.blanks import is_blank
-from lowbit_optax._step.kept_float32 import is_bias_or_norm
+from lowbit_optax._step.float32_params import is_bias_or_norm
+from lowbit_optax._step.state import is_blank
 from lowbit_optax.split_array import split_array
 
 pytestmark = pytest.mark.standard_promotion

@@ -16,7 +16,7 @@ from optimizers import (
 )
 
 from lowbit_optax import convert, extra_bits_adamw, kahan_adamw, lowbit_adamw, sr_adamw
-from lowbit_optax._step.blanks import NO_RESIDUAL, NOT_HELD, shape_of_blank
+from lowbit_optax._step.state import NO_RESIDUAL, NOT_HELD, shape_of_blank
 
 BF16 = jnp.bfloat16
 ADAMW = {

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
-from lowbit_optax._step import left_to_xla
+from lowbit_optax._step import plan
 from pallas_kernels import platforms
 
 pytestmark = pytest.mark.standard_promotion
@@ -49,7 +49,7 @@ def traced(**options):
 
 @pytest.fixture(autouse=True)
 def unsaid():
-    left_to_xla.warn_once.cache_clear()
+    plan.warn_once.cache_clear()
 
 
 @pytest.mark.parametrize("name", WITHOUT)

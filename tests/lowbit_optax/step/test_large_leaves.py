@@ -17,7 +17,7 @@ from released import ordinary, run
 import lowbit_optax
 from lowbit_optax import cast, extra_bits, kahan, lowbit, release, stochastic_rounding
 from lowbit_optax._numerics import random_bits
-from lowbit_optax._step.kernels import plan
+from lowbit_optax._step import plan
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -24,7 +24,7 @@ from patterns import each_dtype
 
 import lowbit_optax
 from lowbit_optax import extra_bits, kahan, lowbit, master_weights
-from lowbit_optax._step.blanks import is_blank
+from lowbit_optax._step.state import is_blank
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -14,7 +14,7 @@ from flax.training import train_state
 
 import lowbit_optax
 from lowbit_optax import kahan_adamw, lowbit, training
-from lowbit_optax._step import left_to_xla
+from lowbit_optax._step import plan
 from lowbit_optax.states.checkpoints import storage_formats
 
 SAID = "lowbit. most parameters are float32"
@@ -29,7 +29,7 @@ FIX = r"from_master.*TrainState\.create.*nnx_optimizer.*warn=False"
 
 @pytest.fixture(autouse=True)
 def nothing_was_said_before():
-    left_to_xla.warn_once.cache_clear()
+    plan.warn_once.cache_clear()
 
 
 class Model(linen.Module):

@@ -4,32 +4,96 @@
 (:mod:`lowbit_optax._step.inner_update`). The graph of the update gives each leaf a
 program (:mod:`lowbit_optax._jaxprs.elementwise`), or a reason why it has none. The
 program and the formats of the leaf define the body of its kernel
-(:mod:`lowbit_optax._step.kernels.body`).
+(:mod:`lowbit_optax._step.body`).
+
+Some kernels need :class:`Sums`. A factored second moment is computed from sums over the
+rows and over the columns of the squared gradient, which must be known before the leaf's
+kernel runs. A kernel of :mod:`pallas_kernels.axis_sums` computes both in one pass over
+the gradient.
+
+For a large leaf without a kernel, XLA creates float32 arrays of its master and moments,
+which are the arrays that this package avoids. :func:`warning_of` describes such leaves.
 """
 
 import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+import typing
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend.core import primitives as p
 
 from lowbit_optax._jaxprs import elementwise
-from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars
-from lowbit_optax._jaxprs.graph import Node, constant, made_of
-from lowbit_optax._jaxprs.outside import arrays_from_outside
+from lowbit_optax._jaxprs.elementwise import (
+    NotElementwise,
+    Program,
+    Scalars,
+    arrays_from_outside,
+    decode_scalar,
+    encode_scalars,
+    program_of,
+)
+from lowbit_optax._jaxprs.graph import Node, calls_between, constant, made_of
 from lowbit_optax._step import trees
+from lowbit_optax._step.body import KEYS, LeafBody, MomentRows, WeightRows
 from lowbit_optax._step.inner_update import InnerUpdate
-from lowbit_optax._step.kernels.body import KEYS, LeafBody, MomentRows, WeightRows
-from lowbit_optax._step.kernels.sums import Sums, plan_sums
 from lowbit_optax._step.leaf import StoredLeaf
-from lowbit_optax.formats.block_scaled_tensor import BlockScaledTensor
-from pallas_kernels.fused_update import MAX_ELEMENTS, Leaf, has_tiling
-from pallas_kernels.fused_update.refusals import tpu_refusal
+from lowbit_optax.formats.block_scaled import BlockScaledTensor
+from pallas_kernels.axis_sums import axis_sums
+from pallas_kernels.fused_update import MAX_ELEMENTS, Leaf, has_tiling, sharded
+from pallas_kernels.fused_update.refusals import PARTITIONED, tpu_refusal
 from pallas_kernels.layout import layout_of
+from pallas_kernels.platforms import Implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class _Summed:
+    """The elementwise function of a gradient whose values are summed."""
+
+    program: Program
+    is_guarded: bool
+
+    def __call__(self, grad: jax.Array, scalars: Sequence[jax.Array]) -> jax.Array:
+        grad = grad.astype(jnp.float32)
+        if self.is_guarded:
+            grad = grad * decode_scalar(scalars[0], np.dtype(np.float32))
+        return self.program.run([grad], scalars)[0]
+
+
+class Sums(typing.NamedTuple):
+    """The sums to compute before the kernels of a step.
+
+    Args:
+      leaves: ``(leaf, function, nodes)`` for each summed function of a gradient: the
+        index of the leaf, the elementwise function, and the nodes with the sums over
+        the last axis and over the axis before it.
+      scalars: the scalars that their functions read.
+    """
+
+    leaves: Sequence[tuple[int, Callable, tuple[list[Node], list[Node]]]] = ()
+    scalars: Sequence[Node] = ()
+
+    def values(
+        self, traced: InnerUpdate, implementation: Implementation
+    ) -> dict[Node, jax.Array]:
+        """Compute the sums, and return a dict keyed by node."""
+        if not self.leaves:
+            return {}
+        scalars = list(traced.values(self.scalars).values())
+        table = encode_scalars(scalars) if scalars else jnp.zeros(1, jnp.uint32)
+        values = {}
+        for leaf, function, nodes in self.leaves:
+            grad = traced.step.leaves[leaf].grad
+            found = _sums(function, implementation, grad, table)
+            for same, x in zip(nodes, found, strict=True):
+                values |= {node: x.reshape(node.aval.shape) for node in same}
+        return values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,6 +368,7 @@ class _Planner:
 MIN_PACKED_SIZE = 4096
 """XLA updates packed leaves with fewer elements."""
 
+
 _LEAST_OF_LAYER = 2**16
 """For smaller layers, a loop over kernels takes longer than XLA's update."""
 
@@ -370,3 +435,109 @@ def check_result(node: Node, shape: tuple[int, ...]) -> None:
         raise NotElementwise(f"a result has shape {list(node.aval.shape)}")
     if node.aval.dtype == jnp.bool_ or node.aval.dtype.itemsize > 4:
         raise NotElementwise(f"a moment has the dtype {node.aval.dtype}")
+
+
+def plan_sums(traced: InnerUpdate, outside: Mapping[int, Sequence[Node]]) -> Sums:
+    """Find the sums that the kernels of leaves need.
+
+    Args:
+      traced: the inner update.
+      outside: the nodes that the kernel of each leaf needs, by index of the leaf.
+    """
+    guard = traced.step.guard.scalars
+    scalars = Scalars(traced.graph, map(constant, guard))
+    leaves = [
+        (i, _Summed(program, bool(guard)), nodes)
+        for i, needed in outside.items()
+        for program, nodes in _summed(traced.nodes.grads[i], needed, scalars).items()
+        if all(nodes)
+    ]
+    return Sums(leaves, scalars.nodes)
+
+
+def _summed(
+    grad: Node, needed: Sequence[Node], scalars: Scalars
+) -> dict[Program, tuple[list[Node], list[Node]]]:
+    """Return the functions of a gradient that are summed over one of the last two axes.
+
+    The result maps a function to the sums over the last axis, and over the axis before.
+    """
+    found: dict[Program, tuple[list[Node], list[Node]]] = {}
+    rank = len(grad.aval.shape)
+    axes = {(rank - 1,): 0, (rank - 2,): 1}
+    for call in calls_between(needed, [grad]):
+        place = axes.get(tuple(call.params.get("axes", ())))
+        if call.primitive is not p.reduce_sum_p or place is None:
+            continue
+        if call.inputs[0].aval.shape != grad.aval.shape:
+            continue
+        try:
+            program = program_of(call.inputs, [grad], scalars)
+        except NotElementwise:
+            continue
+        found.setdefault(program, ([], []))[place].append(call.outputs[0])
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sums(function: Callable, implementation: Implementation, grad, table) -> tuple:
+    """Compute sums. Traced once for equal shapes and functions."""
+    return tuple(axis_sums(function, grad, table, implementation))
+
+
+_LARGE = 2**18
+"""Leaves with fewer elements are not worth a warning."""
+
+
+def warning_of(plan: KernelPlan, reasons: Mapping[int, str]) -> str | None:
+    """Return a warning about large leaves that XLA updates, or None if there are none.
+
+    ``reasons`` maps leaf indices to reasons. Leaves without packed or quantized arrays
+    do not count, because XLA updates them in one pass.
+    """
+    step, sizes, float32_bytes = plan.traced.step, {}, 0
+    for number in sorted(reasons):
+        leaf = step.leaves[number]
+        moments = step.plan.quantized[leaf.name]
+        is_packed = leaf.format is not None and bool(leaf.format.width)
+        is_in_few_bits = bool(moments) or is_packed or trees.is_quantized(leaf.param)
+        size = math.prod(leaf.param.shape)
+        if is_in_few_bits and size >= _LARGE:
+            sizes[number] = size
+            # The master and the quantized moments in float32.
+            float32_bytes += 4 * size * (1 + len(moments))
+    if not sizes:
+        return None
+    largest = max(sizes, key=sizes.__getitem__)
+    param = step.leaves[largest].param
+    described = trees.describe(param)
+    if trees.is_quantized(param):
+        described = f"a {type(param).__name__} of shape {list(param.shape)}"
+    others = f" and {len(sizes) - 1} more leaves" if len(sizes) > 1 else ""
+    return (
+        f"lowbit: no kernel updates params{step.leaves[largest].name}, "
+        f"{described}{others}: {reasons[largest]}. XLA computes float32 arrays of "
+        "their masters and moments, which takes several times as long as a kernel and "
+        f"needs about {float32_bytes / 2**20:.0f} MiB of temporary memory on all "
+        "devices together. lowbit_optax.explain(tx, params) lists such leaves. To "
+        "disable this warning, pass warn=False"
+    )
+
+
+def perhaps_partitioned(plan: KernelPlan) -> dict[int, str]:
+    """Return the leaves that XLA updates in programs for several devices.
+
+    The result maps leaf indices to reasons. Under plain ``jax.jit``, the number of
+    devices is known only during lowering.
+    """
+    return {
+        i: PARTITIONED
+        for i, leaf in plan.arrays().items()
+        if i not in plan.tpu_refusals and sharded.is_partitioned(leaf) is None
+    }
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warn, unless this process has already issued the same warning."""
+    warnings.warn(message, stacklevel=2)

@@ -21,11 +21,11 @@ from jax import lax
 from lowbit_optax._jaxprs.elementwise import encode_scalars, plain_scalars
 from lowbit_optax._numerics.random_bits import keys_at_layer, take_in
 from lowbit_optax._step import context
-from lowbit_optax._step.kernels.body import KEYS, LeafBody
-from lowbit_optax._step.kernels.plan import needs_loop
-from lowbit_optax._step.layers import Layer
+from lowbit_optax._step.body import KEYS, LeafBody
 from lowbit_optax._step.leaf import axes_of_shards, number_of_shard
 from lowbit_optax._step.param_shardings import of_a_layer
+from lowbit_optax._step.plan import needs_loop
+from lowbit_optax._step.seeds import Layer
 from lowbit_optax._step.step import LeafStep
 from pallas_kernels.fused_update import (
     Leaf,
