@@ -231,15 +231,8 @@ def _run(
         into = feedback[i].with_values(values) if i in feedback else None
         landed = step.landed(i, values[node], parts, into)
         results[i], residuals[i] = landed.result, landed.residual
-    launches = Launches(
-        bodies={i: x.body for i, x in kernels.items()},
-        step=step,
-        scalars=[values[x] for x in plan.scalars],
-        implementation=implementation,
-    )
-    for i, arrays in launches.run(plan.arrays(values)).items():
-        leaf = step.leaves[i]
-        results[i], residuals[i], moments = kernels[i].body.stored(leaf, arrays)
+    for i, new in _by_kernels(plan, implementation, values).items():
+        results[i], residuals[i], moments = new
         parts |= zip(kernels[i].parts, moments, strict=True)
     draws = step.draws if any(step.plan.storage[i] for i in rest) else {}
     stored = [parts[i] for i in range(len(parts))]
@@ -252,3 +245,14 @@ def _run(
     if not traced.keeps_structure:
         inner_state = step.guard.chosen(inner_state, before)
     return results, residuals, inner_state
+
+
+def _by_kernels(plan: KernelPlan, implementation, values: Mapping) -> dict[int, tuple]:
+    """Return ``(result, residual, moments)`` of each leaf that a kernel updates."""
+    if not plan.kernels:
+        return {}
+    step, bodies = plan.traced.step, {i: x.body for i, x in plan.kernels.items()}
+    scalars = [values[x] for x in plan.scalars]
+    launches = Launches(bodies, step, scalars, implementation)
+    written = launches.run(plan.arrays(values)).items()
+    return {i: bodies[i].stored(step.leaves[i], arrays) for i, arrays in written}

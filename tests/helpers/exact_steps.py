@@ -10,6 +10,7 @@ from optimizers import initial
 
 import lowbit_optax
 from lowbit_optax import extra_bits, lowbit
+from lowbit_optax.formats.quantized_tensor import is_quantized
 
 # Quick compilation is more important than fast programs.
 QUICK = {"xla_backend_optimization_level": "0"}
@@ -65,6 +66,8 @@ def both(params, series, others="pallas", **options):
     """Parameters and state from kernels, and from XLA, which move every leaf."""
     results = [trained(name, params, series, **options) for name in (others, "xla")]
     masters = lowbit_optax.master_weights(*results[1])
-    for old, new in zip(*map(jax.tree.leaves, (params, masters)), strict=True):
+    olds = jax.tree.leaves(params, is_leaf=is_quantized)
+    for old, new in zip(olds, jax.tree.leaves(masters), strict=True):
+        old = old.dequantize() if is_quantized(old) else old
         assert old.size == 0 or np.any(np.float32(old) != new)
     return results
