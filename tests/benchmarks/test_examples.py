@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import pytest
 from flax.serialization import msgpack_restore
 from matplotlib.image import imread
-from places import ROOT, run_python
+
+from tests.helpers.places import ROOT, run_python
 
 EXAMPLES = ROOT / "examples"
 NAMES = ["fsdp.py", "gpt.py", "resnet_cifar.py"]

@@ -9,10 +9,10 @@ import sys
 import time
 
 import pytest
-from places import run_python
 
 from benchmarks.device import first_device, first_device_page, optimizers
 from benchmarks.device.supervisor import Supervisor, entry_of
+from tests.helpers.places import run_python
 
 # A stand-in for a job's process, without JAX. Each letter of its name is a trial: a
 # works, b fails, c ends the process, d prints nothing, e uses the device for a while, f

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from places import ROOT, run_python
+
+from tests.helpers.places import ROOT, run_python
 
 pytest.importorskip("orbax.checkpoint")
 

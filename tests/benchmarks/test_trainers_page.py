@@ -2,10 +2,9 @@
 
 import re
 
-from places import ROOT
-
 from benchmarks import records
 from benchmarks.trainers import trainers
+from tests.helpers.places import ROOT
 
 
 def test_the_page_is_drawn_from_the_record():

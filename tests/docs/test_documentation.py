@@ -4,9 +4,9 @@ import importlib
 import re
 
 import pytest
-from places import ROOT
 
 from benchmarks.registry import BENCHMARKS
+from tests.helpers.places import ROOT
 
 DOCS = ROOT / "docs"
 API = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))

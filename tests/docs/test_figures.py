@@ -10,7 +10,8 @@ import pathlib
 import re
 
 import pytest
-from places import ROOT
+
+from tests.helpers.places import ROOT
 
 PAGES = [
     ROOT / "README.md",

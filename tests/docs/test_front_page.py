@@ -1,10 +1,10 @@
 """The tables of the front page match their records."""
 
 import pytest
-from places import ROOT
 
 from benchmarks import records
 from benchmarks.front import fit
+from tests.helpers.places import ROOT
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

@@ -3,9 +3,8 @@
 import json
 import re
 
-from places import ROOT
-
 from benchmarks.records import shown
+from tests.helpers.places import ROOT
 
 README = (ROOT / "README.md").read_text()
 EVIDENCE = ROOT / "docs" / "evidence"

@@ -13,7 +13,6 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from places import ROOT
 
 import lowbit_optax
 from benchmarks.papers.lpmm_states import CODES
@@ -25,6 +24,7 @@ from benchmarks.training import (
     reinforcement,
     rounding_errors,
 )
+from tests.helpers.places import ROOT
 
 BITS = (12, 10, 8)
 

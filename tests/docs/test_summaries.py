@@ -4,10 +4,10 @@ import json
 import re
 
 import pytest
-from places import ROOT
 
 from benchmarks.front import fit
 from benchmarks.records import shown
+from tests.helpers.places import ROOT
 
 FIGURE = r"-?[\d,]*\d(?:\.\d+)?(?: ± \d\.\d+)?"
 

@@ -3,7 +3,8 @@
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from places import ROOT
+
+from tests.helpers.places import ROOT
 
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 

@@ -17,17 +17,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from blocks import Maxima
-from exact_steps import MOMENTUM, QUICK, dyadic_series, normal
-from gpu_steps import LAUNCHERS, update_layer
-from optimizers import assert_same_bits, gradient_series, random_grads, spec_of
-from quantised import quantised, shrinking
 
 import lowbit_optax
 import pallas_kernels
 from lowbit_optax import block_quantized, cast, extra_bits, lowbit
 from pallas_kernels import platforms
 from pallas_kernels.axis_sums import axis_sums
+from tests.helpers.blocks import Maxima
+from tests.helpers.exact_steps import MOMENTUM, dyadic_series, normal
+from tests.helpers.gpu_steps import LAUNCHERS, update_layer
+from tests.helpers.kernels import QUICK
+from tests.helpers.optimizers import (
+    assert_same_bits,
+    gradient_series,
+    random_grads,
+    spec_of,
+)
+from tests.helpers.quantized_weights import quantised, shrinking
 from tools.gpu_program.ptx.faults import Uninitialised
 from tools.gpu_program.ptx.program import compile_program
 from tools.gpu_program.steps import BF16, F32, leaf

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from places import run_python
 
 from pallas_kernels.platforms import has_mosaic
+from tests.helpers.places import run_python
 from tools import is_installed
 
 PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")

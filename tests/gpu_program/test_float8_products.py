@@ -5,9 +5,9 @@ import collections
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rounded_losses import mlp
 
 from lowbit_optax import precision
+from tests.helpers.rounded_losses import mlp
 from tools import hlo
 from tools.gpu_program.targets import compile_lowered, gpu_mesh, lower_for
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from gpu_steps import LAUNCHERS
 from jax import lax
 from jax.extend.core import primitives as p
 
 import lowbit_optax
 from lowbit_optax._jaxprs.elementwise import ELEMENTWISE
+from tests.helpers.gpu_steps import LAUNCHERS
 from tools.gpu_program.machine_code import program
 from tools.gpu_program.ptx.program import compile_program
 from tools.gpu_program.targets import gpu_mesh, lower_for

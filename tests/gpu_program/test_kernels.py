@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from gpu_steps import WEIGHTS, update_layer
 from jax import lax
 
 import lowbit_optax
 import pallas_kernels
+from tests.helpers.gpu_steps import WEIGHTS, update_layer
 from tools.gpu_program.machine_code import (
     instructions_per_parameter,
     program,

@@ -11,13 +11,13 @@ import jax.export
 import jax.numpy as jnp
 import optax
 import pytest
-from gpu_steps import STEPS
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from optimizers import assert_same_bits
 
 import lowbit_optax
 from pallas_kernels import platforms
+from tests.helpers.gpu_steps import STEPS
+from tests.helpers.optimizers import assert_same_bits
 
 if not platforms.has_mosaic():
     pytest.skip("Mosaic GPU needs JAX 0.11 or newer", allow_module_level=True)

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from gpu_steps import STEPS
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
 from lowbit_optax._step.state import NO_RESIDUAL, NOT_HELD
+from tests.helpers.gpu_steps import STEPS
 from tools.gpu_program.steps import leaf, lower_lpmm_step, lower_step
 from tools.gpu_program.targets import compile_lowered, gpu_mesh
 from tools.hlo import collectives, entry, text

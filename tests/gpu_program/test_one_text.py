@@ -1,6 +1,6 @@
 """A step's GPU program always has the same text, so the persistent cache finds it."""
 
-from cached_step import printed
+from tests.helpers.processes.cached_step import printed
 
 
 def test_the_programs_of_two_processes_are_equal():

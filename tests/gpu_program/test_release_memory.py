@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from optimizers import weights_only
 
 import lowbit_optax
 from lowbit_optax import release
+from tests.helpers.optimizers import weights_only
 from tools.gpu_program.release_steps import (
     MIB,
     CompiledStep,

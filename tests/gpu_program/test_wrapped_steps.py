@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from optimizers import weights_only
 
 import lowbit_optax
+from tests.helpers.optimizers import weights_only
 from tools.gpu_program.release_steps import BF16, MIB, Model, compile_step, plain
 from tools.gpu_program.steps import gpt2, leaf, lower_step
 from tools.models.gpt import GPT, to_bfloat16

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from exact_steps import normal
-from gpu_steps import WEIGHTS
 
 import lowbit_optax
 from lowbit_optax.precision import FloatFormat
+from tests.helpers.exact_steps import normal
+from tests.helpers.gpu_steps import WEIGHTS
 from tools.gpu_program.ptx.program import compile_program
 from tools.gpu_program.steps import BF16, applied, fast, leaf, lower_step
 from tools.gpu_program.targets import compile_for, gpu_mesh, lower_for

@@ -7,9 +7,9 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernels import Mixture, fields_of, row_major, words_of
 
 from pallas_kernels import Operand, Result, fused_update, layout_of
+from tests.helpers.kernels import Mixture, fields_of, row_major, words_of
 
 BLOCKS = {
     32: (8, 4),

@@ -6,14 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from optimizers import initial
 
 import lowbit_optax
 from lowbit_optax import extra_bits, lowbit
 from lowbit_optax.formats.quantized_tensor import is_quantized
-
-# Quick compilation is more important than fast programs.
-QUICK = {"xla_backend_optimization_level": "0"}
+from tests.helpers.kernels import QUICK
+from tests.helpers.optimizers import initial
 
 MOMENTUM = optax.sgd(0.25, momentum=0.5)
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packing import reference_pack
 
 from pallas_kernels import (
     Leaf,
@@ -18,6 +17,7 @@ from pallas_kernels import (
     fused_update_many,
     layout_of,
 )
+from tests.helpers.packing import reference_pack
 
 EACH = pytest.mark.parametrize("implementation", ["xla", "pallas"])
 

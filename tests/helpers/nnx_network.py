@@ -4,7 +4,8 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from side_by_side import HIDDEN, WIDTH, squared_error
+
+from tests.helpers.side_by_side import HIDDEN, WIDTH, squared_error
 
 
 class Network(nnx.Module):

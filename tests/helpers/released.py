@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from optimizers import assert_same_bits, initial
 
 from lowbit_optax import release
+from tests.helpers.optimizers import assert_same_bits, initial
 
 RATE = 2.0**-7
 OPERATION_BY_OPERATION = {

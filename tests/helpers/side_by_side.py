@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from optimizers import matching_grad_dtype
 
 import lowbit_optax
+from tests.helpers.optimizers import matching_grad_dtype
 
 STEPS = 40
 WIDTH, HIDDEN = 64, 128

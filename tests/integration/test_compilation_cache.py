@@ -5,7 +5,8 @@ objects, or on previous traces.
 """
 
 import pytest
-from cached_step import printed
+
+from tests.helpers.processes.cached_step import printed
 
 pytestmark = pytest.mark.slow_to_compile
 

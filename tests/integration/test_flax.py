@@ -10,7 +10,10 @@ import numpy as np
 import optax
 import pytest
 from flax.training import train_state
-from optimizers import (
+
+import lowbit_optax
+from lowbit_optax import training
+from tests.helpers.optimizers import (
     ALIASES,
     VARIANTS,
     assert_same_bits,
@@ -19,9 +22,6 @@ from optimizers import (
     spec_of,
     train,
 )
-
-import lowbit_optax
-from lowbit_optax import training
 
 pytestmark = pytest.mark.standard_promotion
 

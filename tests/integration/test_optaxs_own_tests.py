@@ -7,11 +7,11 @@ differences are expected to fail here, and state the reason.
 import jax
 import jax.numpy as jnp
 import optax
-import optaxs_tests
 import pytest
-from optaxs_tests import ALIASES, UNWRAPPED, alias, keeping_params
 
 import lowbit_optax
+from tests.helpers import optaxs_tests
+from tests.helpers.optaxs_tests import ALIASES, UNWRAPPED, alias, keeping_params
 
 # README's run leaves these out: they import much, and compile for each alias.
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.slow_to_compile]

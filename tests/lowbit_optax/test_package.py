@@ -6,10 +6,10 @@ import textwrap
 
 import jax
 import pytest
-from places import printed_by
 
 import lowbit_optax
 from lowbit_optax import __main__
+from tests.helpers.places import printed_by
 
 MODULES = (
     *("block_scaling", "emulation", "formats", "loss_scaling", "lpmm", "precision"),

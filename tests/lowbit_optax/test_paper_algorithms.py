@@ -14,11 +14,11 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax._numerics.random_bits import leaf_number, random_bits
 from lowbit_optax.emulation import sixteen_bit_adamw, sixteen_bit_sgd
+from tests.helpers.optimizers import assert_same_bits
 
 bf16 = ml_dtypes.bfloat16
 SHAPES = {"b": (33,), "w": (64, 33)}

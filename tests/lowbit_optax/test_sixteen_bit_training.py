@@ -13,11 +13,11 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from optimizers import weights_only
 
 import lowbit_optax
 from lowbit_optax import emulation, kahan, master_weights, nearest, precision
 from lowbit_optax.precision import FloatFormat, Formats
+from tests.helpers.optimizers import weights_only
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from exact_steps import apply_any
 from flax import nnx
 from flax.training import train_state
 from jax.extend import core
-from optimizers import assert_same_bits
 
 import lowbit_optax
+from tests.helpers.exact_steps import apply_any
+from tests.helpers.optimizers import assert_same_bits
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from optimizers import normal
 
 from pallas_kernels.axis_sums import axis_sums
+from tests.helpers.optimizers import normal
 
 NOTHING = jnp.zeros(1, jnp.uint32)
 SHAPES = [(1, 1), (2, 3), (64, 512), (65, 513), (3, 130, 700), (2, 2, 40, 1024)]

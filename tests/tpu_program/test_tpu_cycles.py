@@ -1,7 +1,8 @@
 """Cycles of kernels in the compiler's schedule, per 1,024 parameters."""
 
 import pytest
-from places import printed_by
+
+from tests.helpers.places import printed_by
 
 pytest.importorskip("libtpu", reason="needs the tpu-program extra")
 

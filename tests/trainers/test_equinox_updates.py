@@ -7,8 +7,10 @@ layers of haliax call a function that JAX 0.12 does not have.
 import jax
 import jax.numpy as jnp
 import pytest
-from optimizers import assert_same_bits
-from side_by_side import (
+
+import lowbit_optax
+from tests.helpers.optimizers import assert_same_bits
+from tests.helpers.side_by_side import (
     HIDDEN,
     LEARNING_RATE,
     OURS,
@@ -20,8 +22,6 @@ from side_by_side import (
     squared_error,
     with_narrow_updates,
 )
-
-import lowbit_optax
 
 equinox = pytest.importorskip("equinox")
 

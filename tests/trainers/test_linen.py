@@ -8,8 +8,9 @@ import pytest
 from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optimizers import assert_same_bits
-from side_by_side import (
+
+from tests.helpers.optimizers import assert_same_bits
+from tests.helpers.side_by_side import (
     HIDDEN,
     LEARNING_RATE,
     OURS,
@@ -21,7 +22,7 @@ from side_by_side import (
     note_restored,
     squared_error,
 )
-from stores import orbax
+from tests.helpers.stores import orbax
 
 # The devices of the restored run, and the label of the case in the record.
 WHERE = {2: "2 to 2", 4: "2 to 4"}

@@ -7,9 +7,11 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from nnx_network import Network, error_of, mesh_of
-from optimizers import assert_same_bits
-from side_by_side import (
+
+from lowbit_optax.training import cast_model
+from tests.helpers.nnx_network import Network, error_of, mesh_of
+from tests.helpers.optimizers import assert_same_bits
+from tests.helpers.side_by_side import (
     LEARNING_RATE,
     OURS,
     STEPS,
@@ -17,9 +19,7 @@ from side_by_side import (
     compare,
     note_restored,
 )
-from stores import orbax
-
-from lowbit_optax.training import cast_model
+from tests.helpers.stores import orbax
 
 
 @nnx.jit

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from side_by_side import (
+
+from tests.helpers.side_by_side import (
     HIDDEN,
     LEARNING_RATE,
     OURS,

@@ -9,9 +9,9 @@ import textwrap
 import jax
 import numpy as np
 import pytest
-from places import ROOT
 
 import lowbit_optax
+from tests.helpers.places import ROOT
 
 PAGE = (ROOT / "docs" / "integrations.md").read_text()
 TABS = dict(

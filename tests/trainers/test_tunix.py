@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from nnx_network import Network, error_of, mesh_of
-from optimizers import assert_same_bits
-from side_by_side import (
+
+from lowbit_optax.training import cast_model
+from tests.helpers.nnx_network import Network, error_of, mesh_of
+from tests.helpers.optimizers import assert_same_bits
+from tests.helpers.side_by_side import (
     LEARNING_RATE,
     OURS,
     STEPS,
@@ -15,8 +17,6 @@ from side_by_side import (
     compare,
     note_restored,
 )
-
-from lowbit_optax.training import cast_model
 
 peft_trainer = pytest.importorskip("tunix.sft.peft_trainer", exc_type=ImportError)
 import orbax.checkpoint as ocp  # noqa: E402  (Tunix needs it)

@@ -9,8 +9,9 @@ import os
 import pathlib
 
 import pytest
-from places import ROOT, run_python
-from side_by_side import OURS, note
+
+from tests.helpers.places import ROOT, run_python
+from tests.helpers.side_by_side import OURS, note
 
 pytest.importorskip("tunix", exc_type=ImportError)
 FILE = pathlib.Path(os.environ.get("TUNIX", "-")) / "tests/sft/peft_trainer_test.py"
@@ -31,7 +32,7 @@ FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_lev
 
 @pytest.mark.parametrize("name", OURS)
 def test_tunix_tests_pass_as_expected(name):
-    script = ROOT / "tests" / "helpers" / "tunix_own_tests.py"
+    script = ROOT / "tests/helpers/processes/tunix_own_tests.py"
     ran = run_python(script, FILE, name, XLA_FLAGS=FLAGS, PYTHONPATH=str(ROOT))
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.strip().splitlines()[-1])

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from optimizers import assert_same_bits
 
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.elementwise import (
@@ -14,6 +13,7 @@ from lowbit_optax._jaxprs.elementwise import (
     program_of,
 )
 from lowbit_optax._jaxprs.graph import Graph, evaluate
+from tests.helpers.optimizers import assert_same_bits
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import (
+
+import lowbit_optax
+from tests.helpers.optimizers import (
     ALIASES,
     EVERY_ALIAS,
     OF_OPTAX,
@@ -22,8 +24,6 @@ from optimizers import (
     model_params,
     train,
 )
-
-import lowbit_optax
 
 pytestmark = pytest.mark.standard_promotion
 

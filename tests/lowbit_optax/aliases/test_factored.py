@@ -8,12 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from moment_updates import compared, updates
-from optimizers import assert_same_bits, gradient_series, initial, normal, train
-from released import assert_equal_steps
 
 import lowbit_optax
 from lowbit_optax import block_quantized, factored_adamw, scale_by_factored_adam
+from tests.helpers.moment_updates import compared, updates
+from tests.helpers.optimizers import (
+    assert_same_bits,
+    gradient_series,
+    initial,
+    normal,
+    train,
+)
+from tests.helpers.released import assert_equal_steps
 from tools.hlo import collectives
 
 pytestmark = pytest.mark.standard_promotion

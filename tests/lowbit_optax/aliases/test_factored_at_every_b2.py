@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from moment_updates import compared, updates
 
 from lowbit_optax import block_quantized, scale_by_factored_adam
+from tests.helpers.moment_updates import compared, updates
 
 pytestmark = pytest.mark.standard_promotion
 

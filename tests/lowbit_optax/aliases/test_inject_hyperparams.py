@@ -11,10 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import EVERY_ALIAS, assert_same_bits, gradient_series, spec_of, train
 
 import lowbit_optax
 from lowbit_optax import emulation, lowbit
+from tests.helpers.optimizers import (
+    EVERY_ALIAS,
+    assert_same_bits,
+    gradient_series,
+    spec_of,
+    train,
+)
 
 pytestmark = pytest.mark.standard_promotion
 

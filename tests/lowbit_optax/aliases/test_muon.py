@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import gradient_series, initial, train
-from released import assert_equal_steps
 
 import lowbit_optax
 from lowbit_optax import block_quantized, lowbit, lowbit_muon
 from lowbit_optax.aliases.newton_schulz import orthogonalized
 from lowbit_optax.states.checkpoints import storage_formats
+from tests.helpers.optimizers import gradient_series, initial, train
+from tests.helpers.released import assert_equal_steps
 
 pytestmark = pytest.mark.standard_promotion
 

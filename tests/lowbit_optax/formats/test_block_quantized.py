@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from optimizers import assert_same_bits
 
 from lowbit_optax._jaxprs.compiling import traced_once
 from lowbit_optax._numerics import codes
@@ -12,6 +11,7 @@ from lowbit_optax._numerics.codes import RANDOM_BITS, Float, Linear, Log
 from lowbit_optax._numerics.random_bits import Draws, random_bits
 from lowbit_optax.formats.block_quantized import BlockQuantized
 from pallas_kernels import layout_of, packed_shape
+from tests.helpers.optimizers import assert_same_bits
 
 pytestmark = pytest.mark.standard_promotion
 

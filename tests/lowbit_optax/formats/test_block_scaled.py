@@ -8,8 +8,6 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from optimizers import apply, assert_same_bits, initial, normal, train, weights_only
-from patterns import assert_same, every, patterns_of
 
 import lowbit_optax
 from lowbit_optax import lowbit
@@ -17,6 +15,15 @@ from lowbit_optax._numerics.random_bits import random_bits
 from lowbit_optax.block_scaling import BlockScaledTensor, block_scale
 from lowbit_optax.formats.block_scaled import BlockScaledWeights
 from lowbit_optax.formats.extra_bits import ExtraBits
+from tests.helpers.optimizers import (
+    apply,
+    assert_same_bits,
+    initial,
+    normal,
+    train,
+    weights_only,
+)
+from tests.helpers.patterns import assert_same, every, patterns_of
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
 TINY = float(np.finfo(np.float32).smallest_normal)

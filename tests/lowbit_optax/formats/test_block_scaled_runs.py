@@ -9,13 +9,13 @@ import optax
 import pytest
 from flax import serialization
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from optimizers import assert_same_bits, normal
 
 import lowbit_optax
 from lowbit_optax import convert, lowbit, lpmm, release
 from lowbit_optax._step import plan
 from lowbit_optax.block_scaling import block_scale
 from lowbit_optax.states.checkpoints import check_storage_formats, storage_formats
+from tests.helpers.optimizers import assert_same_bits, normal
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
-import patterns
 import pytest
 from jax import lax
 
 import lowbit_optax
 from lowbit_optax import cast
 from lowbit_optax._numerics.random_bits import Draws, random_bits
+from tests.helpers import patterns
 
 SIZE = 4096
 

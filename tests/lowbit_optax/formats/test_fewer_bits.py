@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import normal
 
 import lowbit_optax
 from lowbit_optax import kahan, lowbit, nearest, stochastic_rounding
 from lowbit_optax._step.state import NO_RESIDUAL, is_blank
 from lowbit_optax.formats.plain import Significand
 from lowbit_optax.precision import FloatFormat
+from tests.helpers.optimizers import normal
 
 BITS = {10: FloatFormat(8, 1), 12: FloatFormat(8, 3), 14: FloatFormat(8, 5)}
 BF16 = jnp.bfloat16

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from patterns import DTYPES, float_casts
 
 import lowbit_optax
 from lowbit_optax._numerics.random_bits import random_bits
+from tests.helpers.patterns import DTYPES, float_casts
 
 SIZE = 4096
 ARITHMETICS = ("float32", "param")

@@ -12,10 +12,10 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from moment_updates import compared, transformation, updates
 
 import lowbit_optax
 from lowbit_optax import block_quantized
+from tests.helpers.moment_updates import compared, transformation, updates
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -5,9 +5,9 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from moment_updates import compared, updates
 
 from lowbit_optax import block_quantized
+from tests.helpers.moment_updates import compared, updates
 
 pytestmark = pytest.mark.standard_promotion
 

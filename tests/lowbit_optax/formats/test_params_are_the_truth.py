@@ -13,14 +13,14 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from optimizers import ALL_FORMATS, apply
-from patterns import each_dtype, every
 
 import lowbit_optax
 from lowbit_optax._numerics import rounding as splitting
 from lowbit_optax._numerics.random_bits import random_bits
 from lowbit_optax.formats.extra_bits import ExtraBits
 from lowbit_optax.formats.plain import MasterCopyFormat
+from tests.helpers.optimizers import ALL_FORMATS, apply
+from tests.helpers.patterns import each_dtype, every
 
 pytestmark = pytest.mark.standard_promotion
 

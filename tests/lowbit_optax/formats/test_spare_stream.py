@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from given_words import random_of
 
 import lowbit_optax as lo
 from lowbit_optax.formats.quantized_weights import quantized_weights
+from tests.helpers.given_words import random_of
 
 MASTERS = jnp.asarray(np.random.default_rng(0).normal(size=(256, 256)), jnp.float32)
 BF16, FLOAT16 = jnp.bfloat16, jnp.float16

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from optimizers import apply, assert_same_bits, initial, jitted
 
 import lowbit_optax
 from lowbit_optax import scaled_value_and_grad, with_loss_scale
@@ -18,6 +17,7 @@ from lowbit_optax.loss_scaling import (
     log_normal_scale,
     static_scale,
 )
+from tests.helpers.optimizers import apply, assert_same_bits, initial, jitted
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -9,12 +9,12 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import accumulate_gradients, block_quantized, lpmm_sgd
 from lowbit_optax._step.state import is_blank
 from lowbit_optax.lpmm.accumulation import PAPER_ACCUMULATORS
+from tests.helpers.optimizers import assert_same_bits
 
 SHAPE = (128, 64)
 

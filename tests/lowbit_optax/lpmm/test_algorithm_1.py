@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import apply, assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import accumulate_gradients, block_quantized, lpmm_adam, lpmm_sgd
 from lowbit_optax import release as releases
 from lowbit_optax._numerics.random_bits import DrawsToNearest
 from lowbit_optax.formats.quantized_tensor import requantize
+from tests.helpers.optimizers import apply, assert_same_bits
 
 pytestmark = pytest.mark.standard_promotion
 

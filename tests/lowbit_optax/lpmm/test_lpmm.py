@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from blocks import blocks_of
-from given_words import random_of
-from optimizers import assert_same_bits, initial, jitted
-from quantised import quantizer, values_of
 
 import lowbit_optax
 from lowbit_optax import lpmm_adam, lpmm_sgd
 from lowbit_optax._numerics import linear_code
 from lowbit_optax._numerics.codes import as_fields
 from lowbit_optax.lpmm import QuantizedTensor, dequantize, value_and_grad
+from tests.helpers.blocks import blocks_of
+from tests.helpers.given_words import random_of
+from tests.helpers.optimizers import assert_same_bits, initial, jitted
+from tests.helpers.quantized_weights import quantizer, values_of
 
 HALVES = jnp.bfloat16, jnp.float16
 BITS = [4, 5, 8, 10, 12, 15, 16]

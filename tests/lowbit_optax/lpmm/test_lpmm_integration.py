@@ -11,11 +11,11 @@ import optax
 import pytest
 from flax import serialization
 from flax.training import train_state
-from optimizers import apply, assert_same_bits, initial, train
-from quantised import quantizer
 
 import lowbit_optax
 from lowbit_optax import lpmm_sgd, training
+from tests.helpers.optimizers import apply, assert_same_bits, initial, train
+from tests.helpers.quantized_weights import quantizer
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from optimizers import assert_same_bits, initial, random_grads
-from quantised import quantised, shrinking
-from released import OPERATION_BY_OPERATION
 
 import lowbit_optax
 from lowbit_optax import lpmm_adam, lpmm_sgd
+from tests.helpers.optimizers import assert_same_bits, initial, random_grads
+from tests.helpers.quantized_weights import quantised, shrinking
+from tests.helpers.released import OPERATION_BY_OPERATION
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
-from patterns import assert_same, cast, float_casts
 
 from lowbit_optax._numerics.float_format import FP32, grid_of, round_to_grid
 from lowbit_optax.precision import FloatFormat
+from tests.helpers.patterns import assert_same, cast, float_casts
 
 NATIVE = {
     "float32": FP32,

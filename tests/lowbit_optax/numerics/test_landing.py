@@ -13,8 +13,14 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from optimizers import ALL_FORMATS, weights_only
-from patterns import (
+
+import lowbit_optax
+from lowbit_optax._numerics import rounding as splitting
+from lowbit_optax._numerics.landing import ADD, apply_leaf
+from lowbit_optax._numerics.random_bits import random_bits
+from lowbit_optax.precision import FloatFormat
+from tests.helpers.optimizers import ALL_FORMATS, weights_only
+from tests.helpers.patterns import (
     FLOAT8,
     HALVES,
     assert_same,
@@ -24,12 +30,6 @@ from patterns import (
     is_nan,
     patterns_of,
 )
-
-import lowbit_optax
-from lowbit_optax._numerics import rounding as splitting
-from lowbit_optax._numerics.landing import ADD, apply_leaf
-from lowbit_optax._numerics.random_bits import random_bits
-from lowbit_optax.precision import FloatFormat
 
 TWELVE_BITS = FloatFormat(8, 3, overflow="infinity")
 each_half = each_of(HALVES)

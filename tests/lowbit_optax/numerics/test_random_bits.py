@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from given_words import random_of
 from jax import lax
 
 from lowbit_optax._numerics.random_bits import (
@@ -24,6 +23,7 @@ from lowbit_optax._numerics.random_bits import (
     leaf_number,
     random_bits,
 )
+from tests.helpers.given_words import random_of
 
 N = 2**18
 MASK = 2**32 - 1

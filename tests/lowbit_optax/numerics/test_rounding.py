@@ -13,7 +13,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
-from patterns import (
+
+from lowbit_optax._numerics import float_layouts, rounding
+from lowbit_optax._numerics.float_layouts import NARROW_DTYPES
+from lowbit_optax._numerics.rounding import words_toward
+from lowbit_optax.formats.plain import Significand, rounded
+from tests.helpers.patterns import (
     DTYPES,
     assert_same,
     cast,
@@ -24,11 +29,6 @@ from patterns import (
     is_nan,
     layout_of,
 )
-
-from lowbit_optax._numerics import float_layouts, rounding
-from lowbit_optax._numerics.float_layouts import NARROW_DTYPES
-from lowbit_optax._numerics.rounding import words_toward
-from lowbit_optax.formats.plain import Significand, rounded
 
 nearest = jax.jit(rounding.round_nearest, static_argnums=1)
 stochastic = jax.jit(rounding.round_stochastic, static_argnums=1)

@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
-from patterns import DTYPES, each_of
 
 from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics import rounding as splitting
+from tests.helpers.patterns import DTYPES, each_of
 
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 INFINITY = 0x7F800000

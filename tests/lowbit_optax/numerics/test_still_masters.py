@@ -12,15 +12,23 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from exact_steps import apply_any as update
-from optimizers import matching_grad_dtype, weights_only
-from patterns import DTYPES, assert_same, cast, each_of, every, is_nan, patterns_of
 
 import lowbit_optax
 from lowbit_optax import extra_bits
 from lowbit_optax._numerics.landing import ADD, ADD_LIKE_GRADS, REPLACE
 from lowbit_optax._numerics.random_bits import random_bits
 from lowbit_optax.release import value_and_update
+from tests.helpers.exact_steps import apply_any as update
+from tests.helpers.optimizers import matching_grad_dtype, weights_only
+from tests.helpers.patterns import (
+    DTYPES,
+    assert_same,
+    cast,
+    each_of,
+    every,
+    is_nan,
+    patterns_of,
+)
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -13,12 +13,20 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from optimizers import apply, weights_only
-from patterns import HALVES, assert_same, cast, each_dtype, each_of, every, is_nan
 
 import lowbit_optax
 from lowbit_optax._numerics import float_layouts
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, random_bits
+from tests.helpers.optimizers import apply, weights_only
+from tests.helpers.patterns import (
+    HALVES,
+    assert_same,
+    cast,
+    each_dtype,
+    each_of,
+    every,
+    is_nan,
+)
 
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 each_rounding = pytest.mark.parametrize("rounding", ROUNDINGS)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import primitives
-from optimizers import assert_same_bits
-from rounded_losses import equations, gradient, mlp, uniform
 
 from lowbit_optax import precision
 from lowbit_optax.precision import FLOAT8, FP32, HFP8, FloatFormat, Formats
 from lowbit_optax.precision.products import product_dtypes
+from tests.helpers.optimizers import assert_same_bits
+from tests.helpers.rounded_losses import equations, gradient, mlp, uniform
 
 E4M3, E5M2, BFLOAT16 = "float8_e4m3fn", "float8_e5m2", "bfloat16"
 SIXTEEN_BITS, WIDE = (BFLOAT16, BFLOAT16), ("float32", "float32")

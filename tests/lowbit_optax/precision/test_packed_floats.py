@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import precision
 from lowbit_optax.precision import FloatFormat
+from tests.helpers.optimizers import assert_same_bits
 
 ALL = jnp.arange(2**16, dtype=jnp.uint16).reshape(256, 256)
 WEIGHTS = [FloatFormat(8, m) for m in range(1, 7)]

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from optimizers import assert_same_bits
-from rounded_losses import gradient, uniform
 
 import lowbit_optax
 from lowbit_optax import precision
+from tests.helpers.optimizers import assert_same_bits
+from tests.helpers.rounded_losses import gradient, uniform
 
 EXACT = precision.Formats(low=precision.HFP8.low, high=precision.FP32)
 FEW_BITS = precision.Formats(low=precision.FloatFormat(5, 2), high=precision.FP32)

@@ -11,10 +11,10 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
-from optimizers import assert_same_bits
-from rounded_losses import gradient
 
 from lowbit_optax import precision
+from tests.helpers.optimizers import assert_same_bits
+from tests.helpers.rounded_losses import gradient
 
 FLOAT = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 

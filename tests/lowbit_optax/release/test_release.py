@@ -6,12 +6,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import released
-from optimizers import ALIASES, VARIANTS, assert_same_bits
-from released import RATE, SGD, SIMPLE_IN_LOOP, normal, simple_loss, simple_params
 
 import lowbit_optax
 from lowbit_optax import emulation, release
+from tests.helpers import released
+from tests.helpers.optimizers import ALIASES, VARIANTS, assert_same_bits
+from tests.helpers.released import (
+    RATE,
+    SGD,
+    SIMPLE_IN_LOOP,
+    normal,
+    simple_loss,
+    simple_params,
+)
 
 pytestmark = pytest.mark.standard_promotion
 

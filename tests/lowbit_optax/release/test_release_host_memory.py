@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import released
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from optimizers import assert_same_bits
-from released import SGD, simple_body, simple_loss, simple_params
 
 import lowbit_optax
 from lowbit_optax import release
 from lowbit_optax.states import host_memory
+from tests.helpers import released
+from tests.helpers.optimizers import assert_same_bits
+from tests.helpers.released import SGD, simple_body, simple_loss, simple_params
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import released
 from jax.extend.core import jaxprs_in_params, primitives
-from optimizers import assert_same_bits
-from released import RATE, SGD, normal, weights
 
 import lowbit_optax
 from lowbit_optax import release, with_loss_scale
 from lowbit_optax.loss_scaling import backoff_scale, log_normal_scale
+from tests.helpers import released
+from tests.helpers.optimizers import assert_same_bits
+from tests.helpers.released import RATE, SGD, normal, weights
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -7,10 +7,12 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-import released
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from released import (
+
+from lowbit_optax import release
+from tests.helpers import released
+from tests.helpers.released import (
     SGD,
     WIDTH,
     dense,
@@ -21,8 +23,6 @@ from released import (
     simple_params,
     weights,
 )
-
-from lowbit_optax import release
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import released
-from released import RATE, SGD, simple_loss, simple_params
 
 import lowbit_optax
 from lowbit_optax import release
+from tests.helpers import released
+from tests.helpers.released import RATE, SGD, simple_loss, simple_params
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import released
 from jax import lax
 from jax.sharding import AxisType
-from optimizers import assert_same_bits
-from released import RATE, SGD, simple_loss, simple_params
 
 import lowbit_optax
 from lowbit_optax import release
+from tests.helpers import released
+from tests.helpers.optimizers import assert_same_bits
+from tests.helpers.released import RATE, SGD, simple_loss, simple_params
 from tools.hlo import collectives
 
 pytestmark = pytest.mark.standard_promotion

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-import released
 from jax import lax
-from optimizers import assert_same_bits
-from released import RATE, SGD, WIDTH, dense, head_loss, normal, weights
 
 import lowbit_optax
+from tests.helpers import released
+from tests.helpers.optimizers import assert_same_bits
+from tests.helpers.released import RATE, SGD, WIDTH, dense, head_loss, normal, weights
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -7,14 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import released
 from jax import lax
-from optimizers import assert_same_bits
-from released import SGD, dense, head_loss, simple_loss, simple_params, weights
 
 import lowbit_optax
 from lowbit_optax import release
 from lowbit_optax.release.wrappers import as_floats, as_state
+from tests.helpers import released
+from tests.helpers.optimizers import assert_same_bits
+from tests.helpers.released import (
+    SGD,
+    dense,
+    head_loss,
+    simple_loss,
+    simple_params,
+    weights,
+)
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import wrappers
-from optimizers import ALL_FORMATS, normal
 
 import lowbit_optax
 from lowbit_optax import block_quantized, kahan, lowbit, step_report
+from tests.helpers import wrappers
+from tests.helpers.optimizers import ALL_FORMATS, normal
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -7,19 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import (
+
+import lowbit_optax
+from lowbit_optax import kahan, lowbit, memory_report
+from lowbit_optax._step.state import NO_RESIDUAL, NOT_HELD, is_blank
+from lowbit_optax.reports import step_report
+from tests.helpers.optimizers import (
     OPTIMIZERS,
     WRAPPED,
     each,
     model_params,
     weights_only,
 )
-from wrappers import WRAPPERS
-
-import lowbit_optax
-from lowbit_optax import kahan, lowbit, memory_report
-from lowbit_optax._step.state import NO_RESIDUAL, NOT_HELD, is_blank
-from lowbit_optax.reports import step_report
+from tests.helpers.wrappers import WRAPPERS
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -8,7 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import (
+
+import lowbit_optax
+from lowbit_optax import block_quantized, extra_bits, kahan, lowbit
+from lowbit_optax.states.checkpoints import check_storage_formats, storage_formats
+from tests.helpers.optimizers import (
     ALIASES,
     BFLOAT16_MOMENTS,
     VARIANTS,
@@ -20,11 +24,7 @@ from optimizers import (
     random_grads,
     train,
 )
-from stores import STORES, orbax
-
-import lowbit_optax
-from lowbit_optax import block_quantized, extra_bits, kahan, lowbit
-from lowbit_optax.states.checkpoints import check_storage_formats, storage_formats
+from tests.helpers.stores import STORES, orbax
 
 pytestmark = pytest.mark.standard_promotion
 

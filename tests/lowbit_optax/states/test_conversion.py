@@ -8,18 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import (
-    BFLOAT16_MOMENTS,
-    adamw,
-    assert_same_bits,
-    gradient_series,
-    initial,
-    jitted,
-    model_params,
-    spec_of,
-    train,
-)
-from wrappers import WRAPPERS
 
 import lowbit_optax
 from lowbit_optax import (
@@ -31,6 +19,18 @@ from lowbit_optax import (
     master_weights,
 )
 from lowbit_optax.lpmm import quantize_params
+from tests.helpers.optimizers import (
+    BFLOAT16_MOMENTS,
+    adamw,
+    assert_same_bits,
+    gradient_series,
+    initial,
+    jitted,
+    model_params,
+    spec_of,
+    train,
+)
+from tests.helpers.wrappers import WRAPPERS
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -9,10 +9,10 @@ import pytest
 from jax.extend import core
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax.states import host_memory, host_step
+from tests.helpers.optimizers import assert_same_bits
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -10,7 +10,13 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from optimizers import (
+
+import lowbit_optax
+from lowbit_optax import extra_bits, from_master, kahan, master_weights, training
+from lowbit_optax._step.float32_params import is_bias_or_norm
+from lowbit_optax._step.state import is_blank
+from lowbit_optax.split_array import split_array
+from tests.helpers.optimizers import (
     ALL_FORMATS,
     assert_same_bits,
     gradient_series,
@@ -18,13 +24,7 @@ from optimizers import (
     train,
     weights_only,
 )
-from wrappers import WRAPPERS
-
-import lowbit_optax
-from lowbit_optax import extra_bits, from_master, kahan, master_weights, training
-from lowbit_optax._step.float32_params import is_bias_or_norm
-from lowbit_optax._step.state import is_blank
-from lowbit_optax.split_array import split_array
+from tests.helpers.wrappers import WRAPPERS
 
 pytestmark = pytest.mark.standard_promotion
 

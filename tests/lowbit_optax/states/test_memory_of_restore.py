@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import restore_and_measure as program
-from places import printed_by
+
+from tests.helpers.places import printed_by
+from tests.helpers.processes import restore_and_measure as program
 
 pytestmark = [
     pytest.mark.slow_to_compile,  # starts processes that each import JAX

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import one_of_several_processes as program
 import orbax.checkpoint as ocp
 import pytest
-from optimizers import assert_same_bits
-from places import ROOT
 
 import lowbit_optax
+from tests.helpers.optimizers import assert_same_bits
+from tests.helpers.places import ROOT
+from tests.helpers.processes import one_of_several as program
 
 # Starting six processes that each import JAX is slow.
 pytestmark = [pytest.mark.slow_to_compile, pytest.mark.standard_promotion]

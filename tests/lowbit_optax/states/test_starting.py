@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import from_master, kahan_adamw, lowbit_adamw, with_master
 from lowbit_optax.states.checkpoints import storage_formats
 from lowbit_optax.training import cast_model, nnx_optimizer
+from tests.helpers.optimizers import assert_same_bits
 
 pytestmark = pytest.mark.standard_promotion
 

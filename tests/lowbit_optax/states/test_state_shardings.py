@@ -8,7 +8,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from optimizers import (
+
+import lowbit_optax
+from lowbit_optax import lowbit, state_shardings
+from tests.helpers.optimizers import (
     ALIASES,
     BFLOAT16_MOMENTS,
     VARIANTS,
@@ -17,10 +20,7 @@ from optimizers import (
     initial,
     train,
 )
-from wrappers import WRAPPERS
-
-import lowbit_optax
-from lowbit_optax import lowbit, state_shardings
+from tests.helpers.wrappers import WRAPPERS
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import apply
 
 import lowbit_optax
 from lowbit_optax import block_quantized, cast, extra_bits, kahan, lowbit, master_copy
 from lowbit_optax.precision import FloatFormat
+from tests.helpers.optimizers import apply
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -6,7 +6,10 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from optimizers import (
+
+from lowbit_optax import convert, extra_bits_adamw, kahan_adamw, lowbit_adamw, sr_adamw
+from lowbit_optax._step.state import NO_RESIDUAL, NOT_HELD, shape_of_blank
+from tests.helpers.optimizers import (
     ALIASES,
     assert_same_bits,
     each,
@@ -14,9 +17,6 @@ from optimizers import (
     gradient_series,
     train,
 )
-
-from lowbit_optax import convert, extra_bits_adamw, kahan_adamw, lowbit_adamw, sr_adamw
-from lowbit_optax._step.state import NO_RESIDUAL, NOT_HELD, shape_of_blank
 
 BF16 = jnp.bfloat16
 ADAMW = {

@@ -10,14 +10,20 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from exact_steps import MOMENTUM, QUICK, dyadic_series, normal, trained
 from jax.sharding import AxisType
-from optimizers import ALL_FORMATS, BFLOAT16_MOMENTS, apply, assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import block_quantized, extra_bits, lowbit
 from lowbit_optax.loss_scaling import static_scale
 from pallas_kernels.fused_update import blocked, joined
+from tests.helpers.exact_steps import MOMENTUM, dyadic_series, normal, trained
+from tests.helpers.kernels import QUICK
+from tests.helpers.optimizers import (
+    ALL_FORMATS,
+    BFLOAT16_MOMENTS,
+    apply,
+    assert_same_bits,
+)
 
 pytestmark = pytest.mark.standard_promotion
 

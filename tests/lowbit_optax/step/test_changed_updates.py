@@ -9,11 +9,11 @@ import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from optax import contrib
-from optimizers import jitted, matching_grad_dtype, normal, weights_only
 
 import lowbit_optax
 from examples.lookahead import lookahead
 from lowbit_optax import release
+from tests.helpers.optimizers import jitted, matching_grad_dtype, normal, weights_only
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import assert_same_bits, spec_of
 
 import lowbit_optax
 from lowbit_optax import (
@@ -25,6 +24,7 @@ from lowbit_optax import (
 from lowbit_optax.block_scaling import block_scale
 from lowbit_optax.loss_scaling import backoff_scale
 from lowbit_optax.transformations.regularization import regularize
+from tests.helpers.optimizers import assert_same_bits, spec_of
 
 pytestmark = pytest.mark.standard_promotion
 

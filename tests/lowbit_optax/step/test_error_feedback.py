@@ -11,11 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import assert_same_bits, gradient_series, initial, jitted, train
-from released import assert_equal_steps
 
 import lowbit_optax
 from lowbit_optax import block_quantized, cast, lowbit, stochastic_rounding
+from tests.helpers.optimizers import (
+    assert_same_bits,
+    gradient_series,
+    initial,
+    jitted,
+    train,
+)
+from tests.helpers.released import assert_equal_steps
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -12,15 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from exact_steps import MOMENTUM, apply_any, both, dyadic_series, normal, trained
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from optimizers import (
-    ALL_FORMATS,
-    BFLOAT16_MOMENTS,
-    apply,
-    assert_same_bits,
-    weights_only,
-)
 
 import lowbit_optax
 from lowbit_optax import (
@@ -36,6 +28,21 @@ from lowbit_optax.formats.block_quantized import QuantizedMoment
 from lowbit_optax.precision import FloatFormat
 from lowbit_optax.transformations import regularize
 from pallas_kernels.platforms import has_mosaic
+from tests.helpers.exact_steps import (
+    MOMENTUM,
+    apply_any,
+    both,
+    dyadic_series,
+    normal,
+    trained,
+)
+from tests.helpers.optimizers import (
+    ALL_FORMATS,
+    BFLOAT16_MOMENTS,
+    apply,
+    assert_same_bits,
+    weights_only,
+)
 
 pytestmark = pytest.mark.standard_promotion
 

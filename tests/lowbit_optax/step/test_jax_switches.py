@@ -8,11 +8,11 @@ import jax.export
 import jax.numpy as jnp
 import optax
 import pytest
-from exact_steps import apply_any
-from optimizers import ALL_FORMATS, adamw, assert_same_bits, normal
 
 import lowbit_optax
 from lowbit_optax import block_quantized, cast, extra_bits, release
+from tests.helpers.exact_steps import apply_any
+from tests.helpers.optimizers import ALL_FORMATS, adamw, assert_same_bits, normal
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from exact_steps import both
-from optimizers import apply, assert_same_bits, initial
-from released import ordinary, run
 
 import lowbit_optax
 from lowbit_optax import cast, extra_bits, kahan, lowbit, release, stochastic_rounding
 from lowbit_optax._numerics import random_bits
 from lowbit_optax._step import plan
+from tests.helpers.exact_steps import both
+from tests.helpers.optimizers import apply, assert_same_bits, initial
+from tests.helpers.released import ordinary, run
 
 pytestmark = pytest.mark.standard_promotion
 

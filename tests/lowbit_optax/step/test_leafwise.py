@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import assert_same_bits
 
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars
 from lowbit_optax._jaxprs.graph import Graph, evaluate
+from tests.helpers.optimizers import assert_same_bits
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -5,8 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from exact_steps import apply_any
-from optimizers import (
+
+import lowbit_optax
+from lowbit_optax import extra_bits, kahan, lowbit, master_weights
+from lowbit_optax._step.state import is_blank
+from tests.helpers.exact_steps import apply_any
+from tests.helpers.optimizers import (
     ALIASES,
     ALL_FORMATS,
     BFLOAT16_MOMENTS,
@@ -20,11 +24,7 @@ from optimizers import (
     train,
     weights_only,
 )
-from patterns import each_dtype
-
-import lowbit_optax
-from lowbit_optax import extra_bits, kahan, lowbit, master_weights
-from lowbit_optax._step.state import is_blank
+from tests.helpers.patterns import each_dtype
 
 pytestmark = pytest.mark.standard_promotion
 

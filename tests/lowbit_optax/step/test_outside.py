@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from exact_steps import normal, trained
-from optimizers import apply, gradient_series, spec_of, weights_only
 
 import lowbit_optax
+from tests.helpers.exact_steps import normal, trained
+from tests.helpers.optimizers import apply, gradient_series, spec_of, weights_only
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -9,13 +9,13 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optimizers import assert_same_bits
-from released import OPERATION_BY_OPERATION
 
 import lowbit_optax
 from lowbit_optax import release
 from pallas_kernels.fused_update import api, xla
 from pallas_kernels.fused_update.tpu import kernel
+from tests.helpers.optimizers import assert_same_bits
+from tests.helpers.released import OPERATION_BY_OPERATION
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -10,11 +10,11 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optimizers import adamw, assert_same_bits, normal
 
 import lowbit_optax
 from lowbit_optax import extra_bits, split_array
 from lowbit_optax.lpmm import quantize_params
+from tests.helpers.optimizers import adamw, assert_same_bits, normal
 
 SHAPE = 256, 256  # independent bits correlate with a deviation of 1/256
 HALF_A_SPACING = 2.0**-9

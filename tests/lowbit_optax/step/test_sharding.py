@@ -8,7 +8,9 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from optimizers import (
+
+import lowbit_optax
+from tests.helpers.optimizers import (
     ALIASES,
     VARIANTS,
     apply,
@@ -18,8 +20,6 @@ from optimizers import (
     jitted,
     train,
 )
-
-import lowbit_optax
 from tools.hlo import collectives
 
 pytestmark = pytest.mark.standard_promotion

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import (
+
+import lowbit_optax
+from lowbit_optax import block_quantized, cast, convert, lowbit, master_weights
+from tests.helpers.optimizers import (
     ALL_FORMATS,
     apply,
     assert_same_bits,
@@ -19,9 +22,6 @@ from optimizers import (
     random_grads,
     train,
 )
-
-import lowbit_optax
-from lowbit_optax import block_quantized, cast, convert, lowbit, master_weights
 
 pytestmark = pytest.mark.standard_promotion
 

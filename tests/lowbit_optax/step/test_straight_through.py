@@ -14,9 +14,9 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from optimizers import ALL_FORMATS
 
 import lowbit_optax
+from tests.helpers.optimizers import ALL_FORMATS
 
 pytestmark = pytest.mark.standard_promotion
 

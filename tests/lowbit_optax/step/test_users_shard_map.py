@@ -10,10 +10,10 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import cast, lowbit, stochastic_rounding
+from tests.helpers.optimizers import assert_same_bits
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -6,9 +6,16 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from optimizers import assert_same_bits, initial, jitted, normal, train, weights_only
 
 import lowbit_optax
+from tests.helpers.optimizers import (
+    assert_same_bits,
+    initial,
+    jitted,
+    normal,
+    train,
+    weights_only,
+)
 
 CLIP = optax.clip_by_global_norm(0.5)
 pytestmark = pytest.mark.standard_promotion

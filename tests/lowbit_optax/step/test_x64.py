@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from kernels import QUICK
-from optimizers import EVERY_ALIAS, assert_same_bits, initial
 
 import lowbit_optax
 from lowbit_optax import release
+from tests.helpers.kernels import QUICK
+from tests.helpers.optimizers import EVERY_ALIAS, assert_same_bits, initial
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import assert_same_bits
 
 import lowbit_optax
 from lowbit_optax import ema_of_params, extra_bits, kahan, master_weights
+from tests.helpers.optimizers import assert_same_bits
 
 SHAPE = (64, 64)
 STEPS = 12_000

@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import (
+
+import lowbit_optax
+from lowbit_optax import lowbit, memory_report
+from tests.helpers.optimizers import (
     apply,
     assert_same_bits,
     gradient_series,
@@ -13,9 +16,6 @@ from optimizers import (
     train,
     weights_only,
 )
-
-import lowbit_optax
-from lowbit_optax import lowbit, memory_report
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -7,7 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import (
+
+import lowbit_optax
+from lowbit_optax import direct_updates, kahan_sgd, lowbit_adamw
+from lowbit_optax.transformations import DirectUpdate
+from tests.helpers.optimizers import (
     ALIASES,
     apply,
     assert_same_bits,
@@ -16,10 +20,6 @@ from optimizers import (
     model_params,
     train,
 )
-
-import lowbit_optax
-from lowbit_optax import direct_updates, kahan_sgd, lowbit_adamw
-from lowbit_optax.transformations import DirectUpdate
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import (
+
+import lowbit_optax
+from tests.helpers.optimizers import (
     ALIASES,
     ALL_FORMATS,
     OPTIMIZERS,
@@ -25,8 +27,6 @@ from optimizers import (
     train,
     weights_only,
 )
-
-import lowbit_optax
 
 pytestmark = pytest.mark.standard_promotion
 

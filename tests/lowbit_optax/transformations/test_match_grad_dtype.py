@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import assert_same_bits, each, gradient_series, model_params, train
 
 import lowbit_optax
 from lowbit_optax import (
@@ -19,6 +18,13 @@ from lowbit_optax import (
 )
 from lowbit_optax._numerics.landing import Addition
 from lowbit_optax._numerics.rounding import narrow_or_cast, to_float32
+from tests.helpers.optimizers import (
+    assert_same_bits,
+    each,
+    gradient_series,
+    model_params,
+    train,
+)
 
 pytestmark = pytest.mark.standard_promotion
 

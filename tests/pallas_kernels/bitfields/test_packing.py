@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packing import reference_pack
 
 from pallas_kernels import (
     get_field,
@@ -15,10 +14,11 @@ from pallas_kernels import (
     put_fields,
     unpack,
 )
+from tests.helpers.kernels import QUICK
+from tests.helpers.packing import reference_pack
 
 # Quick compilation matters most, because there are hundreds of shapes and widths.
-_QUICK = {"xla_backend_optimization_level": "0"}
-pack_ = jax.jit(pack, static_argnums=1, compiler_options=_QUICK)
+pack_ = jax.jit(pack, static_argnums=1, compiler_options=QUICK)
 
 
 def random_fields(shape, bits, seed=0):

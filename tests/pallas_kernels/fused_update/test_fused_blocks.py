@@ -7,8 +7,15 @@ it computes each element's block from the element's position.
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from blocks import BlockMixture, Maxima
-from kernels import EACH, assert_equal, assert_layer_written, index_of, stacks_of
+
+from tests.helpers.blocks import BlockMixture, Maxima
+from tests.helpers.kernels import (
+    EACH,
+    assert_equal,
+    assert_layer_written,
+    index_of,
+    stacks_of,
+)
 
 SCALARS = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
 

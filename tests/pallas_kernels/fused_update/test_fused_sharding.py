@@ -4,18 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from blocks import BlockMixture
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from kernels import (
-    QUICK,
-    TABLE,
-    Mixture,
-    assert_equal,
-    assert_layer_written,
-    index_of,
-    stacks_of,
-)
 
 from pallas_kernels import (
     Operand,
@@ -25,6 +15,16 @@ from pallas_kernels import (
     fused_update_many,
     pack,
     unpack,
+)
+from tests.helpers.blocks import BlockMixture
+from tests.helpers.kernels import (
+    QUICK,
+    TABLE,
+    Mixture,
+    assert_equal,
+    assert_layer_written,
+    index_of,
+    stacks_of,
 )
 from tools.hlo import collectives
 

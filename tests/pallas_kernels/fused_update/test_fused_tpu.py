@@ -9,10 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tpu_refusals
-from blocks import Maxima
-from exact_steps import MOMENTUM, dyadic_series, normal, trained
-from kernels import (
+
+from lowbit_optax import block_quantized, cast, extra_bits, kahan, stochastic_rounding
+from pallas_kernels import Operand, Result, Scalars
+from pallas_kernels.fused_update import Leaf
+from pallas_kernels.fused_update.spec import Call, Shard
+from pallas_kernels.fused_update.tpu import kernel as tpu
+from tests.helpers import tpu_refusals
+from tests.helpers.blocks import Maxima
+from tests.helpers.exact_steps import MOMENTUM, dyadic_series, normal, trained
+from tests.helpers.kernels import (
     TABLE,
     Mixture,
     assert_equal,
@@ -20,13 +26,7 @@ from kernels import (
     index_of,
     stacks_of,
 )
-from optimizers import assert_same_bits
-
-from lowbit_optax import block_quantized, cast, extra_bits, kahan, stochastic_rounding
-from pallas_kernels import Operand, Result, Scalars
-from pallas_kernels.fused_update import Leaf
-from pallas_kernels.fused_update.spec import Call, Shard
-from pallas_kernels.fused_update.tpu import kernel as tpu
+from tests.helpers.optimizers import assert_same_bits
 
 RAGGED = (133, 131)
 SHAPES = {

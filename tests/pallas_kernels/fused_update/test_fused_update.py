@@ -7,19 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels import (
-    EACH,
-    QUICK,
-    SHAPES,
-    TABLE,
-    Mixture,
-    assert_equal,
-    assert_layer_written,
-    fields_of,
-    index_of,
-    stacks_of,
-    words_of,
-)
 
 from pallas_kernels import (
     Leaf,
@@ -33,6 +20,19 @@ from pallas_kernels import (
     unpack,
 )
 from pallas_kernels.operations import multiply_add
+from tests.helpers.kernels import (
+    EACH,
+    QUICK,
+    SHAPES,
+    TABLE,
+    Mixture,
+    assert_equal,
+    assert_layer_written,
+    fields_of,
+    index_of,
+    stacks_of,
+    words_of,
+)
 
 U32 = jnp.uint32
 LAST = [int(x) for x in TABLE[2]]

@@ -11,10 +11,14 @@ import math
 
 import jax.numpy as jnp
 import pytest
-import tpu_refusals
-from exact_steps import dyadic_series, normal, trained
 from jax.experimental.pallas import tpu as pltpu
-from kernels import (
+
+from lowbit_optax import block_quantized, extra_bits, kahan, stochastic_rounding
+from lowbit_optax.formats import quantized_weights
+from pallas_kernels import Scalars
+from tests.helpers import tpu_refusals
+from tests.helpers.exact_steps import dyadic_series, normal, trained
+from tests.helpers.kernels import (
     TABLE,
     Mixture,
     assert_equal,
@@ -22,12 +26,8 @@ from kernels import (
     index_of,
     stacks_of,
 )
-from optimizers import assert_same_bits
-from quantised import quantised, shrinking
-
-from lowbit_optax import block_quantized, extra_bits, kahan, stochastic_rounding
-from lowbit_optax.formats import quantized_weights
-from pallas_kernels import Scalars
+from tests.helpers.optimizers import assert_same_bits
+from tests.helpers.quantized_weights import quantised, shrinking
 
 CAN_RAISE = "on_race" in {x.name for x in dataclasses.fields(pltpu.InterpretParams)}
 

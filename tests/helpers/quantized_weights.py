@@ -1,4 +1,4 @@
-"""Quantised weights, and gradients with which every product in a step is exact."""
+"""Quantized weights, and gradients with which every product in a step is exact."""
 
 import functools
 

@@ -1,7 +1,10 @@
 """Processes that run a step, or lower it for a GPU, and print one line.
 
-python tests/helpers/cached_step.py run FOLDER    # cache misses and hits of a step
-python tests/helpers/cached_step.py lower         # a digest of its GPU program
+    python tests/helpers/processes/cached_step.py run FOLDER
+    python tests/helpers/processes/cached_step.py lower
+
+The first prints the cache misses and hits of a step, and the second prints a digest of
+its program for a GPU.
 """
 
 import functools
@@ -10,9 +13,9 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from places import printed_by
 
 import lowbit_optax
+from tests.helpers.places import printed_by
 
 
 def main(action: str, folder: str = "") -> None:

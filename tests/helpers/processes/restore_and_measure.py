@@ -1,6 +1,6 @@
 """The process of ``test_memory_of_restore.py``: restores, and prints its memory use.
 
-    python tests/helpers/restore_and_measure.py FOLDER SPEC [GIGABYTES]
+    python tests/helpers/processes/restore_and_measure.py FOLDER SPEC [GIGABYTES]
 
 It prints the bytes of the restored run, and the largest growth of the process in bytes.
 """

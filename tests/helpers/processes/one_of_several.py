@@ -1,6 +1,6 @@
 """A process for ``test_several_processes.py`` that trains, saves and resumes.
 
-    python tests/helpers/one_of_several_processes.py RANK COUNT PORT FOLDER save|resume
+    python tests/helpers/processes/one_of_several.py RANK COUNT PORT FOLDER save|resume
 
 The eight devices of a run are divided among its COUNT processes.
 """

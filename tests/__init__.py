@@ -1,0 +1,1 @@
+"""Tests. `tests.helpers` has what several files share."""
