@@ -34,12 +34,6 @@ def _set_xla_flag(name, value):
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--cases",
-        choices=("few", "rest", "all"),
-        help="few: one or two of each quick test; rest: their others; all: of every "
-        "test. The default is few, and all where a path, -k or -m is given",
-    )
-    parser.addoption(
         "--part",
         type=lambda text: tuple(map(int, text.split("/"))),
         default=(1, 1),
@@ -72,19 +66,19 @@ def pytest_configure(config):
     """Set XLA's flags, which XLA reads later, when the first array is made."""
     config.pluginmanager.register(DropsPrograms())
     options = config.option
-    if options.cases is None:  # xdist's workers inherit the options
-        given = config.args_source is config.ArgsSource.ARGS
-        options.cases = "all" if given or options.keyword or options.markexpr else "few"
+    given = config.args_source is config.ArgsSource.ARGS
+    if not (given or options.keyword or options.markexpr):
+        options.markexpr = "few"  # xdist's workers inherit the options
     _set_xla_flag("xla_force_host_platform_device_count", 8)
     # Most of the time is compilation. Level 1 needs a third of it, and contracts
     # products and sums like level 3, so that results have the same bits. Programs for
     # GPUs are measured, and need the level that users have.
-    if options.cases != "all" or not _may_be_measured(config.args):
+    if options.markexpr in ("few", "rest") or not _may_be_measured(config.args):
         _set_xla_flag("xla_backend_optimization_level", 1)
         _keep_programs(config)
     # XLA's older way to fuse loops on CPUs, which JAX 0.11 drops, needs three quarters
     # of the remaining time. It contracts differently, so two of the other cases fail.
-    if options.cases == "few" and jax.__version_info__ < (0, 11):
+    if options.markexpr == "few" and jax.__version_info__ < (0, 11):
         _set_xla_flag("xla_cpu_use_fusion_emitters", "false")
 
 
@@ -115,25 +109,23 @@ def _keep_programs(config):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest applies -m
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if COMPILED & set(item.path.parents):
             item.add_marker("compiled")
             item.add_marker("standard_promotion")
             item.add_marker(pytest.mark.filterwarnings(TRITON_IS_DEPRECATED))
-    if config.option.cases != "all":
-        items[:] = _chosen(config, items, lambda x: not LONG & {*x.keywords})
-        few, wants_few = _few_cases(items), config.option.cases == "few"
-        items[:] = _chosen(config, items, lambda x: (x.nodeid in few) == wants_few)
+    quick = [x for x in items if not LONG & {*x.keywords}]
+    few = _few_cases(quick)
+    for item in quick:
+        item.add_marker("few" if item.nodeid in few else "rest")
     part, count = config.option.part
-    in_part = lambda x: zlib.crc32(x.nodeid.encode()) % count == part - 1
-    items[:] = _chosen(config, items, in_part)
-
-
-def _chosen(config, items, is_chosen) -> list:
-    """The chosen items; pytest counts the others as deselected."""
-    config.hook.pytest_deselected(items=[x for x in items if not is_chosen(x)])
-    return [x for x in items if is_chosen(x)]
+    parts = [], []
+    for item in items:
+        parts[zlib.crc32(item.nodeid.encode()) % count == part - 1].append(item)
+    others, items[:] = parts
+    config.hook.pytest_deselected(items=others)
 
 
 def _few_cases(items) -> set[str]:
