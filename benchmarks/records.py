@@ -105,7 +105,7 @@ def program(
 
     Args:
       module: the benchmark's ``__name__``. The module defines ``measure``, and possibly
-        ``draw``; see :func:`run`.
+        ``text`` and ``draw``; see :func:`run`.
       ran: see :func:`run`. ``{here}`` stands for :func:`ran_here`.
       **numbers: the options; see :class:`Options`.
     """
@@ -114,7 +114,8 @@ def program(
         of = sys.modules[module]
         args = Options(of.__doc__, **numbers).parse_args(argv)
         where = ran and ran.format(here=ran_here())
-        run(module, args, of.measure, draw=getattr(of, "draw", None), ran=where)
+        text, draw = getattr(of, "text", figures), getattr(of, "draw", None)
+        run(module, args, of.measure, text, draw, where)
 
     return main
 

@@ -63,6 +63,4 @@ def text(record: dict) -> str:
     return records.table(["GPU memory", *COLUMNS], rows)
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = records.Options(__doc__).parse_args(argv)
-    records.run(__name__, args, measure, text, ran="CPU, from shapes alone")
+main = records.program(__name__, ran="CPU, from shapes alone")

@@ -139,7 +139,5 @@ def draw(record: dict, axes) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    sizes = {"layers": 24, "width": 4096, "batch_size": 1024}
-    args = records.Options(__doc__, **sizes).parse_args(argv)
-    records.run(__name__, args, measure, text, draw, records.COMPILED)
+SIZES = {"layers": 24, "width": 4096, "batch_size": 1024}
+main = records.program(__name__, ran=records.COMPILED, **SIZES)

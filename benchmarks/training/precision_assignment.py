@@ -1,9 +1,9 @@
-"""Small networks trained with precision assignments, and their accuracy.
+"""A small network trained with precision assignments, and its accuracy.
 
     python -m benchmarks precision_assignment
-    python -m benchmarks precision_assignment --models resnet --ratios 0 0.5 1
+    python -m benchmarks precision_assignment --ratios 0 0.5 1
 
-Each network is trained in float32, with the uniform and the two operator-based
+A small ResNet is trained in float32, with the uniform and the two operator-based
 assignments, and with the assignments that `precision.demote` finds for the given
 low-precision ratios, with and without promotion of tensors that overflow. Low precision
 is the paper's HFP8 pair of 8-bit formats, and high precision is fp(6, 9); both are
@@ -36,19 +36,15 @@ from benchmarks.training.images import cifar_data, mixed_training
 from lowbit_optax import precision
 from tools.models.classifier import arguments_of, make_loss_fn
 from tools.models.resnet import ResNet
-from tools.models.squeezenet import SqueezeNet
 
-# Both networks halve the image first, and are narrower (by 4 and 8) and less deep than
-# the originals, so that a CPU trains one in a minute.
-MODELS = {
-    "squeezenet": SqueezeNet(0.25, stem_stride=2),
-    "resnet": ResNet(8, (1, 1, 1, 1), stem_stride=2),
-}
+# It halves the image first, and is narrower (by 8) and less deep than the original, so
+# that a CPU trains it in a minute.
+MODEL = ResNet(8, (1, 1, 1, 1), stem_stride=2)
 RATIOS = tuple(tenths / 10 for tenths in range(11))
 
 
 class Trainer(NamedTuple):
-    """The objects that all runs of a model share, so that they share compilations."""
+    """The objects that all runs share, so that they share compilations."""
 
     model: Any
     plan: precision.PrecisionPlan
@@ -82,7 +78,7 @@ def make_trainer(model: Any, args, per_epoch: int, flip: bool) -> Trainer:
 
 
 def runs_of(trainer: Trainer, ratios) -> dict[str, Run]:
-    """Return the runs of a model by name."""
+    """Return the runs by name."""
     found = {}
     # With promotion first: if it changes nothing, both runs are equal.
     for end, promotes in ((", promotion", True), ("", False)):
@@ -121,16 +117,13 @@ def train(run: Run, dataset: cifar_data.Dataset, args, seed: int) -> tuple[dict,
 def measure(args) -> dict:
     dataset = cifar_data.load(args)
     per_epoch = dataset.steps_per_epoch(args.batch_size)
-    runs: dict[str, Run] = {}
-    for model in args.models:
-        trainer = make_trainer(MODELS[model], args, per_epoch, dataset.flip)
-        found = runs_of(trainer, args.ratios)
-        runs |= {f"{model}, {name}": run for name, run in found.items()}
+    trainer = make_trainer(MODEL, args, per_epoch, dataset.flip)
+    runs = runs_of(trainer, args.ratios)
     done: dict[tuple, dict] = {}
 
     def of(name: str, seed: int) -> dict:
         run = runs[name]
-        same = run.trainer.model, seed, contents(run.assignment)
+        same = seed, contents(run.assignment)
         if (same, run.promotes) not in done:
             figures, is_promoted = train(run, dataset, args, seed)
             done[same, run.promotes] = figures
@@ -147,10 +140,6 @@ def main(argv: list[str] | None = None) -> None:
     numbers = {"learning_rate": 0.1, "weight_decay": 5e-4, "epochs": 10}
     numbers |= {"batch_size": 64, "train_size": 5000, "test_size": 2000}
     options = records.Options(__doc__, seeds=1, **numbers)
-    add = options.add_argument
-    add(
-        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all"
-    )
-    text_of_ratios = "minimal low-precision ratios of the demoted assignments"
-    add("--ratios", nargs="*", type=float, default=RATIOS, help=text_of_ratios)
+    text = "minimal low-precision ratios of the demoted assignments"
+    options.add_argument("--ratios", nargs="*", type=float, default=RATIOS, help=text)
     records.run(__name__, options.parse_args(argv), measure)

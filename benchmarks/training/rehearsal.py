@@ -20,7 +20,7 @@ import tempfile
 import time
 from typing import NamedTuple
 
-from benchmarks import ROOT
+from benchmarks import ROOT, records
 from benchmarks.training.large_model.plan import Job, Task
 
 SECONDS = 1200  # the longest time for a group of processes
@@ -146,7 +146,7 @@ def phase_of(job: Job, group: Group, folder: pathlib.Path) -> Phase:
 
 def table(phases: list[Phase]) -> str:
     """Return the results as a Markdown table."""
-    rows = [COLUMNS, ["---"] * len(COLUMNS)]
+    rows = []
     for phase in phases:
         job, group = phase.job, phase.group
         first, last = min(phase.losses), max(phase.losses)
@@ -164,7 +164,7 @@ def table(phases: list[Phase]) -> str:
                 f"{phase.bytes_per_parameter:.2f}",
             ]
         )
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+    return records.table(COLUMNS, rows)
 
 
 def is_faithful(phases: list[Phase]) -> bool:

@@ -179,6 +179,4 @@ def measure(args) -> dict:
     return {"runs": runs, "not_trained": train("float32 master", 0.0, args)}
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = records.Options(__doc__, seeds=3, steps=200).parse_args(argv)
-    records.run(__name__, args, measure, text, draw)
+main = records.program(__name__, seeds=3, steps=200)

@@ -15,8 +15,6 @@ from benchmarks import records
 from benchmarks.training import precision_assignment
 from benchmarks.training.images import cifar_data, mixed_training
 from lowbit_optax import precision
-from tools.models.resnet import ResNet
-from tools.models.squeezenet import SqueezeNet
 
 pytestmark = [pytest.mark.example, pytest.mark.standard_promotion]
 
@@ -40,7 +38,7 @@ def test_equal_runs_of_a_model_train_once_with_two_compilations(
     images = random.integers(0, 256, (48, 32, 32, 3)).astype(np.uint8)
     digits = "digits", *[(images, np.arange(48) % 10)] * 2
     monkeypatch.setattr(cifar_data, "load_images", lambda *_: digits)
-    monkeypatch.setattr(precision_assignment, "MODELS", {"resnet": Network()})
+    monkeypatch.setattr(precision_assignment, "MODEL", Network())
     monkeypatch.setattr(records, "ROOT", tmp_path)
     traced, trained = [], []
     augment, train = mixed_training.crop_and_flip, precision_assignment.train
@@ -57,22 +55,22 @@ def test_equal_runs_of_a_model_train_once_with_two_compilations(
     monkeypatch.setattr(precision_assignment, "train", recorded)
     few = ["--batch-size", "16", "--epochs", "1"]
     few += ["--train-size", "48", "--test-size", "48"]
-    precision_assignment.main(["--models", "resnet", "--ratios", "0", "1", *few])
+    precision_assignment.main(["--ratios", "0", "1", *few])
 
     record = json.loads((tmp_path / "runs" / "precision_assignment.json").read_text())
     found = record["figures"]
     names = ["r = 0, promotion", "r = 1, promotion", "r = 0", "r = 1"]
     names += [*precision_assignment.BASELINES, "float32"]
-    assert [*found["training loss"]] == [f"resnet, {name}" for name in names]
+    assert [*found["training loss"]] == names
     assert all(np.isfinite(x["mean"]) for x in found["training loss"].values())
     ratios = {name: x["mean"] for name, x in found["low-precision ratio"].items()}
     for name in ("r = 0, promotion", "r = 0", "float32"):
-        assert ratios[f"resnet, {name}"] == 0
-    assert ratios["resnet, r = 1"] > 0.9
+        assert ratios[name] == 0
+    assert ratios["r = 1"] > 0.9
     assert not any(x["mean"] for x in found["diverged"].values())
     assert len(traced) == 2, "one step in float32, one for all assignments"
     assert len(trained) < len(names), "r = 0 twice is one run"
-    assert "diverged: resnet, r = 1, promotion = 0.0" in capsys.readouterr().out
+    assert "diverged: r = 1, promotion = 0.0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("is_promoted", [False, True])
@@ -96,7 +94,7 @@ def test_a_run_with_promotion_stands_for_one_without_if_nothing_was_promoted(
     ):
         monkeypatch.setattr(precision_assignment, name, found)
     monkeypatch.setattr(cifar_data, "load", lambda args: dataset)
-    args = argparse.Namespace(models=["resnet"], ratios=[], seeds=2, batch_size=1)
+    args = argparse.Namespace(ratios=[], seeds=2, batch_size=1)
     precision_assignment.measure(args)
     both = [(True, 0), (False, 0), (True, 1), (False, 1)]
     assert trained == (both if is_promoted else both[::2])
@@ -120,18 +118,18 @@ def test_seeds_whose_loss_is_nan_have_diverged_and_are_in_all_means(monkeypatch)
         (mixed_training, "evaluate", lambda *_: next(accuracies)),
     ):
         monkeypatch.setattr(module, name, found)
-    args = argparse.Namespace(models=["resnet"], ratios=[], seeds=4, batch_size=1)
+    args = argparse.Namespace(ratios=[], seeds=4, batch_size=1)
     record = precision_assignment.measure(args)
-    found = {x: each["resnet, run"] for x, each in record["figures"].items()}
+    found = {x: each["run"] for x, each in record["figures"].items()}
     assert found["diverged"]["values"].tolist() == [0, 1, 0, 0]
     assert found["diverged"]["mean"] == 0.25
     assert found["accuracy, %"]["mean"] == pytest.approx(70)
     assert found["low-precision ratio"]["mean"] == 0.5
     assert np.isnan(found["training loss"]["mean"])
     shown = records.figures(record)
-    assert "figures: accuracy, %: resnet, run = 70.00000 ± 40.00000" in shown
-    assert "figures: training loss: resnet, run = nan ± nan" in shown
-    assert "figures: diverged: resnet, run = 0.25000 ± 0.50000" in shown
+    assert "figures: accuracy, %: run = 70.00000 ± 40.00000" in shown
+    assert "figures: training loss: run = nan ± nan" in shown
+    assert "figures: diverged: run = 0.25000 ± 0.50000" in shown
 
 
 def test_all_high_precision_trains_like_float32_nearly():
@@ -176,15 +174,9 @@ def test_a_run_keeps_the_initial_state():
     assert isinstance(state, mixed_training.MixedState)
 
 
-@pytest.mark.parametrize(
-    ("model", "last_features"),
-    [
-        (SqueezeNet(0.25, stem_stride=2), (8, 2, 2, 10)),
-        (ResNet(8, (1, 1, 1, 1), stem_stride=2), (8, 2, 2, 64)),
-    ],
-)
-def test_a_stem_of_stride_2_quarters_what_is_computed(model, last_features):
+def test_a_stem_of_stride_2_quarters_what_is_computed():
     """From 2 x 2 features at the end, where stride 1 leaves 4 x 4."""
+    model, last_features = precision_assignment.MODEL, (8, 2, 2, 64)
 
     def traced(model):
         images = jnp.zeros((8, 32, 32, 3))

@@ -1,4 +1,4 @@
-"""What several test files share, one module for each idea.
+"""Helpers that several test files share, one module for each idea.
 
 Training
   optimizers         aliases, formats and problems in tables, and jitted steps

@@ -5,7 +5,6 @@ on the device.
 """
 
 import argparse
-import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -41,19 +40,14 @@ def load(args: argparse.Namespace) -> Dataset:
     """Return the first images of CIFAR-10, or digits if it cannot be downloaded.
 
     Args:
-      args: the options ``batch_size``, ``train_size`` and ``test_size``.
+      args: the options ``train_size`` and ``test_size``.
     """
     name, *both = load_images(CACHE, 32)
-    splits = []
-    for option, (images, labels) in zip(("train_size", "test_size"), both, strict=True):
-        size = getattr(args, option) or len(labels)
-        _check(option, size, len(labels))
-        splits.append(Split(images[:size], labels[:size].astype(np.int32)))
-    _check("batch_size", args.batch_size, len(splits[0].labels))
-    return Dataset(name, *splits)
-
-
-def _check(option: str, size: int, images: int) -> None:
-    if not 0 < size <= images:
-        flag = "--" + option.replace("_", "-")
-        sys.exit(f"error: {flag} must be from 1 to {images} images, got {size}")
+    sizes = args.train_size, args.test_size
+    return Dataset(
+        name,
+        *(
+            Split(images[:size], labels[:size].astype(np.int32))
+            for size, (images, labels) in zip(sizes, both, strict=True)
+        ),
+    )
