@@ -193,7 +193,7 @@ ELEMENTWISE = frozenset(
 """Primitives that GPU kernels support with both launchers.
 
 TPU kernels support only the primitives that are also in
-:mod:`pallas_kernels.fused_update.tpu.rules`. Float remainders are missing, because
+:mod:`pallas_kernels.fused_update.tpu.evaluation`. Float remainders are missing, because
 Mosaic GPU's compiler does not support them.
 """
 

@@ -30,10 +30,9 @@ from lowbit_optax._step.step import LeafStep
 from pallas_kernels.fused_update import (
     Leaf,
     Scalars,
-    blocked,
+    cpu,
     fused_update,
     fused_update_many,
-    joined,
     sharing_kind,
 )
 from pallas_kernels.platforms import Implementation
@@ -53,7 +52,7 @@ class Launches:
       step: the step.
       scalars: the scalars that all leaves share.
       implementation: see :func:`pallas_kernels.fused_update`, or ``"blocks"`` for
-        :mod:`pallas_kernels.fused_update.blocked`.
+        :mod:`pallas_kernels.fused_update.cpu`.
     """
 
     bodies: Mapping[int, typing.Any]
@@ -82,14 +81,14 @@ class Launches:
         keys, scalars = self.step.keys, self._plain_scalars
         for i, leaf in leaves.items():
             body, dtypes = self.bodies[i], tuple(x.dtype for x in leaf.arrays)
-            if joined.accepts(leaf):
+            if cpu.accepts(leaf):
                 group = self._group_of(i), body, dtypes
                 groups.setdefault(group, []).append(i)
             else:
                 written[i] = _blocked(body, leaf, keys, np.uint32(i), scalars)
         of_group: dict[typing.Any, list] = {}
         for (apart, body, _), numbers in groups.items():
-            for part in joined.divided(numbers, leaves):
+            for part in cpu.divided(numbers, leaves):
                 some = [leaves[i] for i in part]
                 # Update parts one after the other, so that they share memory.
                 some, _ = lax.optimization_barrier((some, of_group.get(apart, [])))
@@ -255,7 +254,7 @@ def _fused(
 def _blocked(body: LeafBody, leaf: Leaf, keys, number, scalars) -> list[jax.Array]:
     """Update one leaf block by block. Traced once for equal shapes and programs."""
     keys = [lax.dynamic_index_in_dim(key, number, keepdims=False) for key in keys]
-    return blocked.update(body, leaf, [*keys, *scalars], when=body.when)
+    return cpu.update(body, leaf, [*keys, *scalars], when=body.when)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -264,4 +263,4 @@ def _joined(
 ) -> list[list[jax.Array]]:
     """Update leaves together, as if they were one leaf."""
     keys = [key[numbers] for key in keys]
-    return joined.update(body, leaves, keys, scalars, when=body.when)
+    return cpu.update_joined(body, leaves, keys, scalars, when=body.when)

@@ -28,9 +28,9 @@ from lowbit_optax._step.trees import STATIC
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.block_scaled import BlockScaledTensor, for_tensor
 from lowbit_optax.formats.quantized_weights import QuantizedWeights
-from pallas_kernels import shards
+from pallas_kernels.fused_update import shards
+from pallas_kernels.fused_update.shards import axes_of
 from pallas_kernels.layout import layout_of
-from pallas_kernels.shards import axes_of
 
 
 class Landed(typing.NamedTuple):

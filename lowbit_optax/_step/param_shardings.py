@@ -19,7 +19,7 @@ from jax.sharding import (
 )
 
 from lowbit_optax._step import context, trees
-from pallas_kernels.shards import axes_of, count_of
+from pallas_kernels.fused_update.shards import axes_of, count_of
 
 ParamShardings = typing.Any | Callable[[typing.Any], typing.Any] | None
 """A tree of shardings with the structure of the parameters or a prefix of it, or a

@@ -8,8 +8,8 @@ program and the formats of the leaf define the body of its kernel
 
 Some kernels need :class:`Sums`. A factored second moment is computed from sums over the
 rows and over the columns of the squared gradient, which must be known before the leaf's
-kernel runs. A kernel of :mod:`pallas_kernels.axis_sums` computes both in one pass over
-the gradient.
+kernel runs. A kernel of :mod:`pallas_kernels.fused_update.axis_sums` computes both in
+one pass over the gradient.
 
 For a large leaf without a kernel, XLA creates float32 arrays of its master and moments,
 which are the arrays that this package avoids. :func:`warning_of` describes such leaves.
@@ -45,9 +45,9 @@ from lowbit_optax._step.body import KEYS, LeafBody, MomentRows, WeightRows
 from lowbit_optax._step.inner_update import InnerUpdate
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax.formats.block_scaled import BlockScaledTensor
-from pallas_kernels.axis_sums import axis_sums
-from pallas_kernels.fused_update import MAX_ELEMENTS, Leaf, has_tiling, sharded
-from pallas_kernels.fused_update.refusals import PARTITIONED, tpu_refusal
+from pallas_kernels.fused_update import MAX_ELEMENTS, Leaf, has_tiling, shards
+from pallas_kernels.fused_update.api import PARTITIONED, tpu_refusal
+from pallas_kernels.fused_update.axis_sums import axis_sums
 from pallas_kernels.layout import layout_of
 from pallas_kernels.platforms import Implementation
 
@@ -533,7 +533,7 @@ def perhaps_partitioned(plan: KernelPlan) -> dict[int, str]:
     return {
         i: PARTITIONED
         for i, leaf in plan.arrays().items()
-        if i not in plan.tpu_refusals and sharded.is_partitioned(leaf) is None
+        if i not in plan.tpu_refusals and shards.is_partitioned(leaf) is None
     }
 
 

@@ -32,6 +32,7 @@ from lowbit_optax._step.plan import (
     warning_of,
 )
 from lowbit_optax._step.step import Step
+from pallas_kernels.fused_update.shards import has_explicit_axes
 from pallas_kernels.lowered import for_one_device
 from pallas_kernels.platforms import (
     Implementation,
@@ -44,7 +45,6 @@ from pallas_kernels.platforms import (
     refused_gpu,
     target_gpu,
 )
-from pallas_kernels.shards import has_explicit_axes
 
 NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.shards import axes_of, moved
+from pallas_kernels.fused_update.shards import axes_of, moved
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-8

@@ -17,7 +17,8 @@ from lowbit_optax.formats.block_scaled import (
 from lowbit_optax.formats.extra_bits import extra_bits_named
 from lowbit_optax.formats.kahan import kahan_named
 from lowbit_optax.formats.plain import MasterCopyFormat
-from pallas_kernels import Operand, Result, fused_update, shards
+from pallas_kernels import Operand, Result, fused_update
+from pallas_kernels.fused_update import shards
 
 
 def join_leaf(

@@ -6,20 +6,18 @@ results may be plain arrays, packed words of k-bit fields, or arrays with one el
 per block, such as scales. :func:`fused_update` then runs one kernel per leaf:
 
 1. :mod:`.api` checks the arrays and chooses kernels or the *reference* (:mod:`.xla`),
-   which updates whole arrays with XLA and defines the results. :mod:`.refusals` returns
-   why a leaf has no kernel.
-2. :mod:`.kernels` runs the kernels, with the derivatives and batching of the reference.
-3. :mod:`.sharded` finds the part of the leaf on each device, its *shard*, and calls the
+   which updates whole arrays with XLA and defines the results. Kernels have the
+   derivatives and the batching of the reference.
+2. :mod:`.shards` finds the part of the leaf on each device, its *shard*, and calls the
    *launcher* on it. A launcher is a module for one Pallas backend: ``gpu.triton``,
    ``gpu.mosaic`` or ``tpu.kernel``.
-4. The launcher calls ``pl.pallas_call`` with a grid over tiles of the leaf. Results
+3. The launcher calls ``pl.pallas_call`` with a grid over tiles of the leaf. Results
    that overwrite operands are aliased to them. Each program of the grid loads a tile,
    unpacks the fields, calls the body on registers, and packs and stores the results.
    For a body with blocks, it also computes maxima over the blocks of the tile.
 
 :func:`fused_update_many` updates many small leaves with few kernels. On CPUs,
-``lowbit_optax`` calls the loop of :mod:`.blocked` for large leaves, and :mod:`.joined`
-for small ones.
+``lowbit_optax`` calls :mod:`.cpu`.
 """
 
 from pallas_kernels.fused_update.api import (

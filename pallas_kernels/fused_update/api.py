@@ -1,38 +1,49 @@
-"""Define ``fused_update``, check its arguments, and choose the implementation."""
+"""Define ``fused_update``, and choose how leaves are updated.
+
+The *reference* (:mod:`.xla`) updates whole leaves with XLA and defines the results. A
+*launcher* updates the shards of each device with kernels. The kernels have the
+derivatives and the batching of the reference.
+"""
 
 import dataclasses
 import functools
+import importlib
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 
-from pallas_kernels.fused_update import sharded
-from pallas_kernels.fused_update.gpu.sharing import kind_of_leaf
-from pallas_kernels.fused_update.kernels import by_leaf, kernels, reference
-from pallas_kernels.fused_update.launchers import launcher_of
-from pallas_kernels.fused_update.refusals import gpu_refusal, tpu_refusal
+from pallas_kernels.fused_update import shards, xla
+from pallas_kernels.fused_update.gpu.kernel import kind_of_leaf
 from pallas_kernels.fused_update.spec import (
     MAX_ELEMENTS_OF_SMALL_LEAF,
     BlockBody,
     Body,
+    Call,
     Launcher,
     Leaf,
     Operand,
     Result,
     Scalars,
+    Shard,
+    has_tiling,
 )
-from pallas_kernels.layout import check_block_size, layout_of
+from pallas_kernels.layout import MAX_ELEMENTS, check_block_size, layout_of
+from pallas_kernels.lowered import for_one_device, for_one_platform
 from pallas_kernels.platforms import (
     Implementation,
     by_platform,
     check_implementation,
     is_for_tpus,
+    launcher_name,
+    refused_gpu,
     target_gpu,
+    transformable,
 )
 
 
@@ -191,7 +202,7 @@ def _update(
     refusal = gpu_refusal(leaves)
     if implementation in ("pallas", "triton", "mosaic") and refusal:
         raise ValueError(f"fused_update: {refusal}")
-    is_for_tpu = is_for_tpus(sharded.mesh_of(leaves[0]))
+    is_for_tpu = is_for_tpus(shards.mesh_of(leaves[0]))
     is_chosen = implementation in (None, "pallas") and is_for_tpu
     on_tpus = implementation == "tpu" or is_chosen
     if on_tpus:
@@ -263,3 +274,174 @@ def _check(leaf: Leaf) -> None:
                 f"cannot overwrite operand {result.overwrites} ({operand.array.dtype}, "
                 f"bits {operand.bits}); dtypes and bits must match"
             )
+
+
+PARTITIONED = (
+    "XLA:TPU cannot partition kernels over a mesh with automatic axes; pass "
+    "param_shardings, or make the axes explicit"
+)
+
+
+def gpu_refusal(leaves: Sequence[Leaf]) -> str | None:
+    """Return why no GPU kernel updates these leaves, or None if one does."""
+    refusal = refused_gpu()
+    if refusal is not None:
+        return refusal
+    size = max(math.prod(leaf.shape) for leaf in leaves)
+    if not 0 < size <= MAX_ELEMENTS:
+        return f"kernels need 1 to {MAX_ELEMENTS} elements, got {size}"
+    for leaf in leaves:
+        if not has_tiling(leaf.packed, leaf.block_sizes):
+            return (
+                f"kernels do not support fields of {list(leaf.packed)} bits with "
+                f"blocks of {list(leaf.block_sizes)} elements; use blocks of 32 or 64 "
+                "elements, or widths that are multiples of 4 bits"
+            )
+    return None
+
+
+def tpu_refusal(body: Body | BlockBody, leaf: Leaf, scalars: int) -> str | None:
+    """Return why no TPU kernel updates a leaf, or None if one does.
+
+    The result is also None if JAX finds out only during lowering whether XLA partitions
+    the program. A kernel then updates the leaf only in programs for one device.
+
+    Args:
+      body, leaf, scalars: see :func:`.tpu.kernel.refusal`.
+    """
+    if shards.is_partitioned(leaf) and is_for_tpus():
+        return PARTITIONED
+    return launcher_of("tpu").refusal(body, leaf, scalars)
+
+
+def launcher_of(implementation: str | None, interpret: bool = False) -> typing.Any:
+    """Return the module of a launcher, which implements :class:`.spec.Launcher`.
+
+    The module is imported on first use, because older versions of JAX cannot import
+    Mosaic GPU, and Pallas would take a tenth of this package's import time.
+
+    Args:
+      implementation: see :data:`pallas_kernels.platforms.Implementation`.
+      interpret: if True, kernels run as ordinary operations on any platform. GPU
+        kernels then always use Triton, because JAX cannot interpret Mosaic GPU.
+    """
+    if implementation == "tpu":
+        name = "tpu.kernel"
+    else:
+        name = f"gpu.{'triton' if interpret else launcher_name(implementation)}"
+    return importlib.import_module(f"pallas_kernels.fused_update.{name}")
+
+
+# In older versions of JAX, interpreted kernels on several devices can deadlock.
+_INTERPRETS_SHARDS = jax.__version_info__ >= (0, 11)
+
+
+def kernels(
+    body: Body | BlockBody,
+    room: tuple[int, int],
+    implementation: str | None,
+    interpret: bool = False,
+) -> Callable:
+    """Return a function that updates leaves with kernels, on the shards of each device.
+
+    The function has the arguments of :func:`reference` after ``body``, and the same
+    derivatives.
+
+    With ``interpret=True``, Pallas simulates TPU kernels. The simulation has side
+    effects, so JAX cannot partition it.
+
+    Args:
+      body, room, interpret: see :class:`.spec.Call`.
+      implementation: the implementation whose launcher is used.
+    """
+    is_for_tpus = implementation == "tpu"
+    by_xla = functools.partial(reference, body)
+
+    def over_groups(shared, shards: Sequence[Shard]) -> list[jax.Array]:
+        scalars, layer, first = shared
+        if first is not None:
+            shards = [shard.after(first[0]) for shard in shards]
+        launcher = launcher_of(implementation, interpret)
+        return _over_groups(
+            launcher, Call(body, shards, scalars, layer, room, interpret)
+        )
+
+    def over_shards(
+        scalars: Scalars, layer, first, leaves: Sequence[Leaf]
+    ) -> list[jax.Array]:
+        # Kernels read only the table.
+        shared = dataclasses.replace(scalars, values=()), layer, first
+        if interpret and is_for_tpus and not _INTERPRETS_SHARDS:
+            return over_groups(shared, [Shard(x, x.shape) for x in leaves])
+        return shards.over_shards(
+            over_groups, shared, leaves, can_partition=not is_for_tpus
+        )
+
+    def where_kernels_run(*args) -> list[jax.Array]:
+        """Runs kernels, or the reference in programs that cannot contain kernels."""
+        if interpret:
+            return over_shards(*args)
+        *_, leaves = args
+        if is_for_tpus and shards.is_partitioned(leaves[0]) is None:
+            return for_one_device(over_shards, by_xla)(*args)
+        return for_one_platform(over_shards, by_xla)(*args)
+
+    return transformable(where_kernels_run, by_xla)
+
+
+def _over_groups(launcher: Launcher, call: Call) -> list[jax.Array]:
+    """Runs one kernel for each group of a device's shards."""
+    groups = launcher.groups(call.shards)
+    if len(groups) == 1:
+        return launcher.update(call)
+
+    def update(group: Sequence[int]) -> list[jax.Array]:
+        rows = [lax.slice(call.scalars.rows, [i], [i + 1]) for i in group]
+        scalars = dataclasses.replace(call.scalars, rows=lax.concatenate(rows, 0))
+        own = [call.shards[i] for i in group]
+        return launcher.update(dataclasses.replace(call, shards=own, scalars=scalars))
+
+    return [x for new in by_leaf(groups, map(update, groups)) for x in new]
+
+
+def by_leaf(
+    groups: Sequence[Sequence[int]], results: Iterable[Sequence[jax.Array]]
+) -> list[list[jax.Array]]:
+    """Return a list of results for each leaf.
+
+    Args:
+      groups: the indices of the leaves in each group, which together are all leaves.
+      results: for each group, the results of all its leaves in one list.
+    """
+    written = {}
+    for group, new in zip(groups, results, strict=True):
+        count = len(new) // len(group)
+        written |= {i: new[n * count :][:count] for n, i in enumerate(group)}
+    return [written[i] for i in range(len(written))]
+
+
+def reference(
+    body: Body | BlockBody, scalars: Scalars, layer, first, leaves: Sequence[Leaf]
+) -> list[jax.Array]:
+    """Update whole leaves with array operations, whose results kernels must match.
+
+    Args:
+      body: body of the update.
+      scalars: table of scalars, and the row of each leaf.
+      layer: see :class:`.spec.Call`.
+      first: array with the index of the leaf's first element; None if it is 0.
+      leaves: leaves with the same shape.
+
+    Returns:
+      The results of all leaves in one list.
+    """
+    rows = [scalars.rows] if len(leaves) == 1 else [r[None] for r in scalars.rows]
+    shape = leaves[0].shape
+    index = None if first is None else xla.index_of(shape, shape, first[0])
+    return [
+        x
+        for leaf, row in zip(leaves, rows, strict=True)
+        for x in xla.update(
+            body, leaf, xla.row_of(scalars, row), layer, scalars.when, index
+        )
+    ]

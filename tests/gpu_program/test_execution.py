@@ -22,7 +22,7 @@ import lowbit_optax
 import pallas_kernels
 from lowbit_optax import block_quantized, cast, extra_bits, lowbit
 from pallas_kernels import platforms
-from pallas_kernels.axis_sums import axis_sums
+from pallas_kernels.fused_update.axis_sums import axis_sums
 from tests.helpers.blocks import Maxima
 from tests.helpers.exact_steps import MOMENTUM, dyadic_series, normal
 from tests.helpers.gpu_steps import LAUNCHERS, update_layer

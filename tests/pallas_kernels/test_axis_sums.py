@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.axis_sums import axis_sums
+from pallas_kernels.fused_update.axis_sums import axis_sums
 from tests.helpers.optimizers import normal
 
 NOTHING = jnp.zeros(1, jnp.uint32)

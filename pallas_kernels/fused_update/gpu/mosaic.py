@@ -14,13 +14,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as pallas
 
-from pallas_kernels.fused_update.gpu.kernel import Kernel, prepare
+from pallas_kernels.fused_update.gpu.kernel import Kernel, Sharing, prepare
 from pallas_kernels.fused_update.gpu.mosaic_arrays import Threads
+from pallas_kernels.fused_update.gpu.mosaic_registers import WARP
 from pallas_kernels.fused_update.gpu.program import run_program
-from pallas_kernels.fused_update.gpu.sharing import Sharing
 from pallas_kernels.fused_update.gpu.tiling import FlatTiling
 from pallas_kernels.fused_update.spec import BlockBody, Call, shaped
-from pallas_kernels.gpu import mosaic_registers as registers
 from pallas_kernels.layout import TILE_COLUMNS
 
 # A program is a warpgroup: 128 threads with four lanes each.
@@ -64,7 +63,7 @@ def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
             lowering_semantics=pallas.LoweringSemantics.Lane,
         ),
         scratch_types=[pallas.SMEM((_WARPS_OF_A_WARPGROUP * warpgroups,), jnp.int32)]
-        if kernel.tiling.tiles > registers.WARP
+        if kernel.tiling.tiles > WARP
         else [],
         kernel_name=kernel.name,
     )
@@ -113,7 +112,9 @@ def _program(kernel: Kernel, warpgroups: int, *refs):
         for i in range(kernel.results)
     ]
     # If the kernel has shared memory, its reference follows the results.
-    arrangement = Threads.of(kernel.tiling, next(rest, None))
+    arrangement = Threads(
+        kernel.tiling.array_shape, kernel.tiling.tiles, next(rest, None)
+    )
 
     def unless_beyond(work):
         if kernel.programs % warpgroups:

@@ -13,7 +13,7 @@ Results are as precise as Triton's (2 units in the last place), except that the 
 a subnormal number is 0, and its reciprocal is infinite.
 
 If no peephole rule applies to an operation, the launcher's rule is used, if it has one
-(:class:`pallas_kernels.gpu.instructions.Instructions`).
+(:class:`pallas_kernels.fused_update.gpu.instructions.Instructions`).
 """
 
 import functools
@@ -26,8 +26,8 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives as p
 
+from pallas_kernels.fused_update.gpu.instructions import Instructions
 from pallas_kernels.fused_update.spec import BlockBody, Body
-from pallas_kernels.gpu.instructions import Instructions
 from pallas_kernels.operations import ClosedJaxpr, Values, operation_of
 
 _SMALLEST = 2.0**-126  # float32's smallest normal number

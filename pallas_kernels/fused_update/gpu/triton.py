@@ -10,13 +10,11 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.fused_update.gpu.kernel import Kernel, prepare
+from pallas_kernels.fused_update.gpu.kernel import Kernel, Sharing, prepare
 from pallas_kernels.fused_update.gpu.program import run_program
-from pallas_kernels.fused_update.gpu.sharing import Sharing
 from pallas_kernels.fused_update.gpu.tiling import FlatTiling
-from pallas_kernels.fused_update.gpu.triton_arrays import Arrays
+from pallas_kernels.fused_update.gpu.triton_arrays import INSTRUCTIONS, Arrays
 from pallas_kernels.fused_update.spec import Call, shaped
-from pallas_kernels.gpu.instructions import Instructions
 
 _SIZE = Sharing(
     # Four elements per thread are 16 bytes of float32 or of words, which one
@@ -33,8 +31,6 @@ _SIZE = Sharing(
     cost_of_two=2,
 )
 _FLAT_WARPS, _WARPS = 4, 2
-
-INSTRUCTIONS = Instructions(triton.elementwise_inline_asm)
 
 parts, groups = _SIZE.parts, _SIZE.groups
 
@@ -79,9 +75,8 @@ def _call(kernel: Kernel, written: tuple[jax.ShapeDtypeStruct, ...]):
 
 
 def _program(kernel: Kernel, *refs):
-    run_program(
-        kernel,
-        pl.program_id(0),
-        refs,
-        Arrays.of(kernel.tiling, None if kernel.interpret else INSTRUCTIONS),
-    )
+    tiling, shape = kernel.tiling, kernel.tiling.array_shape
+    if tiling.tiles > 1:
+        shape = shape[0] // tiling.tiles, tiling.tiles, shape[1]
+    instructions = None if kernel.interpret else INSTRUCTIONS
+    run_program(kernel, pl.program_id(0), refs, Arrays(shape, instructions))

@@ -11,15 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton
 
-from pallas_kernels.fused_update.gpu.arrangements import Arrangement
-from pallas_kernels.fused_update.gpu.tiling import FlatTiling, Tiling
-from pallas_kernels.gpu.instructions import Instructions
-from pallas_kernels.layout import TILE_COLUMNS
+from pallas_kernels.fused_update.gpu.instructions import Instructions
+
+INSTRUCTIONS = Instructions(triton.elementwise_inline_asm)
 
 
 @dataclasses.dataclass(frozen=True)
-class Arrays(Arrangement):
-    """The arrangement of a program's lanes; see :class:`.arrangements.Arrangement`.
+class Arrays:
+    """The arrangement of a program's lanes; see :class:`.lanes.Arrangement`.
 
     Arrays of blocks have the shape ``[blocks]``. Arrays of parts have the shape
     ``[blocks, parts]`` if a block has several parts.
@@ -32,16 +31,6 @@ class Arrays(Arrangement):
 
     shape: tuple[int, ...]
     instructions: Instructions | None
-
-    @classmethod
-    def of(cls, tiling: Tiling, instructions: Instructions | None) -> "Arrays":
-        """Return the arrangement for a tiling."""
-        if isinstance(tiling, FlatTiling):
-            return cls((tiling.row_stride,), instructions)
-        if tiling.tiles == 1:
-            return cls((tiling.program.lanes, TILE_COLUMNS), instructions)
-        shape = tiling.blocks_at_once, tiling.tiles, TILE_COLUMNS
-        return cls(shape, instructions)
 
     @property
     def marks_branches(self) -> bool:
@@ -58,6 +47,9 @@ class Arrays(Arrangement):
 
     def columns(self) -> jax.Array:
         return lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 1)
+
+    def carried(self, x: jax.Array) -> jax.Array:
+        return x
 
     def spread(self, x: jax.Array) -> jax.Array:
         if not x.ndim:

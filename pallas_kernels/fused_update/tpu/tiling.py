@@ -13,7 +13,7 @@ in different registers, in the sublane and lane of the word. A unit is one of tw
 
 A folded vector is one matrix of 128 columns. In a register, its rows of 32 columns come
 from 4 groups. In memory, 4 rows of the same group follow each other, so the quarters of
-registers are exchanged; see :mod:`.registers`.
+registers are exchanged; see :func:`.blocks.exchanged`.
 """
 
 import dataclasses

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 import lowbit_optax
 from lowbit_optax import block_quantized, extra_bits, lowbit
 from lowbit_optax.loss_scaling import static_scale
-from pallas_kernels.fused_update import blocked, joined
+from pallas_kernels.fused_update import cpu
 from tests.helpers.exact_steps import MOMENTUM, dyadic_series, normal, trained
 from tests.helpers.kernels import QUICK
 from tests.helpers.optimizers import (
@@ -34,9 +34,9 @@ ONE_DEVICE = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
 def small_blocks(request, monkeypatch):
     """Makes blocks so short that small leaves have many, joined or not."""
     if "real_blocks" not in request.fixturenames:
-        monkeypatch.setattr(blocked, "BLOCK", 512)
+        monkeypatch.setattr(cpu, "PART", 512)
         if request.param == "alone":
-            monkeypatch.setattr(joined, "MAX_ELEMENTS", 0)
+            monkeypatch.setattr(cpu, "MAX_ELEMENTS", 0)
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_a_compiled_step_takes_little_memory(
         memory = step.lower(params, state, params).compile().memory_analysis()
     # A whole bfloat16 array would need 2 bytes per parameter. JAX 0.10 converts arrays
     # in order to slice them, and copies some as integers.
-    if blocked.DROPS_BARRIERS:
+    if cpu.DROPS_BARRIERS:
         bytes_per_parameter += copied
     assert memory.temp_size_in_bytes < bytes_per_parameter * rows * 1024
 

@@ -16,7 +16,7 @@ from pallas_kernels import operations
 from pallas_kernels.fused_update.gpu.peephole import (
     with_peephole_rules as by_instructions,
 )
-from pallas_kernels.fused_update.gpu.triton import INSTRUCTIONS as instructions
+from pallas_kernels.fused_update.gpu.triton_arrays import INSTRUCTIONS as instructions
 
 U32 = np.uint32
 

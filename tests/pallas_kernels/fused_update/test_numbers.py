@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.fused_update.gpu.numbers import Divisor, Number, Table
+from pallas_kernels.fused_update.gpu.tiling import Divisor, Number, Table
 
 LARGEST = 2**31 - 1
 DIVISORS = sorted(

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels.fused_update.gpu.peephole import (
     with_peephole_rules as by_instructions,
 )
-from pallas_kernels.fused_update.gpu.triton import INSTRUCTIONS
+from pallas_kernels.fused_update.gpu.triton_arrays import INSTRUCTIONS
 
 X = jnp.linspace(0.5, 2, 8)
 

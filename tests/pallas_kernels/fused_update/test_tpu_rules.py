@@ -8,10 +8,17 @@ from jax import lax
 from jax.extend.core import primitives
 
 from pallas_kernels import operations
-from pallas_kernels.fused_update.tpu.division import quotient, root
-from pallas_kernels.fused_update.tpu.functions import Evaluation, Function
-from pallas_kernels.fused_update.tpu.rules import RULES, rules_for
-from pallas_kernels.fused_update.tpu.values import Narrow, Sum, whole
+from pallas_kernels.fused_update.tpu.evaluation import (
+    RULES,
+    Evaluation,
+    Function,
+    Narrow,
+    Sum,
+    quotient,
+    root,
+    rules_for,
+    whole,
+)
 
 SPECIAL = np.float32([0, -0.0, np.inf, -np.inf, np.nan, 1, -3, 1e-30, 2.5e30])
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)

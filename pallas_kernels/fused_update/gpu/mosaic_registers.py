@@ -5,8 +5,13 @@ shuffles. Its ``inline_mgpu`` runs functions that emit MLIR, the compiler's inte
 representation. This is the only module that emits MLIR. Each thread of a warpgroup
 holds 4 neighboring elements of an array in one MLIR vector, which this module calls
 *the register* of the array.
+
+If the elements of a register are aligned neighbors in global memory, one instruction
+loads or stores all of them (4 to 16 bytes). Otherwise, each element needs its own
+instruction.
 """
 
+import dataclasses
 import functools
 import math
 import typing
@@ -355,3 +360,97 @@ def _type_of(kind: str):
     integers = {"h": 16, "r": 32}
     letter = kind.removeprefix("=")
     return ir.F32Type.get() if letter == "f" else bits_type(integers[letter])
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The static properties of an access, which determine its instructions.
+
+    Args:
+      dtype: dtype of the elements.
+      width, tiles: see :class:`pallas_kernels.fused_update.gpu.program.Access`.
+      layer_size: number of elements in a layer, if the array is a stack of layers.
+      mark: comment to add to the instructions' assembly.
+    """
+
+    dtype: jnp.dtype
+    width: int
+    tiles: int | None
+    layer_size: int
+    mark: str
+
+    @property
+    def bits(self) -> int:
+        return 8 * self.dtype.itemsize
+
+    def places(
+        self, pointer, offset, mask, layer
+    ) -> list[tuple[typing.Any, typing.Any]]:
+        """Return ``(address, mask)`` for each element of a register.
+
+        The masks are None if the access has no mask.
+
+        Args:
+          pointer: pointer to the array.
+          offset: register with the elements' offsets.
+          mask, layer: registers with the mask and the layer, or None.
+        """
+        masks = [None] * COLUMNS if mask is None else elements(mask)
+        if layer is not None:
+            start = product(elements(layer)[0], self.layer_size)
+            pointer = address(pointer, start, self.bits)
+        offsets = elements(offset)
+        if self.width == 1 and not self.tiles:
+            # If an array is repeated along the last axis, elements have equal offsets.
+            places = map(widened, offsets)
+            addresses = [address(pointer, x, self.bits) for x in places]
+            return list(zip(addresses, masks, strict=True))
+        # A thread's elements are neighbors, but they are not always aligned.
+        first = address(pointer, widened(offsets[0]), self.bits)
+        return [
+            (address(first, number, self.bits), mask)
+            for number, mask in enumerate(masks)
+        ]
+
+
+def load_elements(form: Form, pointer, *place):
+    """Load elements into a register. See :meth:`Form.places` for ``place``."""
+    bits, places = form.bits, form.places(pointer, *place)
+    if form.tiles:
+        (address, mask), *_ = places
+        # The block's first thread may overwrite the value, so it also loads it, and
+        # then sends it to the other threads of its warp.
+        together = min(form.tiles, WARP)
+        if together > 1:
+            mask = both(mask, is_first_of(together))
+        (value,) = load(address, mask, bits, 1, form.mark)
+        if together > 1:
+            value = first_thread(value, together)
+        values = [value] * COLUMNS
+    elif form.width == COLUMNS:
+        width = min(32, bits * COLUMNS)
+        count = bits * COLUMNS // width
+        values = load(*places[0], width, count, form.mark)
+    else:
+        values = [
+            value for place in places for value in load(*place, bits, 1, form.mark)
+        ]
+    return joined(values, element_type(form.dtype))
+
+
+def store_elements(form: Form, pointer, value, *place):
+    """Store the elements of a register; see :func:`load_elements`."""
+    bits, places = form.bits, form.places(pointer, *place)
+    if form.tiles:
+        ((address, mask), *_), (word, *_) = places, words(value, bits)
+        if form.tiles > 1:
+            mask = both(mask, is_first_of(form.tiles))
+        store(address, [word], mask, form.mark)
+    elif form.width == COLUMNS:
+        address, mask = places[0]
+        wide = words(value, min(32, bits * COLUMNS))
+        store(address, wide, mask, form.mark)
+    else:
+        pairs = zip(places, words(value, bits), strict=True)
+        for (address, mask), word in pairs:
+            store(address, [word], mask, form.mark)

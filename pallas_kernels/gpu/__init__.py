@@ -1,1 +1,0 @@
-"""Shared code of the GPU kernels: PTX instructions, branches, and Mosaic registers."""
