@@ -42,8 +42,8 @@ _MEANINGS = {
     "settled": "first steps, whose overflows are counted separately",
     "size": "elements of the array",
     "steps": "steps of a run",
-    "test_size": "images to test on, or None for all",
-    "train_size": "images to train on, or None for all",
+    "test_size": "images to test on",
+    "train_size": "images to train on",
     "weight_decay": "factor of the weights that is added to the gradients",
     "width": "features of a layer, or channels of a ResNet's first stage",
 }

@@ -17,9 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import records
-from benchmarks.training.large_model import training as train
-from benchmarks.training.large_model.formats import FORMATS, Format
-from benchmarks.training.large_model.model import Llama
+from examples import large_model as train
 from tools import hlo
 from tools.gpu_program.steps import bytes_of
 from tools.gpu_program.targets import compile_lowered, gpu_mesh, shards
@@ -27,7 +25,7 @@ from tools.tpu_program.targets import tpu_mesh
 
 NEEDS = ("jax_plugins.xla_cuda12", "libtpu")
 
-MODEL = Llama(layers=16, width=2048, heads=16, length=512, batch=128)
+MODEL = train.Llama(layers=16, width=2048, heads=16, length=512, batch=128)
 AXES = ("fsdp", "tensor")
 GIB = 2**30
 
@@ -41,7 +39,7 @@ def h200s() -> Mesh:
 MESHES = {"8 H200s": h200s, "v6e-16": lambda: tpu_mesh("v6e:4x4", (8, 2), AXES)}
 
 
-def figures(format_: Format, mesh: Mesh) -> dict:
+def figures(format_: train.Format, mesh: Mesh) -> dict:
     """Return the bytes of a compiled step on each device."""
     training = train.training_of(MODEL, format_, 1000, mesh)
     run = train.targets(training)
@@ -69,7 +67,7 @@ def figures(format_: Format, mesh: Mesh) -> dict:
 def measure(args) -> dict:
     steps = {}
     for place, mesh in MESHES.items():
-        for name, format_ in FORMATS.items():
+        for name, format_ in train.FORMATS.items():
             steps[f"{place}, {name}"] = figures(format_, mesh())
             print(place, name, steps[f"{place}, {name}"], flush=True)
     return {"steps": steps}

@@ -10,7 +10,7 @@ class Job(NamedTuple):
 
     Attributes:
         name: the folder of its checkpoints.
-        format: a key of `formats.FORMATS`.
+        format: a key of `FORMATS` of the example.
         stop: the number of steps after which it ends.
         source: the name and the format of the job whose last checkpoint it resumes.
         factor: the factor of the initial weights.

@@ -25,10 +25,8 @@ import functools
 import jax
 import orbax.checkpoint as ocp
 
-from benchmarks.training.large_model import checkpoints, same_bits
-from benchmarks.training.large_model import training as train
-from benchmarks.training.large_model.formats import FORMATS
-from benchmarks.training.large_model.model import Llama
+from benchmarks.training.large_model import same_bits
+from examples import large_model as train
 
 
 class Worker:
@@ -36,14 +34,14 @@ class Worker:
 
     def __init__(self, task: Task):
         self.task, self.folder = task, pathlib.Path(task.folder)
-        self.model = Llama(**task.sizes)
+        self.model = train.Llama(**task.sizes)
         self.mesh = train.mesh_of_all_devices()
         self.training = functools.cache(self._training)
         self.start = functools.cache(self._start)
         self.step = functools.cache(self._step)
 
     def _training(self, name: str) -> train.Training:
-        arguments = self.model, FORMATS[name], self.task.total, self.mesh
+        arguments = self.model, train.FORMATS[name], self.task.total, self.mesh
         return train.training_of(*arguments)
 
     def _start(self, name: str):
@@ -63,7 +61,7 @@ class Worker:
                 self._write(job, step=step, loss=float(loss))
                 if step % self.task.save_every == 0:
                     self._keep(job, step, run)
-                    checkpoints.save(manager, step, run)
+                    train.save(manager, step, run)
                 is_last = self.task.rank == self.task.processes - 1
                 if step == job.kill_at and is_last:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -78,7 +76,7 @@ class Worker:
         name, format_ = job.source
         source, training = self.training(format_), self.training(job.format)
         with self._manager(name) as manager:
-            step, run = checkpoints.restore(manager, source)
+            step, run = train.restore(manager, source)
         kept = sorted((self.folder / "kept" / name).glob(f"{step}-*"))
         lost = same_bits.differing(run, kept)
         float32 = self.training("float32")
