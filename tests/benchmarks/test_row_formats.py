@@ -10,6 +10,7 @@ of each row, and stop it when it creates its optimizer state.
 
 import argparse
 import collections
+import dataclasses
 import importlib
 import pathlib
 import re
@@ -26,6 +27,7 @@ from benchmarks.papers import click_log, next_byte, noisy_digits
 from benchmarks.papers import small_text_models as models
 from lowbit_optax import lpmm
 from lowbit_optax._step import engine, trees
+from lowbit_optax._step.moments import find_slots
 from tools.models.gpt import GPT
 
 pytestmark = pytest.mark.standard_promotion  # optax's
@@ -106,7 +108,10 @@ def started(monkeypatch):
             if leaf.format is not None:
                 text = f"{_dtype(leaf.param)} {_weights_text(leaf.format)}"
                 weights[text] += leaf.param.size
-        for moment in lowbit.plan_of(leaves, treedef)._moments.values():
+        plan = lowbit.plan_of(leaves, treedef)
+        # A plan with float32 moments does not need to find them.
+        slots = find_slots(lowbit.inner, lowbit.moments, plan.expected)
+        for moment in dataclasses.replace(plan, slots=slots)._moments.values():
             leaf = of_name[moment.leaf]
             if leaf.format is not None:
                 sizes = moments.setdefault(moment.slot.field, collections.Counter())
