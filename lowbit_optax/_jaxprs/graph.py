@@ -152,9 +152,11 @@ def made_of(
     return list(found)
 
 
-def calls_between(wanted: Iterable[Node], known: Iterable[Node]) -> list[Call]:
+def calls_between(
+    wanted: Iterable[Node], known: Iterable[Node], *, with_scalars: bool = True
+) -> list[Call]:
     """Return the calls that compute the wanted nodes from known nodes, in order."""
-    nodes = made_of(wanted, frozenset(known))
+    nodes = made_of(wanted, frozenset(known), with_scalars=with_scalars)
     calls = {x.call for x in nodes if x.call is not None}
     return sorted(calls, key=lambda call: call.number)
 
@@ -198,6 +200,10 @@ def bind(call: Call, operands: Sequence) -> Sequence:
     context = call.context.manager if call.context else contextlib.nullcontext()
     if not any(core.jaxprs_in_params(params)):
         operands = varying_alike(operands)
+    if primitive is p.select_n_p:
+        # Unlike other primitives, a selection does not mix scalars and arrays.
+        shape = jnp.broadcast_shapes(*map(jnp.shape, operands))
+        operands = [operands[0], *(jnp.broadcast_to(x, shape) for x in operands[1:])]
     with context:
         results = primitive.bind(*operands, **params)
     return results if primitive.multiple_results else [results]
@@ -339,6 +345,33 @@ class Graph:
         operands, aval = [which, *cases], cases[0].aval
         return self.call(p.select_n_p, {}, operands, [aval])[0]
 
+    def elementwise(self, function: Callable, *operands: Node) -> list[Node]:
+        """Apply a function of scalars to each element of the operands.
+
+        A result is a scalar if it depends only on scalars.
+        """
+        scalars = [jax.ShapeDtypeStruct((), x.aval.dtype) for x in operands]
+        return inline(jax.make_jaxpr(function)(*scalars), operands, self._read_element)
+
+    def replaced(
+        self, nodes: Sequence[Node], instead: Mapping[Node, Node]
+    ) -> list[Node]:
+        """Return the values that nodes would have if others had other values.
+
+        Args:
+          nodes: the nodes.
+          instead: dict from nodes to the nodes whose values they would have.
+        """
+        known = dict(instead)
+        for call in calls_between(nodes, instead):
+            inputs = [known.get(x, x) for x in call.inputs]
+            if inputs == [*call.inputs]:
+                continue
+            avals = [x.aval for x in call.outputs]
+            new = self.call(call.primitive, call.params, inputs, avals, call.context)
+            known |= zip(call.outputs, new, strict=True)
+        return [known.get(x, x) for x in nodes]
+
     def call(
         self, primitive, params, inputs: Sequence[Node], avals, context=None
     ) -> Sequence[Node]:
@@ -379,6 +412,13 @@ class Graph:
             return [self.selected(which, x) for x in zip(*branches, strict=True)]
         avals = [var.aval for var in eqn.outvars]
         return self.call(primitive, params, operands, avals, eqn.ctx)
+
+    def _read_element(self, eqn, operands: list[Node]) -> Sequence[Node]:
+        if eqn.primitive in CALLS:
+            return inline(called_jaxpr(eqn.params), operands, self._read_element)
+        like = next((x for x in operands if not x.is_scalar), operands[0])
+        avals = [like.aval.update(dtype=var.aval.dtype) for var in eqn.outvars]
+        return self.call(eqn.primitive, eqn.params, operands, avals)
 
     def _is_selection(self, params: Mapping) -> bool:
         """Return whether to compute all branches of a conditional, and select one."""

@@ -22,7 +22,7 @@ from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.linear_code import QuantizedFields
 from lowbit_optax._numerics.random_bits import Draws, RandomBits
 from lowbit_optax._numerics.straight_through import straight_through
-from lowbit_optax._step.error_feedback import ahead_of, fed
+from lowbit_optax._step.error_feedback import fed
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax.formats.base import MomentFormat, WeightFormat
 from lowbit_optax.formats.block_quantized import BlockQuantized, QuantizedMoment
@@ -277,16 +277,15 @@ class LeafBody:
             scaled = {n: x for n, x in scaled.items() if bool(n) == is_first}
         wanted = set(scaled)
         takes_error = self.takes_error in wanted
-        if takes_error:
-            wanted |= {0, *self._of_feedback}
-        if self.from_stored is not None and 0 in wanted:
-            wanted |= set(range(len(self._rows)))
+        from_stored = self.from_stored is not None and 0 in wanted
+        if takes_error or from_stored:
+            wanted = set(range(len(self.program.outputs)))
         opened = self._opened(values, scalars, before)
         new = self._new(sorted(wanted), opened, scalars)
         random = RandomBits(scalars[0], scalars[1], index)
         if takes_error:
             self._store_weight(new, opened, random, ())
-        if self.from_stored is not None and 0 in wanted:
+        if from_stored:
             self._encoded(new, opened, scalars, random, after)
         return [rows.blocks.magnitude_key(new[n]) for n, rows in scaled.items()]
 
@@ -356,12 +355,6 @@ class LeafBody:
     def _format(self) -> WeightFormat:
         return typing.cast(WeightFormat, self.weight.format)
 
-    @property
-    def _of_feedback(self) -> tuple[int, int, int]:
-        """The program's outputs for error feedback: rate, growth and reach."""
-        first = len(self._rows)
-        return first, first + 1, first + 2
-
     def _by_number(self, per_scale: Sequence) -> dict:
         """Return a dict from output index to per-block values, if they are known."""
         return dict(zip(self._scaled, per_scale, strict=False))
@@ -398,10 +391,10 @@ class LeafBody:
         ``new``.
         """
         param, residual, _ = opened
-        ahead = None
-        if self.takes_error is not None:
-            *_, reach = self._of_feedback
-            ahead = ahead_of(new[self.takes_error], new[reach])
+        ahead, into = None, self.takes_error
+        feedback = [*new.values()][-3:]  # rate, growth and reach
+        if into is not None:
+            ahead = new[into] * feedback[-1]
 
         def tangent(result, param, *_):
             is_sum = self._format.stores_sum
@@ -411,12 +404,10 @@ class LeafBody:
         store = functools.partial(self.weight.stored, self.landing)
         store = self._rounding(self.weight, store, tangent)
         stored = store(new[0], param, residual, random, prepared, ahead)
-        if self.takes_error is not None:
-            rate, growth, _ = self._of_feedback
-            moment = new[self.takes_error]
+        if into is not None:
             error = self._format.error(param, residual, new[0], *stored)
             feed = self._rounding(self.weight, fed)
-            new[self.takes_error] = feed(moment, error, new[rate], new[growth])
+            new[into] = feed(new[into], error, *feedback[:-1])
         return stored
 
     def _rounding(

@@ -25,6 +25,7 @@ from lowbit_optax._jaxprs.compiling import not_folded
 from lowbit_optax._numerics.landing import ADD_LIKE_GRADS, REPLACE, Landing
 from lowbit_optax._numerics.random_bits import ToNearest
 from lowbit_optax._step import context, run, trees
+from lowbit_optax._step.error_feedback import field_of, parts_for_errors
 from lowbit_optax._step.float32_params import warn_of_wide_params
 from lowbit_optax._step.guard import UNGUARDED, Guard
 from lowbit_optax._step.inner_update import trace_update
@@ -113,7 +114,7 @@ class Lowbit(Stepper):
         _check_inner_state(inner_state, self.weights)
         self.check_start(leaves, inner_state)
         plan = self._plan(leaves, inner_state)
-        _ = plan.error_parts  # raises an error for a leaf without this part
+        parts_for_errors(plan)  # raises an error for a leaf without this part
         plan.check_divided()
         drawn = LeafStep(leaves, seed, count, context.current().layer)
         parts, structure = jax.tree.flatten(jax.tree.map(not_folded, inner_state))
@@ -264,8 +265,7 @@ class Lowbit(Stepper):
 
     def _plan(self, leaves: Sequence[StoredLeaf], inner_state) -> MomentPlan:
         expected, slots = trees.abstract(inner_state), (None, [])
-        takes_errors = any(x.format and x.format.error_feedback for x in leaves)
-        if takes_errors or not self.moments.is_float32:
+        if any(map(field_of, leaves)) or not self.moments.is_float32:
             slots = find_slots(self.inner, self.moments, expected)
         sizes = {x.name: min_size_of_shard(self.min_size, x.param) for x in leaves}
         leaves = [StoredLeaf(x.name, trees.abstract(x.param), x.format) for x in leaves]

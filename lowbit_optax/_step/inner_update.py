@@ -13,17 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from lowbit_optax._jaxprs.graph import Graph, Node, constant, evaluate, is_zero, made_of
-from lowbit_optax._jaxprs.linear_part import NotLinear, divided, inverse, linear_factor
+from lowbit_optax._jaxprs.graph import Graph, Node, evaluate, made_of
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.error_feedback import MOST_GROWTH, Feedback
 from lowbit_optax._step.leaf import widen
-from lowbit_optax._step.moments import no_moment_for_errors
 from lowbit_optax._step.step import Step
 from pallas_kernels.operations import ClosedJaxpr
 
@@ -34,8 +29,6 @@ class UpdateNodes(typing.NamedTuple):
     Args:
       grads, masters, updates: one node per leaf.
       state, new_state: one node per part; a part is a leaf of the inner state.
-      next_updates: one node per leaf, from a second update with the same gradients;
-        empty if it is not traced.
     """
 
     grads: list[Node]
@@ -43,7 +36,6 @@ class UpdateNodes(typing.NamedTuple):
     state: list[Node]
     updates: list[Node]
     new_state: list[Node]
-    next_updates: list[Node]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -53,10 +45,9 @@ class InnerUpdate:
 
     Args:
       step: the step that was traced.
-      closed: the jaxpr. If rounding errors are added to moments, it contains two
-        updates with the same gradients.
+      closed: the jaxpr.
       arguments: the structure of its gradients, state and masters.
-      results: the structure of its updates, new state and next updates.
+      results: the structure of its updates and new state.
     """
 
     step: Step
@@ -86,20 +77,8 @@ class InnerUpdate:
 
     def update(self, *arguments) -> tuple[typing.Any, typing.Any]:
         """Return ``(updates, new inner state)`` from gradients, state and masters."""
-        flat = jaxpr_as_fun(self._once)(*jax.tree.leaves(arguments))
-        updates, state, _ = jax.tree.unflatten(self.results, flat)
-        return updates, state
-
-    @property
-    def _once(self) -> ClosedJaxpr:
-        """The jaxpr without the next updates; other results take their places."""
-        count = self.results.children()[2].num_leaves
-        if not count:
-            return self.closed
-        jaxpr = self.closed.jaxpr
-        results = [*jaxpr.outvars[:-count], *jaxpr.outvars[:1] * count]
-        closed = ClosedJaxpr(jaxpr.replace(outvars=results), self.closed.consts)
-        return _without_dead_equations(closed)
+        flat = jaxpr_as_fun(self.closed)(*jax.tree.leaves(arguments))
+        return jax.tree.unflatten(self.results, flat)
 
     @functools.cached_property
     def graph(self) -> Graph:
@@ -110,16 +89,13 @@ class InnerUpdate:
         step = self.step
         parts_of = step.parts_of_updates
         grads, state, masters = jax.tree.unflatten(self.arguments, self.graph.inputs)
-        updates, new_state, next_updates = jax.tree.unflatten(
-            self.results, self.graph.outputs
-        )
+        updates, new_state = jax.tree.unflatten(self.results, self.graph.outputs)
         return UpdateNodes(
             step.treedef.flatten_up_to(grads),
             step.treedef.flatten_up_to(masters),
             jax.tree.leaves(state),
             parts_of(updates),
             jax.tree.leaves(new_state),
-            parts_of(next_updates) if next_updates != () else [],
         )
 
     @property
@@ -131,65 +107,6 @@ class InnerUpdate:
     def keeps_structure(self) -> bool:
         """Whether parts of the state before and after the update can be paired."""
         return self.arguments.children()[1] == self.state_structure
-
-    @functools.cached_property
-    def feedback(self) -> list[Feedback | None]:
-        """For each leaf, how its rounding errors enter a moment, or None."""
-        return [self._feedback(*x) for x in enumerate(self.step.plan.error_parts)]
-
-    def _feedback(self, number: int, part: int | None) -> Feedback | None:
-        """Return the error feedback of a leaf, and add its nodes to the graph."""
-        leaf, nodes = self.step.leaves[number], self.nodes
-        update = nodes.updates[number]
-        if leaf.format is None or leaf.format.error_feedback is None:
-            return None
-        if update.is_scalar or is_zero(update):
-            return None
-        if part is None:
-            raise no_moment_for_errors(leaf.name, leaf.format.error_feedback)
-        graph, moment, new_moment = self.graph, nodes.state[part], nodes.new_state[part]
-        try:
-            c = linear_factor(update, moment, graph)
-            if c is None:
-                raise NotLinear("the update does not depend on the moment")
-            b = linear_factor(new_moment, moment, graph)
-            c_next = linear_factor(nodes.next_updates[number], new_moment, graph)
-        except NotLinear as reason:
-            raise ValueError(
-                f"lowbit: error_feedback needs an update of params{leaf.name} that is "
-                f"linear in each element of its moment: {reason}. It supports moments "
-                "such as Adam's mu and SGD's trace. It does not support Muon, Lion "
-                "and AdaBelief, nor updates that are clipped element by element after "
-                "their moment"
-            ) from None
-        a = linear_factor(update, nodes.masters[number], graph, strict=False)
-        mul = functools.partial(graph.apply, lax.mul)
-        one = constant(np.float32(1))
-        growth = most = constant(np.float32(MOST_GROWTH))
-        if c_next is not None:
-            # If c_next is 0, the growth is MOST_GROWTH, which changes no moment.
-            inverse_next, exists = inverse(c_next, graph)
-            missing = mul(most, graph.apply(lax.sub, one, exists))
-            growth = mul(mul(c, mul(most, exists)), inverse_next)
-            growth = graph.apply(lax.add, growth, missing)
-            if c.is_scalar and c_next.is_scalar:
-                # If c falls by this ratio in each step, the moment will move the weight
-                # by c ratio / (a - b ratio). For other c, a kernel would compute the
-                # ratio of each element.
-                ratio = graph.apply(lax.min, divided(c_next, one, c, graph)[0], one)
-                c, b = mul(c, ratio), None if b is None else mul(b, ratio)
-        slow = one if a is None else graph.apply(lax.add, a, one)
-        slow = slow if b is None else graph.apply(lax.sub, slow, b)
-        inverse_now, exists = inverse(c, graph)
-        rate = mul(mul(slow, exists), inverse_now)
-        reach = mul(c, graph.apply(lax.div, one, slow))
-        return Feedback(part, rate, growth, reach)
-
-    def feedback_values(self) -> list[Feedback | None]:
-        """Return ``feedback`` with the values of nodes."""
-        nodes = [x for into in self.feedback if into is not None for x in into[1:]]
-        values = self.values(nodes)
-        return [x and x.with_values(values) for x in self.feedback]
 
     @functools.cached_property
     def stored_first(self) -> dict[int, Node]:
@@ -241,17 +158,10 @@ class InnerUpdate:
 
 def trace_update(update: Callable, step: Step) -> InnerUpdate:
     """Trace an inner update, a function of gradients, inner state and masters."""
-
-    def twice(grads, state, masters):
-        updates, new_state = update(grads, state, masters)
-        if not step.plan.takes_errors:
-            return updates, new_state, ()
-        return updates, new_state, update(grads, new_state, masters)[0]
-
     grads, parts, masters = _shapes(step)
     state = step.structure.unflatten(parts)
     arguments = step.tree(grads), state, step.tree(masters)
-    closed, shapes = jax.make_jaxpr(twice, return_shape=True)(*arguments)
+    closed, shapes = jax.make_jaxpr(update, return_shape=True)(*arguments)
     of_wrappers = set(map(id, context.current().of_wrappers))
     _check_hyperparameters([x for x in closed.consts if id(x) not in of_wrappers])
     closed, structure = _without_dead_equations(closed), jax.tree.structure

@@ -179,7 +179,7 @@ class MomentPlan:
     def storage(self) -> list[MomentStorage | None]:
         """How each part is stored; None for parts without a moment format."""
         count = jax.tree.structure(self.expected).num_leaves
-        moments = {} if self.choice.is_float32 else self._moments
+        moments = {} if self.choice.is_float32 else self.moments
         found = map(moments.get, range(count))
         return [x if x is not None and x.format is not None else None for x in found]
 
@@ -203,30 +203,6 @@ class MomentPlan:
         moments = enumerate(self.storage)
         return frozenset(i for i, x in moments if x is not None and x.leaf in readers)
 
-    @functools.cached_property
-    def error_parts(self) -> list[int | None]:
-        """For each leaf, the index of the part that receives its errors, or None."""
-        fields = [leaf.format and leaf.format.error_feedback for leaf in self.leaves]
-        if all(field is None for field in fields):
-            return [None] * len(fields)
-        found: dict[tuple[str | None, str], int] = {}
-        for i, moment in self._moments.items():
-            field = moment.slot.field
-            place = field, moment.leaf
-            if field in fields and place in found:
-                raise ValueError(
-                    "lowbit: error_feedback must name one moment of each parameter, "
-                    f"got {field!r}, but params{moment.leaf} has several moments of "
-                    "this name"
-                )
-            found[place] = i
-        existing = {field for field, _ in found}
-        for leaf, field in zip(self.leaves, fields, strict=True):
-            if field is not None and field not in existing and leaf.param.shape:
-                raise no_moment_for_errors(leaf.name, field)
-        places = zip(fields, [leaf.name for leaf in self.leaves], strict=True)
-        return [found.get(place) for place in places]
-
     def check_divided(self) -> None:
         """Raise a ValueError if a first moment is coarser than the second moment.
 
@@ -236,7 +212,7 @@ class MomentPlan:
         if self.choice.is_float32:
             return
         by_leaf = collections.defaultdict(list)
-        for moment in self._moments.values():
+        for moment in self.moments.values():
             by_leaf[moment.leaf, moment.slot.state_class].append(moment)
         for (name, kind), moments in by_leaf.items():
             for first, second in itertools.permutations(moments, 2):
@@ -251,11 +227,6 @@ class MomentPlan:
                         "one format for both, such as lowbit_optax.block_quantized(8), "
                         "or use lowbit_optax.factored_adamw, with 4 bits or more"
                     )
-
-    @property
-    def takes_errors(self) -> bool:
-        """Whether rounding errors are added to any part."""
-        return any(part is not None for part in self.error_parts)
 
     def placed(self, leaves: Sequence[StoredLeaf]) -> list[StoredLeaf]:
         """Return the leaves, moved if their shards would split words or blocks."""
@@ -336,7 +307,7 @@ class MomentPlan:
                 parts += leaf_by_leaf(names, treedef, stored, leaf.field)
             else:
                 parts.append(stored)
-        for i, moment in self._moments.items():
+        for i, moment in self.moments.items():
             want = trees.describe(moment.in_the_state())
             if trees.describe(parts[i]) != want:
                 raise ValueError(
@@ -374,7 +345,7 @@ class MomentPlan:
                 )
 
     @functools.cached_property
-    def _moments(self) -> dict[int, MomentStorage]:
+    def moments(self) -> dict[int, MomentStorage]:
         """The moments, keyed by part index."""
         params = {leaf.name: leaf.param for leaf in self.leaves}
         numbers: collections.Counter = collections.Counter()
@@ -405,16 +376,6 @@ def _of_another(state, expected: trees.PyTreeDef) -> ValueError:
         f"lowbit: the inner state must be {wanted}, got {trees.outline(state)}. Pass "
         "the state that this transformation's init returned, and not the state of "
         "another transformation, such as ema_of_params"
-    )
-
-
-def no_moment_for_errors(name: str, field: str) -> ValueError:
-    """Return the error for a leaf without a moment for its rounding errors."""
-    return ValueError(
-        "lowbit: error_feedback must name a float32 moment of the inner "
-        f"transformation, got {field!r} for params{name}. Pass the field of the "
-        "momentum, such as 'mu' for optax.adamw or 'trace' for optax.sgd(..., "
-        "momentum=0.9), or error_feedback=None"
     )
 
 

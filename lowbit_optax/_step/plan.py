@@ -42,6 +42,7 @@ from lowbit_optax._jaxprs.elementwise import (
 from lowbit_optax._jaxprs.graph import Node, calls_between, constant, made_of
 from lowbit_optax._step import trees
 from lowbit_optax._step.body import KEYS, LeafBody, MomentRows, WeightRows
+from lowbit_optax._step.error_feedback import Feedback, feedback_of
 from lowbit_optax._step.inner_update import InnerUpdate
 from lowbit_optax._step.leaf import StoredLeaf
 from lowbit_optax.formats.block_scaled import BlockScaledTensor
@@ -122,6 +123,7 @@ class KernelPlan:
         that are too small for kernels are omitted.
       scalars: the scalars that the kernels read.
       sums: the sums to compute before the kernels of the leaves.
+      feedback: dict from leaf index to error feedback, also of other leaves.
     """
 
     traced: InnerUpdate
@@ -129,6 +131,7 @@ class KernelPlan:
     reasons: Mapping[int, str] = dataclasses.field(default_factory=dict)
     scalars: Sequence[Node] = ()
     sums: Sums = dataclasses.field(default_factory=Sums)
+    feedback: Mapping[int, Feedback] = dataclasses.field(default_factory=dict)
 
     def require(self) -> None:
         """Raise a ValueError for the first leaf that no kernel can update."""
@@ -190,7 +193,8 @@ def plan_kernels(
         fields and blocks.
     """
     scalars = Scalars(traced.graph, map(constant, traced.step.guard.scalars))
-    planner = _Planner(traced, scalars, is_exact, for_tpus)
+    feedback = feedback_of(traced)
+    planner = _Planner(traced, feedback, scalars, is_exact, for_tpus)
     kernels: dict[int, LeafKernel] = {}
     reasons: dict[int, str] = {}
     for i, leaf in enumerate(traced.step.leaves):
@@ -211,7 +215,7 @@ def plan_kernels(
             reasons[i] = "it shares a moment with another leaf"
     sums = plan_sums(traced, {i: x.outside for i, x in kernels.items()})
     reasons = dict(sorted(reasons.items()))
-    return KernelPlan(traced, kernels, reasons, scalars.nodes, sums)
+    return KernelPlan(traced, kernels, reasons, scalars.nodes, sums, feedback)
 
 
 def _reads_what_is_stored_first(
@@ -242,11 +246,13 @@ class _Planner:
 
     Args:
       traced: the inner update.
+      feedback: dict from leaf index to error feedback.
       scalars: the table to which the scalars of a leaf are added.
       is_exact, for_tpus: see :func:`plan_kernels`.
     """
 
     traced: InnerUpdate
+    feedback: Mapping[int, Feedback]
     scalars: Scalars
     is_exact: bool
     for_tpus: bool
@@ -271,7 +277,7 @@ class _Planner:
         new_moments = [nodes.new_state[s] for s in parts]
         for node in result, *new_moments:
             check_result(node, nodes.masters[i].aval.shape)
-        feedback, takes_error = traced.feedback[i], None
+        feedback, takes_error = self.feedback.get(i), None
         if feedback is not None:
             if feedback.part not in parts:
                 raise NotElementwise(

@@ -22,6 +22,7 @@ import jax
 
 from lowbit_optax._jaxprs.graph import Node
 from lowbit_optax._step import context
+from lowbit_optax._step.error_feedback import feedback_of, land, parts_for_errors
 from lowbit_optax._step.inner_update import InnerUpdate, trace_update
 from lowbit_optax._step.launches import Launches
 from lowbit_optax._step.plan import (
@@ -76,7 +77,7 @@ def run(
         traced = trace_update(update, step)
     except NEEDS_VALUES:
         # Outside of jit, XLA can run an update that needs concrete values.
-        if not only_xla or step.plan.takes_errors or step.plan.stored_first:
+        if not only_xla or parts_for_errors(step.plan) or step.plan.stored_first:
             raise
         results = step.inner_update(update)
         update = lambda *_: results
@@ -183,7 +184,7 @@ def _by_xla(traced: InnerUpdate, update: Callable | None = None) -> Stepped:
     updates, new_state = step.inner_update(update or traced.update)
     results = *step.parts_of_updates(updates), *jax.tree.leaves(new_state)
     known = dict(zip([*nodes.updates, *nodes.new_state], results, strict=True))
-    return _run(KernelPlan(traced), "xla", known)
+    return _run(KernelPlan(traced, feedback=feedback_of(traced)), "xla", known)
 
 
 def _run(
@@ -209,15 +210,13 @@ def _run(
     written = {part for x in kernels.values() for part in x.parts}
     others = {i: x for i, x in enumerate(nodes.updates) if i not in kernels}
     rest = {i: x for i, x in enumerate(nodes.new_state) if i not in written}
-    feedback = {
-        i: x for i, x in enumerate(traced.feedback) if x is not None and i in others
-    }
+    feedback = {i: x for i, x in plan.feedback.items() if i in others}
     outside = [node for x in kernels.values() for node in x.outside]
     wanted = [*plan.scalars, *rest.values(), *outside]
     first = step.plan.stored_first & rest.keys()
     if not first:
         wanted += others.values()
-    wanted += [x for into in feedback.values() for x in into[1:]]
+    wanted += [node for into in feedback.values() for node in into[1:]]
     values = traced.values(wanted, known)
     parts = {i: values[x] for i, x in rest.items()}
     if first:
@@ -228,8 +227,7 @@ def _run(
     results: list = [None] * len(step.leaves)
     residuals: list = [None] * len(step.leaves)
     for i, node in others.items():
-        into = feedback[i].with_values(values) if i in feedback else None
-        landed = step.landed(i, values[node], parts, into)
+        landed = land(step, i, values[node], parts, feedback.get(i), values)
         results[i], residuals[i] = landed.result, landed.residual
     for i, new in _by_kernels(plan, implementation, values).items():
         results[i], residuals[i], moments = new

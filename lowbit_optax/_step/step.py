@@ -8,7 +8,7 @@ stored arrays, so float32 masters and moments exist only for leaves without a ke
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -20,9 +20,7 @@ from lowbit_optax._numerics.random_bits import (
     random_bits,
     random_keys,
 )
-from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.error_feedback import Feedback, ahead_of, fed
 from lowbit_optax._step.guard import Guard
 from lowbit_optax._step.leaf import Landed, StoredLeaf, axes_of_shards, number_of_shard
 from lowbit_optax._step.moments import MomentPlan
@@ -150,19 +148,12 @@ class Step(LeafStep):
         """Return the inner updates as a list, one for each leaf."""
         return trees.parts_of(self.names, self.treedef, updates, "inner updates")
 
-    def landed(
-        self, number: int, update, parts: MutableSequence | dict, into: Feedback | None
-    ) -> Landed:
+    def landed(self, number: int, update, ahead=None) -> Landed:
         """Add an inner update to the master of a leaf, and store it.
 
-        ``into`` contains values, not nodes. Unless it is None, the rounding error is
-        added to the new moment ``parts[into.part]``.
+        For ``ahead``, see :meth:`.WeightFormat.advance`.
         """
         leaf = self.leaves[number]
-        moment = ahead = None
-        if into is not None:
-            moment = parts[into.part]
-            ahead = ahead_of(moment, into.reach)
         passes_through = leaf.format is None
         if passes_through:
             # The sum must match apply_updates. XLA's CPU compiler does not contract a
@@ -173,7 +164,4 @@ class Step(LeafStep):
         if self.landing.is_direct and not passes_through:
             result = self.guard.chosen(result, leaf.param)
         residual = self.guard.chosen(landed.residual, leaf.residual)
-        if into is not None:
-            feed = straight_through(fed)
-            parts[into.part] = feed(moment, landed.error, into.rate, into.growth)
-        return Landed(result, residual)
+        return Landed(result, residual, landed.error)

@@ -20,7 +20,7 @@ from lowbit_optax._jaxprs.compiling import traced_once
 from lowbit_optax._numerics.landing import REPLACE, apply_leaf
 from lowbit_optax._numerics.rounding import to_float32
 from lowbit_optax._step import context, trees
-from lowbit_optax._step.error_feedback import ahead_of
+from lowbit_optax._step.error_feedback import feedback_of, parts_for_errors
 from lowbit_optax._step.inner_update import trace_update
 from lowbit_optax._step.step import Step
 from lowbit_optax._step.stepper import with_extra_args
@@ -190,11 +190,14 @@ def _step_reports(step: Step, update, _) -> dict[str, LeafReport]:
 
 def _ahead(step: Step, update, inner_state) -> list:
     """Return how far momentum will still move each leaf; None without feedback."""
-    if not step.plan.takes_errors:
-        return [None] * len(step.leaves)
-    feedback = trace_update(update, step).feedback_values()
-    parts = jax.tree.leaves(inner_state)
-    return [x and ahead_of(parts[x.part], x.reach) for x in feedback]
+    ahead: list = [None] * len(step.leaves)
+    if parts_for_errors(step.plan):
+        traced, parts = trace_update(update, step), jax.tree.leaves(inner_state)
+        feedback = feedback_of(traced)
+        values = traced.values([x.reach for x in feedback.values()])
+        for i, into in feedback.items():
+            ahead[i] = parts[into.part] * values[into.reach]
+    return ahead
 
 
 def _plain_report(param, update) -> LeafReport:
@@ -268,7 +271,7 @@ def _leaf_report(step: Step, number: int, update, ahead, errors) -> LeafReport:
     leaf = step.leaves[number]
     param, residual, format_ = leaf.param, leaf.residual, leaf.format
     if format_ is None:
-        new = step.landed(number, update, {}, None).result
+        new = step.landed(number, update).result
         return _report(param, update, to_float32, (param,), (new,), errors)
     if residual is not None and format_.width:
         # Unpacked residuals allow elementwise operations.

@@ -99,7 +99,7 @@ STEPS = {
     "4-bit mu": Bounds(
         lowbit_optax.lowbit(DIVIDED_FIRST, moments=FOUR_AND_EIGHT), 11.25, 78
     ),
-    "errors into 8-bit mu": Bounds(_adamw(ERRORS_INTO_MU, EIGHT), 10.25, 102),
+    "errors into 8-bit mu": Bounds(_adamw(ERRORS_INTO_MU, EIGHT), 10.25, 97),
     "sums of exact mean": Bounds(_adamw(EXACT_MEAN, EIGHT), 12.25, 84.5),
     "lpmm_adam": Bounds(LPMM_ADAM, 9.13, 127, lower=lower_lpmm_step),
     "lpmm_adam, 8 bits": Bounds(LPMM_ADAM, 8.13, 127, lower=lower_8_bits),
