@@ -31,7 +31,6 @@ from pallas_kernels.fused_update import (
     Leaf,
     Scalars,
     cpu,
-    fused_update,
     fused_update_many,
     sharing_kind,
 )
@@ -232,22 +231,14 @@ def _fused(
     first: jax.Array | None,
 ) -> list[list[jax.Array]]:
     """Update leaves. Traced and lowered once for equal shapes and programs."""
-    if len(leaves) > 1:
-        return fused_update_many(
-            body, leaves, scalars=scalars, implementation=implementation
-        )
-    new = fused_update(
+    return fused_update_many(
         body,
-        leaves[0].operands,
-        leaves[0].results,
-        shape=leaves[0].shape,
-        sharding=leaves[0].sharding,
+        leaves,
         scalars=scalars,
         layer=layer,
         first=first,
         implementation=implementation,
     )
-    return [new]
 
 
 @functools.partial(jax.jit, static_argnums=0)

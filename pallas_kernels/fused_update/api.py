@@ -114,16 +114,17 @@ def fused_update(
         shape = plain[0]
     is_stacked = layer is not None
     leaf = Leaf(tuple(operands), tuple(results), tuple(shape), is_stacked, sharding)
-    _check(leaf)
     if not isinstance(scalars, Scalars):
         scalars = Scalars(jnp.zeros((1,), jnp.uint32) if scalars is None else scalars)
-    scalars = dataclasses.replace(scalars, rows=_vector(scalars.rows, jnp.uint32))
-    layer, first = _vector(layer, jnp.int32), _vector(first, jnp.uint32)
-    return _update(body, [leaf], implementation, scalars, layer, first)
-
-
-def _vector(number, dtype) -> jax.Array | None:
-    return None if number is None else jnp.asarray(number, dtype).reshape(1)
+    (new,) = fused_update_many(
+        body,
+        [leaf],
+        scalars=scalars,
+        layer=layer,
+        first=first,
+        implementation=implementation,
+    )
+    return new
 
 
 def fused_update_many(
@@ -131,16 +132,19 @@ def fused_update_many(
     leaves: Sequence[Leaf],
     *,
     scalars: Scalars,
+    layer: jax.Array | None = None,
+    first: jax.Array | None = None,
     implementation: Implementation = None,
 ) -> list[list[jax.Array]]:
-    """Run :func:`fused_update` on many leaves with few kernels.
+    """Run :func:`fused_update` on one leaf, or on many leaves with few kernels.
 
     Args:
       body: the body that updates all leaves.
-      leaves: leaves with the same kinds of operands and results, and without stacks.
-        Leaves with the same :func:`sharing_kind` share kernels. Sort leaves by size,
-        so that more kernels are equal and need to be compiled only once.
+      leaves: a leaf, or leaves with the same kinds of operands and results, and without
+        stacks. Leaves with the same :func:`sharing_kind` share kernels. Sort leaves by
+        size, so that more kernels are equal and need to be compiled only once.
       scalars: table of scalars, and the row of each leaf.
+      layer, first: see :func:`fused_update`; None for several leaves.
       implementation: see :func:`fused_update`.
 
     Returns:
@@ -149,9 +153,14 @@ def fused_update_many(
     Raises:
       ValueError, TypeError: as in :func:`fused_update`, or if leaves differ in kind.
     """
-    _check_same_kinds(leaves)
+    if len(leaves) > 1:
+        _check_same_kinds(leaves)
     for leaf in leaves:
         _check(leaf)
+    if len(leaves) == 1:
+        scalars = dataclasses.replace(scalars, rows=_vector(scalars.rows, jnp.uint32))
+        layer, first = _vector(layer, jnp.int32), _vector(first, jnp.uint32)
+        return [_update(body, leaves, implementation, scalars, layer, first)]
     launcher: Launcher = launcher_of(implementation)
     parts, written = launcher.parts(leaves), []
     for numbers, room in parts:
@@ -174,6 +183,10 @@ def sharing_kind(leaf: Leaf, implementation: Implementation = None) -> typing.Ha
     size = math.prod(leaf.shape)
     is_small = not leaf.has_words_or_blocks and size <= MAX_ELEMENTS_OF_SMALL_LEAF
     return None if is_small else leaf.shape
+
+
+def _vector(number, dtype) -> jax.Array | None:
+    return None if number is None else jnp.asarray(number, dtype).reshape(1)
 
 
 def _check_same_kinds(leaves: Sequence[Leaf]) -> None:
@@ -357,14 +370,22 @@ def kernels(
     is_for_tpus = implementation == "tpu"
     by_xla = functools.partial(reference, body)
 
-    def over_groups(shared, shards: Sequence[Shard]) -> list[jax.Array]:
+    def over_groups(shared, local: Sequence[Shard]) -> list[jax.Array]:
+        """Runs one kernel for each group of a device's shards."""
         scalars, layer, first = shared
         if first is not None:
-            shards = [shard.after(first[0]) for shard in shards]
-        launcher = launcher_of(implementation, interpret)
-        return _over_groups(
-            launcher, Call(body, shards, scalars, layer, room, interpret)
-        )
+            local = [shard.after(first[0]) for shard in local]
+        launcher: Launcher = launcher_of(implementation, interpret)
+        groups, written = launcher.groups(local), []
+        for group in groups:
+            own = scalars
+            if len(groups) > 1:
+                rows = [lax.slice(scalars.rows, [i], [i + 1]) for i in group]
+                own = dataclasses.replace(scalars, rows=lax.concatenate(rows, 0))
+            some = [local[i] for i in group]
+            call = Call(body, some, own, layer, room, interpret)
+            written.append(launcher.update(call))
+        return [x for new in by_leaf(groups, written) for x in new]
 
     def over_shards(
         scalars: Scalars, layer, first, leaves: Sequence[Leaf]
@@ -387,21 +408,6 @@ def kernels(
         return for_one_platform(over_shards, by_xla)(*args)
 
     return transformable(where_kernels_run, by_xla)
-
-
-def _over_groups(launcher: Launcher, call: Call) -> list[jax.Array]:
-    """Runs one kernel for each group of a device's shards."""
-    groups = launcher.groups(call.shards)
-    if len(groups) == 1:
-        return launcher.update(call)
-
-    def update(group: Sequence[int]) -> list[jax.Array]:
-        rows = [lax.slice(call.scalars.rows, [i], [i + 1]) for i in group]
-        scalars = dataclasses.replace(call.scalars, rows=lax.concatenate(rows, 0))
-        own = [call.shards[i] for i in group]
-        return launcher.update(dataclasses.replace(call, shards=own, scalars=scalars))
-
-    return [x for new in by_leaf(groups, map(update, groups)) for x in new]
 
 
 def by_leaf(

@@ -467,14 +467,15 @@ class _Program:
           row's blocks already passed, and the stores of the per-block results.
         """
         body = typing.cast(BlockBody, self._body)
+        block_sizes = body.block_sizes
         expand = self._block_lanes.arrangement.expand
         decode = with_peephole_rules(body.before, self._instructions)
         encode = with_peephole_rules(body.after, self._instructions)
         reads = [n for n, x in enumerate(self._reads) if isinstance(x, _PerBlock)]
         of_blocks = [loaded[n, 0] for n in reads]
         given, maxima, stored = [jax.tree.map(expand, decode(of_blocks))], [], []
-        while len(maxima) < len(body.block_sizes):
-            sizes = body.block_sizes[len(maxima) :]
+        while len(maxima) < len(block_sizes):
+            sizes = block_sizes[len(maxima) :]
             maxima += self._maxima(chunk, rows, loaded, given, sizes)
             stored, after = encode(maxima, of_blocks)
             given[1:] = [jax.tree.map(expand, after)]

@@ -672,13 +672,13 @@ def _traced(body, kinds: Sequence, scalars: int, integers: np.dtype) -> Function
     arguments = values, words, *registers([jnp.uint32])
     if not block_values:
         return Functions(Function(body, *arguments))
-    before = Function(body.before, block_values)
+    before, block_sizes = Function(body.before, block_values), body.block_sizes
     given, rounds, maxima = [before.shapes], [], []
-    while len(maxima) < len(body.block_sizes):
+    while len(maxima) < len(block_sizes):
         keys = Function(body.statistics, *arguments, *given)
         maxima += registers([jnp.int32] * len(keys.shapes))
         after = Function(body.after, maxima, block_values)
         given[1:] = [after.shapes[1]]
         rounds.append((keys, after))
     run_with_blocks = Function(body, *arguments, *given)
-    return Functions(run_with_blocks, before, rounds, body.block_sizes)
+    return Functions(run_with_blocks, before, rounds, block_sizes)
