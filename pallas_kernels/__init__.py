@@ -1,6 +1,6 @@
 """Packed k-bit fields and fused elementwise updates, as XLA operations and kernels."""
 
-from pallas_kernels.bitfields import get_field, put_fields
+from pallas_kernels.bitfields import get_field, pack, put_fields, unpack
 from pallas_kernels.fused_update import (
     Leaf,
     Operand,
@@ -9,7 +9,6 @@ from pallas_kernels.fused_update import (
     fused_update,
     fused_update_many,
 )
-from pallas_kernels.fused_update.packing import pack, unpack
 from pallas_kernels.layout import Layout, layout_of, packed_shape, period
 
 __all__ = [

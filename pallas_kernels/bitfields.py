@@ -124,13 +124,13 @@ def pack(fields: jax.Array, bits: int, layout: Layout | None = None) -> jax.Arra
     return words.reshape(layout.words_shape(bits))
 
 
-def unpack(words: jax.Array, bits: int, layout: Layout) -> jax.Array:
+def unpack(words: jax.Array, bits: int, layout: Layout | tuple[int, ...]) -> jax.Array:
     """Unpack uint32 words into an array of k-bit fields, the inverse of :func:`pack`.
 
     Args:
       words: uint32 array of shape ``layout.words_shape(bits)``.
       bits: width k of a field, 1 to 32.
-      layout: layout of the packed array.
+      layout: layout of the packed array, or its shape.
 
     Returns:
       A uint32 array of the layout's shape.
@@ -140,9 +140,10 @@ def unpack(words: jax.Array, bits: int, layout: Layout) -> jax.Array:
 
     >>> import jax.numpy as jnp
     >>> words = pack(jnp.arange(50, dtype=jnp.uint32), bits=7)
-    >>> bool((unpack(words, 7, layout_of((50,))) == jnp.arange(50)).all())
+    >>> bool((unpack(words, 7, (50,)) == jnp.arange(50)).all())
     True
     """
+    layout = layout if isinstance(layout, Layout) else layout_of(layout)
     if period(bits)[1] > _MAX_CHOICES:
         return unpack_with(lambda fields: fields, words, bits, layout)
     taken = _words_of_periods(words, bits, layout)

@@ -33,6 +33,7 @@ from tests.helpers.optimizers import (
     random_grads,
     spec_of,
 )
+from tests.helpers.packing import pack, unpack
 from tests.helpers.quantized_weights import quantised, shrinking
 from tools.gpu_program.ptx.faults import Uninitialised
 from tools.gpu_program.ptx.program import compile_program
@@ -448,9 +449,9 @@ def test_packing_has_the_same_bits(bits, shape):
     drawn = np.random.default_rng(0).integers(0, 2**bits, shape, np.uint64)
     fields = jnp.asarray(drawn.astype(np.uint32))
     words = pallas_kernels.pack(fields, bits)
-    pack = functools.partial(pallas_kernels.pack, bits=bits)
-    unpack = functools.partial(pallas_kernels.unpack, bits=bits, shape=shape)
-    for function, given, want in ((pack, fields, words), (unpack, words, fields)):
+    there = functools.partial(pack, bits=bits)
+    back = functools.partial(unpack, bits=bits, shape=shape)
+    for function, given, want in ((there, fields, words), (back, words, fields)):
         program = compile_program(lower_for(gpu_mesh(), function, given))
         assert_same_bits(program.run(given), want)
 
@@ -458,8 +459,8 @@ def test_packing_has_the_same_bits(bits, shape):
 @pytest.mark.parametrize("launcher", ["triton"], indirect=True)
 def test_a_result_that_is_not_written_is_noticed():
     fields = jnp.zeros(SHAPES["ragged"], jnp.uint32)
-    pack = functools.partial(pallas_kernels.pack, bits=8)
-    program = compile_program(lower_for(gpu_mesh(), pack, fields))
+    packed = functools.partial(pack, bits=8)
+    program = compile_program(lower_for(gpu_mesh(), packed, fields))
     ((name, source),) = program.sources.items()
     mutated = re.sub(r"(@!?%\w+\s+)?st\.global[^;]*;", "", source, count=1)
     with pytest.raises(Uninitialised, match=r"result 0: .* not written"):

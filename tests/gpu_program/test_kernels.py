@@ -12,6 +12,7 @@ from jax import lax
 import lowbit_optax
 import pallas_kernels
 from tests.helpers.gpu_steps import WEIGHTS, update_layer
+from tests.helpers.packing import pack, unpack
 from tools.gpu_program.machine_code import (
     instructions_per_parameter,
     program,
@@ -285,10 +286,10 @@ def test_a_stack_is_updated_in_place_a_layer_at_a_time():
 def test_packing_is_one_kernel(direction, bits):
     shape = SIDE, SIDE
     if direction == "pack":
-        fn = functools.partial(pallas_kernels.pack, bits=bits)
+        fn = functools.partial(pack, bits=bits)
         argument = leaf(*shape, dtype=jnp.uint32)
     else:
-        fn = functools.partial(pallas_kernels.unpack, bits=bits, shape=shape)
+        fn = functools.partial(unpack, bits=bits, shape=shape)
         argument = leaf(*pallas_kernels.packed_shape(shape, bits), dtype=jnp.uint32)
     found = program(lower_for(gpu_mesh(), fn, argument))
     ((_, moved),) = kernels(found.compiled)

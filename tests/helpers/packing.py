@@ -1,10 +1,34 @@
 """Packed fields, written from the definition of the layout."""
 
+import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels import Operand, Result, fused_update
 
 PERIODS = {
     bits: next(r for r in range(1, 33) if r * bits % 32 == 0) for bits in range(1, 33)
 }
+
+
+def pack(fields, bits, implementation=None):
+    """`pallas_kernels.pack` by a kernel."""
+    return _copied(fields, None, bits, fields.shape, implementation)
+
+
+def unpack(words, bits, shape, implementation=None):
+    """`pallas_kernels.unpack` by a kernel."""
+    return _copied(words, bits, None, shape, implementation)
+
+
+def _copied(x, bits, new_bits, shape, implementation):
+    copied = fused_update(
+        lambda values, *_: values,
+        [Operand(x, bits)],
+        [Result(jnp.uint32, new_bits)],
+        shape=shape,
+        implementation=implementation,
+    )
+    return copied[0]
 
 
 def reference_pack(fields, bits, axis):

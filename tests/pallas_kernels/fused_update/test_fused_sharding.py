@@ -13,8 +13,6 @@ from pallas_kernels import (
     Scalars,
     fused_update,
     fused_update_many,
-    pack,
-    unpack,
 )
 from tests.helpers.blocks import BlockMixture
 from tests.helpers.kernels import (
@@ -26,6 +24,7 @@ from tests.helpers.kernels import (
     index_of,
     stacks_of,
 )
+from tests.helpers.packing import pack, unpack
 from tools.hlo import collectives
 
 U32 = jnp.uint32

@@ -15,9 +15,7 @@ from pallas_kernels import (
     Scalars,
     fused_update,
     fused_update_many,
-    pack,
     packed_shape,
-    unpack,
 )
 from pallas_kernels.operations import multiply_add
 from tests.helpers.kernels import (
@@ -33,6 +31,7 @@ from tests.helpers.kernels import (
     stacks_of,
     words_of,
 )
+from tests.helpers.packing import pack, unpack
 
 U32 = jnp.uint32
 LAST = [int(x) for x in TABLE[2]]
