@@ -16,7 +16,7 @@ program.
 
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import jax
 
@@ -90,7 +90,7 @@ def run(
         return _by_platform(traced, warn)
     plan = plan_kernels(traced, for_tpus=implementation == "tpu")
     plan.require()
-    return _run(plan, implementation)
+    return _run_plan(plan, implementation)
 
 
 def _by_platform(traced: InnerUpdate, warn: bool) -> Stepped:
@@ -132,12 +132,12 @@ def _on_accelerator(traced: InnerUpdate, warn: bool) -> Stepped:
         step = dataclasses.replace(traced.step, count=same(traced.step.count)[0])
         plan = plan_kernels(dataclasses.replace(traced, step=step), for_tpus=True)
     # With a named launcher, JAX does not trace kernels for other platforms.
-    return _run(plan, "tpu" if on_tpus else launcher_name(None))
+    return _run_plan(plan, "tpu" if on_tpus else launcher_name(None))
 
 
 def _by_blocks(traced: InnerUpdate) -> Stepped:
     large = plan_kernels(traced, is_exact=True).only_blocks()
-    return _run(large, "blocks")
+    return _run_plan(large, "blocks")
 
 
 def explained(
@@ -184,10 +184,10 @@ def _by_xla(traced: InnerUpdate, update: Callable | None = None) -> Stepped:
     updates, new_state = step.inner_update(update or traced.update)
     results = *step.parts_of_updates(updates), *jax.tree.leaves(new_state)
     known = dict(zip([*nodes.updates, *nodes.new_state], results, strict=True))
-    return _run(KernelPlan(traced, feedback=feedback_of(traced)), "xla", known)
+    return _run_plan(KernelPlan(traced, feedback=feedback_of(traced)), "xla", known)
 
 
-def _run(
+def _run_plan(
     plan: KernelPlan,
     implementation: Implementation | typing.Literal["blocks"],
     known: Mapping[Node, jax.Array] | None = None,
@@ -200,23 +200,52 @@ def _run(
         updates the leaves of the plan block by block.
       known: dict from nodes to values that are already known.
     """
-    traced, kernels, nodes = plan.traced, plan.kernels, plan.traced.nodes
-    step = traced.step
+    traced, step, kernels = plan.traced, plan.traced.step, plan.kernels
     if known is None:
         if not kernels:
             return _by_xla(traced)
         # Plans of blocks have no sums.
         known = plan.sums.values(traced, typing.cast(Implementation, implementation))
+    others = {i: x for i, x in enumerate(traced.nodes.updates) if i not in kernels}
     written = {part for x in kernels.values() for part in x.parts}
-    others = {i: x for i, x in enumerate(nodes.updates) if i not in kernels}
+    values, parts, stored = _outside(plan, others, written, known)
+    results: list = [None] * len(step.leaves)
+    residuals: list = [None] * len(step.leaves)
+    for i, node in others.items():
+        landed = land(step, i, values[node], parts, plan.feedback.get(i), values)
+        results[i], residuals[i] = landed.result, landed.residual
+    for i, new in _by_kernels(plan, implementation, values).items():
+        results[i], residuals[i], moments = new
+        parts |= zip(kernels[i].parts, moments, strict=True)
+    return results, residuals, _new_state(traced, parts, written, stored)
+
+
+def _outside(
+    plan: KernelPlan,
+    others: Mapping[int, Node],
+    written: Collection[int],
+    known: Mapping[Node, jax.Array],
+) -> tuple[dict, dict, frozenset[int]]:
+    """Compute with XLA what kernels read and do not compute.
+
+    Args:
+      plan, known: see :func:`_run_plan`.
+      others: dict from leaf index to update, for leaves without a kernel.
+      written: indices of the parts of the state that kernels write.
+
+    Returns:
+      ``(values, parts, stored)``: a dict of values by node, a dict of the other parts
+      of the new state by index, and the indices of those that are already stored.
+    """
+    traced, nodes = plan.traced, plan.traced.nodes
     rest = {i: x for i, x in enumerate(nodes.new_state) if i not in written}
-    feedback = {i: x for i, x in plan.feedback.items() if i in others}
-    outside = [node for x in kernels.values() for node in x.outside]
-    wanted = [*plan.scalars, *rest.values(), *outside]
-    first = step.plan.stored_first & rest.keys()
+    first = traced.step.plan.stored_first & rest.keys()
+    feedback = [x for i, x in plan.feedback.items() if i in others]
+    wanted = [*plan.scalars, *rest.values()]
+    wanted += [node for x in plan.kernels.values() for node in x.outside]
+    wanted += [node for x in feedback for node in x[1:]]
     if not first:
         wanted += others.values()
-    wanted += [node for into in feedback.values() for node in into[1:]]
     values = traced.values(wanted, known)
     parts = {i: values[x] for i, x in rest.items()}
     if first:
@@ -224,25 +253,38 @@ def _run(
         updates, given = traced.updates_from_stored(others, given, first)
         values |= zip(others.values(), updates, strict=True)
         parts |= {i: given[i] for i in first}
-    results: list = [None] * len(step.leaves)
-    residuals: list = [None] * len(step.leaves)
-    for i, node in others.items():
-        landed = land(step, i, values[node], parts, feedback.get(i), values)
-        results[i], residuals[i] = landed.result, landed.residual
-    for i, new in _by_kernels(plan, implementation, values).items():
-        results[i], residuals[i], moments = new
-        parts |= zip(kernels[i].parts, moments, strict=True)
-    draws = step.draws if any(step.plan.storage[i] for i in rest) else {}
-    stored = [parts[i] for i in range(len(parts))]
-    stored = step.plan.encode(stored, draws, written | first)
+    return values, parts, first
+
+
+def _new_state(
+    traced: InnerUpdate,
+    parts: Mapping[int, typing.Any],
+    written: Collection[int],
+    stored: Collection[int],
+):
+    """Return the new inner state in its stored form.
+
+    Args:
+      traced: the inner update.
+      parts: its new parts by index.
+      written: indices of parts that kernels have stored, unless the guard skips them.
+      stored: indices of other parts that are already stored.
+    """
+    step, plan = traced.step, traced.step.plan
+    rest = [i for i in parts if i not in written]
+    draws = step.draws if any(plan.storage[i] for i in rest) else {}
+    done = [parts[i] for i in range(len(parts))]
+    done = plan.encode(done, draws, {*written, *stored})
     if traced.keeps_structure:
         for i in rest:
-            stored[i] = step.guard.chosen(stored[i], step.parts[i])
+            done[i] = step.guard.chosen(done[i], step.parts[i])
     before = step.state.inner_state
-    inner_state = step.plan.tree(traced.state_structure, stored, before)
-    if not traced.keeps_structure:
-        inner_state = step.guard.chosen(inner_state, before)
-    return results, residuals, inner_state
+    inner_state = plan.tree(traced.state_structure, done, before)
+    return (
+        inner_state
+        if traced.keeps_structure
+        else step.guard.chosen(inner_state, before)
+    )
 
 
 def _by_kernels(plan: KernelPlan, implementation, values: Mapping) -> dict[int, tuple]:
