@@ -28,6 +28,7 @@ TPUs, words of 8-bit fields have the same layout as an array of bytes.
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -249,13 +250,20 @@ def check_block_size(name: str, block_size: int) -> None:
         )
 
 
-def block_maxima(x: jax.Array, layout: Layout, block_size: int) -> jax.Array:
+def block_maxima(
+    x: jax.Array,
+    layout: Layout,
+    block_size: int,
+    between: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> jax.Array:
     """Return the maximum of each block, or 0 if all its values are negative.
 
     Args:
       x: array of the layout's shape.
       layout: layout of the array.
       block_size: number of values in a block.
+      between: a function that is applied to the maxima of columns of blocks, such as a
+        barrier.
 
     Returns:
       An array of shape ``layout.blocks_shape(block_size)``.
@@ -266,18 +274,26 @@ def block_maxima(x: jax.Array, layout: Layout, block_size: int) -> jax.Array:
     """
     height, width = block_shape(block_size)
     x, row = layout.to_matrix(x), layout.row_axis
-    x = split_axis(x, row, height).max(row + 1, initial=0)
+    x = between(split_axis(x, row, height).max(row + 1, initial=0))
     x = split_axis(x, x.ndim - 1, width).max(-1, initial=0)
     return x.reshape(layout.blocks_shape(block_size))
 
 
-def repeat_blocks(x: jax.Array, layout: Layout, block_size: int) -> jax.Array:
-    """Repeat each element of a per-block array for all values of its block."""
+def repeat_blocks(
+    x: jax.Array,
+    layout: Layout,
+    block_size: int,
+    between: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> jax.Array:
+    """Repeat each element of a per-block array for all values of its block.
+
+    ``between`` is applied after the elements are repeated along rows.
+    """
     height, width = block_shape(block_size)
     matrix, row = layout.matrix_shape, layout.row_axis
     if layout.is_folded:
         x = x.reshape(*x.shape[:-1], math.ceil(layout.rows / height), FOLD // width)
-    x = _repeat(x, x.ndim - 1, width, matrix[-1])
+    x = between(_repeat(x, x.ndim - 1, width, matrix[-1]))
     return layout.from_matrix(_repeat(x, row, height, matrix[row]))
 
 

@@ -163,6 +163,23 @@ class RandomBits:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class DrawnOnce(RandomBits):
+    """Random bits whose words XLA computes once, although several results read them.
+
+    Args:
+      known: dict from stream to words that were already drawn.
+    """
+
+    known: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+
+    def words(self, shape: tuple[int, ...], stream: int = 0) -> jax.Array:
+        if stream not in self.known:
+            words = super().words(shape, stream)
+            self.known[stream] = lax.optimization_barrier(words)
+        return self.known[stream]
+
+
 class ToNearest(RandomBits):
     """Constant bits that turn stochastic rounding into rounding to nearest."""
 

@@ -20,7 +20,7 @@ from lowbit_optax._jaxprs.elementwise import Program, decode_scalar
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.linear_code import QuantizedFields
-from lowbit_optax._numerics.random_bits import Draws, RandomBits
+from lowbit_optax._numerics.random_bits import DrawnOnce, Draws, RandomBits
 from lowbit_optax._numerics.straight_through import straight_through
 from lowbit_optax._step.error_feedback import fed
 from lowbit_optax._step.leaf import StoredLeaf
@@ -177,6 +177,7 @@ class LeafBody:
         ``growth`` and ``reach`` of
         :class:`lowbit_optax._step.error_feedback.Feedback`.
       is_differentiable: whether rounding has derivatives. Kernels do not support them.
+      draws_once: whether XLA computes random words once for all results that read them.
     """
 
     program: Program
@@ -188,6 +189,7 @@ class LeafBody:
     takes_error: int | None = None
     from_stored: Program | None = None
     is_differentiable: bool = False
+    draws_once: bool = False
 
     @property
     def when(self) -> int | None:
@@ -198,6 +200,11 @@ class LeafBody:
     def differentiable(self) -> "LeafBody":
         """The same body with derivatives, for XLA; see :mod:`.straight_through`."""
         return dataclasses.replace(self, is_differentiable=True)
+
+    @property
+    def in_parts(self) -> "LeafBody":
+        """The same body for parts of a leaf on a CPU."""
+        return dataclasses.replace(self, draws_once=True)
 
     def arrays(self, leaf: StoredLeaf, parts: Sequence, outside: Sequence = ()) -> Leaf:
         """Return the arrays of a leaf and its moments that a kernel reads and writes.
@@ -282,7 +289,7 @@ class LeafBody:
             wanted = set(range(len(self.program.outputs)))
         opened = self._opened(values, scalars, before)
         new = self._new(sorted(wanted), opened, scalars)
-        random = RandomBits(scalars[0], scalars[1], index)
+        random = self._random(scalars, index)
         if takes_error:
             self._store_weight(new, opened, random, ())
         if from_stored:
@@ -309,7 +316,7 @@ class LeafBody:
         opened = self._opened(values, scalars, before)
         outputs = range(len(self.program.outputs))
         new = self._new(outputs, opened, scalars)
-        random = RandomBits(scalars[0], scalars[1], index)
+        random = self._random(scalars, index)
         store = functools.partial(self._store_weight, new, opened, random, after)
         # Another order may need more registers.
         first = store() if self.from_stored is None else None
@@ -317,6 +324,10 @@ class LeafBody:
         result, new_residual = first or store()
         residuals = [new_residual] if self.weight.has_residual else []
         return [result, *residuals, *moments]
+
+    def _random(self, scalars, index) -> RandomBits:
+        kind = DrawnOnce if self.draws_once else RandomBits
+        return kind(scalars[0], scalars[1], index)
 
     def _encoded(self, new: dict, opened, scalars, random, after) -> list:
         """Return the new moments in their stored form.

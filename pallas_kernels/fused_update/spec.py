@@ -34,7 +34,8 @@ None if the values are the whole leaf. Bodies may use the functions in
 
 A body may have an attribute ``differentiable``, an equivalent body with derivative
 rules (``jax.custom_jvp``). XLA runs the equivalent body instead, and JAX differentiates
-it if the kernel is differentiated. Kernels cannot contain such rules.
+it if the kernel is differentiated. Kernels cannot contain such rules. It may also have
+an attribute ``in_parts``, an equivalent body for parts of a leaf on a CPU.
 """
 
 

@@ -22,6 +22,8 @@ from pallas_kernels.fused_update.spec import (
 )
 from pallas_kernels.layout import block_maxima, repeat_blocks
 
+Barrier = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
+
 
 def row_of(scalars: Scalars, row: jax.Array | None) -> list[jax.Array]:
     """Return a row of the table of scalars, in which ``values`` replace the last."""
@@ -39,7 +41,7 @@ def update(
     layer: jax.Array | None = None,
     when: int | None = None,
     index: jax.Array | None = None,
-    barrier: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] = list,
+    barrier: Barrier | None = None,
 ) -> list[jax.Array]:
     """Run :func:`pallas_kernels.fused_update` with array operations.
 
@@ -48,9 +50,13 @@ def update(
         :class:`.spec.Scalars`.
       scalars: scalars of the body.
       index: uint32 indices of the elements if the leaf is a part of another leaf.
-      barrier: a function that is applied to maxima, and to new values before packing.
+      barrier: a function that returns arrays, and makes XLA's CPU compiler compute them
+        once and before any operation that uses them; None if XLA may fuse everything.
     """
-    body = getattr(body, "differentiable", body)
+    if barrier is None:
+        body = getattr(body, "differentiable", body)
+    else:
+        body = getattr(body, "in_parts", body)
     scalars = list(scalars)
     values, block_values = [], []
     for number, operand in enumerate(leaf.operands):
@@ -71,11 +77,24 @@ def update(
         new = _with_blocks(blocks, leaf, arguments, block_values, barrier)
     else:
         new = typing.cast(Body, body)(*arguments)
+    if barrier is not None:
+        new = _kept(new, leaf.results, barrier)
     skip = None if when is None else scalars[when] == jnp.uint32(0)
     return [
         _stored(value, result, leaf, layer, skip)
-        for result, value in zip(leaf.results, barrier(new), strict=True)
+        for result, value in zip(leaf.results, new, strict=True)
     ]
+
+
+def _kept(
+    values: Sequence[jax.Array], results: Sequence[Result], barrier: Barrier
+) -> list[jax.Array]:
+    """Returns the new values behind a barrier, where fields of 8 bits are bytes."""
+    is_byte = [x.bits == 8 for x in results]
+    pairs = zip(values, is_byte, strict=True)
+    kept = barrier([x.astype(jnp.uint8) if byte else x for x, byte in pairs])
+    pairs = zip(kept, is_byte, strict=True)
+    return [x.astype(jnp.uint32) if byte else x for x, byte in pairs]
 
 
 def _with_blocks(
@@ -83,31 +102,31 @@ def _with_blocks(
     leaf: Leaf,
     arguments: tuple[list, list, jax.Array | None],
     block_values: list[jax.Array],
-    barrier: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
+    barrier: Barrier | None,
 ) -> list[jax.Array]:
     """Returns the results of a body that needs maxima over blocks."""
-
-    def repeated(arrays: Sequence, sizes: Sequence[int]) -> list[jax.Array]:
-        return [
-            repeat_blocks(x, leaf.layout, size)
-            for x, size in zip(arrays, sizes, strict=True)
-        ]
-
+    layout = leaf.layout
+    # Two loops, along columns and then along rows, use wide vectors. One loop would use
+    # vectors of the few columns of a block.
+    between = (lambda x: x) if barrier is None else lax.optimization_barrier
     sizes = [o.block_size for o in leaf.operands if o.block_size is not None]
-    of_elements = repeated(block_values, sizes)
-    of_blocks, maxima = [body.before(of_elements)], []
+
+    def repeated(prepared: Sequence) -> list:
+        repeat = lambda x, size: repeat_blocks(x, layout, size, between)
+        pairs = zip(prepared, sizes, strict=True)
+        return [jax.tree.map(lambda x, n=n: repeat(x, n), each) for each, n in pairs]
+
+    of_blocks, maxima = [repeated(body.before(block_values))], []
     while len(maxima) < len(body.block_sizes):
         statistics = body.statistics(*arguments, *of_blocks)
-        sizes = body.block_sizes[: len(maxima) + len(statistics)]
-        of_round = sizes[len(maxima) :]
-        maxima += barrier(
-            [
-                block_maxima(x, leaf.layout, size)
-                for x, size in zip(statistics, of_round, strict=True)
-            ]
-        )
-        _, after = body.after(repeated(maxima, sizes), of_elements)
-        of_blocks[1:] = [after]
+        of_round = body.block_sizes[len(maxima) :][: len(statistics)]
+        found = [
+            block_maxima(x, layout, size, between)
+            for x, size in zip(statistics, of_round, strict=True)
+        ]
+        maxima += found if barrier is None else barrier(found)
+        _, after = body.after(maxima, block_values)
+        of_blocks[1:] = [repeated(after)]
     per_block, _ = body.after(maxima, block_values)
     per_element, per_block = iter(body(*arguments, *of_blocks)), iter(per_block)
     return [
