@@ -50,7 +50,7 @@ _MIN_CAPABILITY_OF_KERNELS = 8
 
 _MIN_JAX_OF_MOSAIC = (0, 11)
 
-_NAMES = ("xla", "pallas", "triton", "mosaic", "tpu")
+_NAMES = typing.get_args(typing.get_args(Implementation)[0])
 
 
 def check_implementation(where: str, implementation) -> None:

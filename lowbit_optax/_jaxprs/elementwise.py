@@ -216,7 +216,7 @@ class NotElementwise(Exception):
     """Raised with the reason why the update of a leaf cannot run in a kernel."""
 
 
-class Scalars:
+class ScalarTable:
     """Table of the scalars that programs read, in the order of their first use.
 
     Args:
@@ -259,7 +259,7 @@ def inputs_of(outputs: Sequence[Node], shape: tuple[int, ...]) -> set[Node]:
 def program_of(
     outputs: Sequence[Node],
     inputs: Sequence[Node],
-    scalars: Scalars,
+    scalars: ScalarTable,
     *,
     is_exact: bool = False,
 ) -> Program:
@@ -279,7 +279,7 @@ def program_of(
     """
     between = _between(outputs, inputs)
     uses = collections.Counter([*outputs, *(x for c in between for x in c.inputs)])
-    candidates = Scalars(scalars.graph)
+    candidates = ScalarTable(scalars.graph)
     builder = _ProgramBuilder(inputs, uses, candidates, is_exact)
     for call in between:
         builder.add(call)
@@ -302,7 +302,7 @@ class _ProgramBuilder:
 
     inputs: Sequence[Node]
     uses: Mapping[Node, int]
-    scalars: Scalars
+    scalars: ScalarTable
     is_exact: bool
 
     def __post_init__(self):

@@ -7,7 +7,8 @@
     engine          Lowbit.run: checks the arguments, runs the step, builds the state
     inner_update    traces the inner transformation on shapes
     run             chooses kernels or XLA for each leaf, and runs them
-    kernels/        plans, groups and launches the fused kernels
+    plan, body      plan the fused kernels, and what each of them computes
+    launches        groups leaves into launches, and runs them
 
 A :class:`.step.Step` contains the checked arguments: a :class:`.leaf.StoredLeaf` for
 each parameter, and a :class:`.moments.MomentPlan` for the inner state.

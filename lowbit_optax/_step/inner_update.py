@@ -109,7 +109,7 @@ class InnerUpdate:
         return self.arguments.children()[1] == self.state_structure
 
     @functools.cached_property
-    def stored_first(self) -> dict[int, Node]:
+    def nodes_stored_first(self) -> dict[int, Node]:
         """The new moments to store before updates are computed, by part index."""
         parts, nodes = self.step.plan.stored_first, self.nodes.new_state
         return {i: nodes[i] for i in sorted(parts) if nodes[i].call is not None}
@@ -130,7 +130,7 @@ class InnerUpdate:
         """
         others, plan = set(range(len(parts))) - first, self.step.plan
         stored = plan.encode(parts, self.step.draws, others)
-        decoded, nodes = plan.decode(stored, first), self.stored_first
+        decoded, nodes = plan.decode(stored, first), self.nodes_stored_first
         known = {nodes[i]: decoded[i] for i in first if i in nodes}
         nodes = [self.nodes.updates[i] for i in leaves]
         values = self.values(nodes, known)

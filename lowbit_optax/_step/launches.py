@@ -1,10 +1,11 @@
 """``Launches``: groups the leaves of a step into kernel launches, and runs them.
 
-:func:`.run.run_kernels` passes the arrays of each leaf to :meth:`Launches.run`, and
-:mod:`lowbit_optax.lpmm.sums` passes sums of gradients. Small leaves share launches. A
-kernel counts elements in int32, so it supports fewer than 2^31 elements. A larger leaf,
-such as the stacked layers of a model with 70 billion parameters, is updated layer by
-layer along its first axis, and each kernel writes its layer into the stacks in place.
+:mod:`lowbit_optax._step.run` passes the arrays of each leaf to :meth:`Launches.run`,
+and :mod:`lowbit_optax.lpmm.sums` passes sums of gradients. Small leaves share launches.
+A kernel counts elements in int32, so it supports fewer than 2^31 elements. A larger
+leaf, such as the stacked layers of a model with 70 billion parameters, is updated layer
+by layer along its first axis, and each kernel writes its layer into the stacks in
+place.
 """
 
 import dataclasses

@@ -116,6 +116,8 @@ class Slot:
         is_second = known.is_second_moment(field)
         is_orthogonalized = field in known.orthogonalized
         format_ = format_.for_field(field, is_second, is_orthogonalized)
+        if is_second and not format_.has_scales:
+            _check_small(field, format_)
         is_known = is_second is not None or field in known.averages
         if not is_known and getattr(format_, "signed", False):
             owner = self.state_class.__name__ if self.state_class else "the state"
@@ -540,6 +542,20 @@ def _leaves(node, owner: Slot) -> Iterator:
             elif isinstance(key, jax.tree_util.DictKey):
                 within = Slot(None, owner.state_class, str(key.key))
         yield from _leaves(child, within)
+
+
+_LARGEST_ZERO = 1e-6
+"""Smaller second moments may become 0: those of gradients below 1e-3."""
+
+
+def _check_small(field: str, format_: MomentFormat) -> None:
+    if format_.smallest_share > _LARGEST_ZERO:
+        raise ValueError(
+            f"lowbit: the format of moment {field!r}, whose root divides updates, must "
+            f"store values of {_LARGEST_ZERO}, got {format_}, in which values below "
+            f"{format_.smallest_share:.1e} become 0. Pass moments as a mapping, such "
+            f"as moments={{{field!r}: lowbit_optax.cast('bfloat16')}}"
+        )
 
 
 def _check_wide(slot: Slot, format_: MomentFormat) -> None:

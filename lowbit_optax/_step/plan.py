@@ -33,7 +33,7 @@ from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.elementwise import (
     NotElementwise,
     Program,
-    Scalars,
+    ScalarTable,
     arrays_from_outside,
     decode_scalar,
     encode_scalars,
@@ -192,7 +192,7 @@ def plan_kernels(
       for_tpus: if True, only TPU kernels will run, which support all combinations of
         fields and blocks.
     """
-    scalars = Scalars(traced.graph, map(constant, traced.step.guard.scalars))
+    scalars = ScalarTable(traced.graph, map(constant, traced.step.guard.scalars))
     feedback = feedback_of(traced)
     planner = _Planner(traced, feedback, scalars, is_exact, for_tpus)
     kernels: dict[int, LeafKernel] = {}
@@ -220,7 +220,7 @@ def plan_kernels(
 
 def _reads_what_is_stored_first(
     traced: InnerUpdate,
-    scalars: Scalars,
+    scalars: ScalarTable,
     kernels: Mapping[int, LeafKernel],
     others: Collection[int],
 ) -> bool:
@@ -229,7 +229,7 @@ def _reads_what_is_stored_first(
     Such a plan cannot run, because XLA computes scalars and other inputs of kernels
     before the kernels round the moments.
     """
-    first = traced.stored_first
+    first = traced.nodes_stored_first
     if not first:
         return False
     before = [*scalars.nodes, *(node for x in kernels.values() for node in x.outside)]
@@ -253,7 +253,7 @@ class _Planner:
 
     traced: InnerUpdate
     feedback: Mapping[int, Feedback]
-    scalars: Scalars
+    scalars: ScalarTable
     is_exact: bool
     for_tpus: bool
 
@@ -295,7 +295,7 @@ class _Planner:
             elementwise.program_of, scalars=self.scalars, is_exact=self.is_exact
         )
         from_stored = None
-        if any(s in traced.stored_first for s in parts):
+        if any(s in traced.nodes_stored_first for s in parts):
             from_stored = program_of([result], [*new_moments, *inputs])
             outputs[0] = nodes.masters[i]
         body = LeafBody(
@@ -321,7 +321,7 @@ class _Planner:
         if self.for_tpus and any(x.aval.shape == shape for x in outside):
             # For Muon, these arrays need 8 more temporary bytes than XLA's update.
             return ()
-        if outside and any(s in self.traced.stored_first for s in parts):
+        if outside and any(s in self.traced.nodes_stored_first for s in parts):
             raise NotElementwise(
                 "it needs arrays from XLA, but its update is computed from rounded "
                 "moments"
@@ -451,7 +451,7 @@ def plan_sums(traced: InnerUpdate, outside: Mapping[int, Sequence[Node]]) -> Sum
       outside: the nodes that the kernel of each leaf needs, by index of the leaf.
     """
     guard = traced.step.guard.scalars
-    scalars = Scalars(traced.graph, map(constant, guard))
+    scalars = ScalarTable(traced.graph, map(constant, guard))
     leaves = [
         (i, _Summed(program, bool(guard)), nodes)
         for i, needed in outside.items()
@@ -462,7 +462,7 @@ def plan_sums(traced: InnerUpdate, outside: Mapping[int, Sequence[Node]]) -> Sum
 
 
 def _summed(
-    grad: Node, needed: Sequence[Node], scalars: Scalars
+    grad: Node, needed: Sequence[Node], scalars: ScalarTable
 ) -> dict[Program, tuple[list[Node], list[Node]]]:
     """Return the functions of a gradient that are summed over one of the last two axes.
 

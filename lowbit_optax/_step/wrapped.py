@@ -36,7 +36,7 @@ import optax
 from jax import lax
 from jax.extend.core import primitives as p
 
-from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars, program_of
+from lowbit_optax._jaxprs.elementwise import NotElementwise, ScalarTable, program_of
 from lowbit_optax._jaxprs.graph import (
     UNCHANGED,
     Call,
@@ -274,7 +274,7 @@ class WrapperTrace:
 
     def is_elementwise(self, inner: InnerStep) -> bool:
         """Return whether kernels can compute the gradients of an update."""
-        grads, scalars = jax.tree.leaves(inner.arguments.grads), Scalars(self.graph)
+        grads, scalars = jax.tree.leaves(inner.arguments.grads), ScalarTable(self.graph)
         if not isinstance(inner.call.params["stepper"], Lowbit):
             return self.gets_gradients(inner)
         with contextlib.suppress(NotElementwise):

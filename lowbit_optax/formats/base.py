@@ -286,8 +286,10 @@ def rounding_words(
 class MomentFormat:
     """Base class of formats that store float32 moments.
 
-    A format must define ``encode`` and ``decode``. It may define ``for_field``,
-    ``for_leaf`` and ``stored_as``.
+    A format must define ``smallest_share``, ``encode`` and ``decode``. It may define
+    ``for_field``, ``for_leaf`` and ``stored_as``. The root of a second moment divides
+    updates, so a format with scales must not round a positive second moment to 0.
+    Without scales, ``lowbit`` refuses second moments in formats without small values.
     """
 
     has_scales: typing.ClassVar[bool] = False
@@ -305,8 +307,8 @@ class MomentFormat:
 
     @property
     def smallest_share(self) -> float:
-        """The smallest positive value that it stores next to a value of 1, or 0."""
-        return 0.0
+        """The smallest positive value that it stores next to a value of 1."""
+        raise NotImplementedError
 
     def for_field(
         self, name: str, is_second: bool | None, is_orthogonalized: bool = False

@@ -32,16 +32,6 @@ class Cast(MomentFormat):
     def smallest_share(self):
         return float(jnp.finfo(self.dtype).smallest_subnormal)
 
-    def for_field(self, name, is_second, is_orthogonalized=False):
-        # Smaller second moments become 0, and gradients of 1e-3 are divided by eps.
-        if is_second and self.smallest_share > 1e-6:
-            raise ValueError(
-                f"cast: dtype must be bfloat16 or float16 for {name!r}, whose root "
-                f"divides updates, got {self.dtype}; pass moments as a mapping, such "
-                f"as {{{name!r}: cast('bfloat16')}}"
-            )
-        return self
-
     def encode(self, moment, draws, number):
         if self.rounding == "nearest":
             return rounding_.round_nearest(moment, self.dtype)

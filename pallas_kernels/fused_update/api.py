@@ -24,7 +24,7 @@ from pallas_kernels.fused_update.spec import (
     MAX_ELEMENTS_OF_SMALL_LEAF,
     BlockBody,
     Body,
-    Call,
+    KernelCall,
     Launcher,
     Leaf,
     Operand,
@@ -364,7 +364,7 @@ def kernels(
     effects, so JAX cannot partition it.
 
     Args:
-      body, room, interpret: see :class:`.spec.Call`.
+      body, room, interpret: see :class:`.spec.KernelCall`.
       implementation: the implementation whose launcher is used.
     """
     is_for_tpus = implementation == "tpu"
@@ -383,7 +383,7 @@ def kernels(
                 rows = [lax.slice(scalars.rows, [i], [i + 1]) for i in group]
                 own = dataclasses.replace(scalars, rows=lax.concatenate(rows, 0))
             some = [local[i] for i in group]
-            call = Call(body, some, own, layer, room, interpret)
+            call = KernelCall(body, some, own, layer, room, interpret)
             written.append(launcher.update(call))
         return [x for new in by_leaf(groups, written) for x in new]
 
@@ -434,7 +434,7 @@ def reference(
     Args:
       body: body of the update.
       scalars: table of scalars, and the row of each leaf.
-      layer: see :class:`.spec.Call`.
+      layer: see :class:`.spec.KernelCall`.
       first: array with the index of the leaf's first element; None if it is 0.
       leaves: leaves with the same shape.
 

@@ -31,7 +31,7 @@ from pallas_kernels.fused_update.spec import BlockBody, Body, Leaf, Operand, Res
 from pallas_kernels.layout import FOLD, TILE_SIZE, WORD, block_shape, layout_of, period
 from pallas_kernels.platforms import transformable
 
-PART = 2**15
+PART = 2**17
 """Approximate number of elements of a part. Its arrays fit into a core's caches."""
 
 

@@ -1,8 +1,8 @@
 """The description of a fused update, and the interface of launchers.
 
 A :class:`Leaf` has operands to read and results to write. A :data:`Body` or a
-:class:`BlockBody` computes the results. A :class:`Call` combines a body with the shards
-of leaves on one device, and a :class:`Launcher` runs it as one kernel.
+:class:`BlockBody` computes the results. A :class:`KernelCall` combines a body with the
+shards of leaves on one device, and a :class:`Launcher` runs it as one kernel.
 """
 
 import dataclasses
@@ -35,7 +35,8 @@ None if the values are the whole leaf. Bodies may use the functions in
 A body may have an attribute ``differentiable``, an equivalent body with derivative
 rules (``jax.custom_jvp``). XLA runs the equivalent body instead, and JAX differentiates
 it if the kernel is differentiated. Kernels cannot contain such rules. It may also have
-an attribute ``in_parts``, an equivalent body for parts of a leaf on a CPU.
+an attribute ``in_parts``, an equivalent body for parts of a leaf on a CPU. The results
+of its ``before`` and ``after`` for each element are one tree per per-block operand.
 """
 
 
@@ -271,7 +272,7 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class KernelCall:
     """The arguments of one kernel, which updates one shard or layer, or many leaves.
 
     Args:
@@ -297,7 +298,7 @@ class Launcher(typing.Protocol):
     """The functions of a launcher, a module that runs kernels of one Pallas backend."""
 
     def parts(self, leaves: Sequence[Leaf]) -> list[tuple[list[int], tuple[int, int]]]:
-        """Return the indices of the leaves for each kernel, and its :attr:`Call.room`.
+        """Return the indices of the leaves for each kernel, and ``KernelCall.room``.
 
         The leaves have the same kinds of operands and results, and are sorted by size.
         """
@@ -307,7 +308,7 @@ class Launcher(typing.Protocol):
         """Return the indices of the leaves or shards that share each kernel."""
         ...
 
-    def update(self, call: Call) -> list[jax.Array]:
+    def update(self, call: KernelCall) -> list[jax.Array]:
         """Run a kernel and return the results of all leaves in one list."""
         ...
 

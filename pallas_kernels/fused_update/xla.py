@@ -111,12 +111,23 @@ def _with_blocks(
     between = (lambda x: x) if barrier is None else lax.optimization_barrier
     sizes = [o.block_size for o in leaf.operands if o.block_size is not None]
 
-    def repeated(prepared: Sequence) -> list:
+    def repeated(trees: Sequence, sizes: Sequence[int]) -> list:
         repeat = lambda x, size: repeat_blocks(x, layout, size, between)
-        pairs = zip(prepared, sizes, strict=True)
+        pairs = zip(trees, sizes, strict=True)
         return [jax.tree.map(lambda x, n=n: repeat(x, n), each) for each, n in pairs]
 
-    of_blocks, maxima = [repeated(body.before(block_values))], []
+    def before():
+        if barrier is None:
+            return body.before(repeated(block_values, sizes))
+        return repeated(body.before(block_values), sizes)
+
+    def after(maxima: Sequence[jax.Array]):
+        if barrier is None:
+            maxima = repeated(maxima, body.block_sizes[: len(maxima)])
+            return body.after(maxima, repeated(block_values, sizes))[1]
+        return repeated(body.after(maxima, block_values)[1], sizes)
+
+    of_blocks, maxima = [before()], []
     while len(maxima) < len(body.block_sizes):
         statistics = body.statistics(*arguments, *of_blocks)
         of_round = body.block_sizes[len(maxima) :][: len(statistics)]
@@ -125,8 +136,7 @@ def _with_blocks(
             for x, size in zip(statistics, of_round, strict=True)
         ]
         maxima += found if barrier is None else barrier(found)
-        _, after = body.after(maxima, block_values)
-        of_blocks[1:] = [repeated(after)]
+        of_blocks[1:] = [after(maxima)]
     per_block, _ = body.after(maxima, block_values)
     per_element, per_block = iter(body(*arguments, *of_blocks)), iter(per_block)
     return [

@@ -111,7 +111,7 @@ def started(monkeypatch):
         plan = lowbit.plan_of(leaves, treedef)
         # A plan with float32 moments does not need to find them.
         slots = find_slots(lowbit.inner, lowbit.moments, plan.expected)
-        for moment in dataclasses.replace(plan, slots=slots)._moments.values():
+        for moment in dataclasses.replace(plan, slots=slots).moments.values():
             leaf = of_name[moment.leaf]
             if leaf.format is not None:
                 sizes = moments.setdefault(moment.slot.field, collections.Counter())

@@ -1,6 +1,7 @@
 """Fused updates as GPU kernels, with Pallas's Triton and Mosaic GPU backends.
 
-A launcher, :mod:`.triton` or :mod:`.mosaic`, turns a :class:`.spec.Call` into a kernel:
+A launcher, :mod:`.triton` or :mod:`.mosaic`, turns a :class:`.spec.KernelCall` into a
+kernel:
 
 1. :mod:`.tiling` divides each leaf into programs, the instances of the kernel in
    Pallas's grid, and provides the leaf's sizes and strides.

@@ -23,7 +23,7 @@ from pallas_kernels.fused_update.gpu.tiling import (
 from pallas_kernels.fused_update.spec import (
     BlockBody,
     Body,
-    Call,
+    KernelCall,
     Leaf,
     Shard,
     manual_axes,
@@ -164,7 +164,7 @@ class Kernel:
     """The static properties for which a kernel is compiled.
 
     Args:
-      body, interpret: see :class:`.spec.Call`.
+      body, interpret: see :class:`.spec.KernelCall`.
       when: see :class:`.spec.Scalars`.
       leaf: the first leaf, without arrays; all leaves have the same kinds of operands
         and results.
@@ -230,7 +230,7 @@ class Kernel:
 
 
 def prepare(
-    size: Sharing, call: Call
+    size: Sharing, call: KernelCall
 ) -> tuple[Kernel, tuple[jax.ShapeDtypeStruct, ...], list[jax.Array]]:
     """Return the kernel of a call, the shapes of its results, and its arguments.
 

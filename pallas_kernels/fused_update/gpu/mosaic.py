@@ -19,7 +19,7 @@ from pallas_kernels.fused_update.gpu.mosaic_arrays import Threads
 from pallas_kernels.fused_update.gpu.mosaic_registers import WARP
 from pallas_kernels.fused_update.gpu.program import run_program
 from pallas_kernels.fused_update.gpu.tiling import FlatTiling
-from pallas_kernels.fused_update.spec import BlockBody, Call, shaped
+from pallas_kernels.fused_update.spec import BlockBody, KernelCall, shaped
 from pallas_kernels.layout import TILE_COLUMNS
 
 # A program is a warpgroup: 128 threads with four lanes each.
@@ -37,7 +37,7 @@ _WARPS_OF_A_WARPGROUP = 4
 parts, groups = _SIZE.parts, _SIZE.groups
 
 
-def update(call: Call) -> list[jax.Array]:
+def update(call: KernelCall) -> list[jax.Array]:
     """See :func:`.triton.update`. Mosaic GPU kernels do not support ``interpret``."""
     if call.interpret:
         raise NotImplementedError("Mosaic GPU kernels can only run on CUDA devices")

@@ -14,7 +14,7 @@ from pallas_kernels.fused_update.gpu.kernel import Kernel, Sharing, prepare
 from pallas_kernels.fused_update.gpu.program import run_program
 from pallas_kernels.fused_update.gpu.tiling import FlatTiling
 from pallas_kernels.fused_update.gpu.triton_arrays import INSTRUCTIONS, Arrays
-from pallas_kernels.fused_update.spec import Call, shaped
+from pallas_kernels.fused_update.spec import KernelCall, shaped
 
 _SIZE = Sharing(
     # Four elements per thread are 16 bytes of float32 or of words, which one
@@ -35,7 +35,7 @@ _FLAT_WARPS, _WARPS = 4, 2
 parts, groups = _SIZE.parts, _SIZE.groups
 
 
-def update(call: Call) -> list[jax.Array]:
+def update(call: KernelCall) -> list[jax.Array]:
     """Run the kernel of a call, and return the results of one leaf after the other."""
     kernel, written, args = prepare(_SIZE, call)
     return shaped(_call(kernel, written)(*args), call.shards)

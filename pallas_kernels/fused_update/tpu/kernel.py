@@ -19,7 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.fused_update import xla
-from pallas_kernels.fused_update.spec import BlockBody, Body, Call, Leaf, Shard, shaped
+from pallas_kernels.fused_update.spec import (
+    BlockBody,
+    Body,
+    KernelCall,
+    Leaf,
+    Shard,
+    shaped,
+)
 from pallas_kernels.fused_update.tpu.arrays import KernelArray, kernel_arrays
 from pallas_kernels.fused_update.tpu.blocks import (
     Block,
@@ -325,7 +332,7 @@ def _is_better(leaf: Leaf, shape: tuple[int, ...], min_elements: int = 1) -> boo
     return elements >= min_elements and columns >= _MIN_COLUMNS
 
 
-def update(call: Call) -> list[jax.Array]:
+def update(call: KernelCall) -> list[jax.Array]:
     """Update one leaf for which :func:`refusal` returns None, and return its results.
 
     If ``call.interpret`` is True, Pallas simulates a TPU.
@@ -348,7 +355,7 @@ def update(call: Call) -> list[jax.Array]:
     return shaped(written, call.shards)
 
 
-def _by_kernel(call: Call, shard: Shard) -> list[jax.Array]:
+def _by_kernel(call: KernelCall, shard: Shard) -> list[jax.Array]:
     interpret, scalars = call.interpret, call.scalars
     zero = jnp.zeros((1,), jnp.uint32)
     row = zero if scalars.rows is None else scalars.rows

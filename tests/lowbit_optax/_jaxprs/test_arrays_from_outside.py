@@ -8,7 +8,7 @@ import pytest
 from lowbit_optax._jaxprs import elementwise
 from lowbit_optax._jaxprs.elementwise import (
     NotElementwise,
-    Scalars,
+    ScalarTable,
     arrays_from_outside,
     program_of,
 )
@@ -25,7 +25,7 @@ def updated(function, *others):
     """Returns the shapes that ``function``'s program reads, and the program's value."""
     arguments = X, *others
     graph = Graph(jax.make_jaxpr(function)(*arguments))
-    own, scalars = graph.inputs[:1], Scalars(graph)
+    own, scalars = graph.inputs[:1], ScalarTable(graph)
     outside = arrays_from_outside(graph.outputs, own)
     program = program_of(graph.outputs, [*own, *outside], scalars)
     known = dict(zip(graph.inputs, arguments, strict=True))

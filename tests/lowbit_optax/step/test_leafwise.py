@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from lowbit_optax._jaxprs import elementwise
-from lowbit_optax._jaxprs.elementwise import NotElementwise, Scalars
+from lowbit_optax._jaxprs.elementwise import NotElementwise, ScalarTable
 from lowbit_optax._jaxprs.graph import Graph, evaluate
 from tests.helpers.optimizers import assert_same_bits
 
@@ -19,7 +19,7 @@ ROW = jnp.arange(1.0, 9.0)
 def program_from(function, *arrays):
     graph = Graph(jax.make_jaxpr(function)(*arrays))
     inputs = [node for node in graph.inputs if not node.is_scalar]
-    scalars = Scalars(graph)
+    scalars = ScalarTable(graph)
     return elementwise.program_of(graph.outputs, inputs, scalars), scalars, graph
 
 
@@ -156,7 +156,7 @@ def test_operations_that_are_not_elementwise_are_refused_with_their_shapes():
         program_from(lambda x: x + np.float32(ROW), ROW)
 
 
-# Scalars.
+# ScalarTable.
 
 SCALARS = [
     True,

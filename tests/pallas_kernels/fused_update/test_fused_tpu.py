@@ -13,7 +13,7 @@ import pytest
 from lowbit_optax import block_quantized, cast, extra_bits, kahan, stochastic_rounding
 from pallas_kernels import Operand, Result, Scalars
 from pallas_kernels.fused_update import Leaf
-from pallas_kernels.fused_update.spec import Call, Shard
+from pallas_kernels.fused_update.spec import KernelCall, Shard
 from pallas_kernels.fused_update.tpu import kernel as tpu
 from tests.helpers import tpu_refusals
 from tests.helpers.blocks import Maxima
@@ -273,7 +273,7 @@ def test_a_shard_of_few_columns_before_heads_has_the_bits_of_the_whole():
         given = leaf.with_arrays([jnp.asarray(a[:, heads]) for a in arrays])
         local = 256, heads.stop - heads.start, 8
         shard = Shard(given, local, jnp.uint32(8 * heads.start))
-        got = tpu.update(Call(body, [shard], Scalars(table), interpret=True))
+        got = tpu.update(KernelCall(body, [shard], Scalars(table), interpret=True))
         assert_equal(got, [x[:, heads], numbers[:, heads]])
 
 
@@ -363,5 +363,5 @@ def test_shards_have_the_bits_of_the_whole(shape, parts):
         given = leaf.with_arrays([part(x, place) for x in arrays])
         shard = Shard(given, local, jnp.uint32(first))
         scalars = Scalars(jnp.asarray(TABLE), jnp.uint32([1]))
-        got = tpu.update(Call(body, [shard], scalars, interpret=True))
+        got = tpu.update(KernelCall(body, [shard], scalars, interpret=True))
         assert_equal(got, [part(x, place) for x in want])
