@@ -187,15 +187,20 @@ def derivatives(
     inputs = dict.fromkeys(x for y in calls for x in y.inputs if x not in made)
     repeats = [x for x in calls if x.primitive is p.broadcast_in_dim_p]
 
+    wanted = [*results, *(call.outputs[0] for call in calls)]
+
     def derivative(x, *values):
         def function(x):
             known = {of: x, **dict(zip(inputs, values, strict=True))}
             run(calls, known, dict.fromkeys(repeats, list))
-            return [known[y] if y in made else jnp.zeros_like(x) for y in results]
+            return [known[y] if y in made else jnp.zeros_like(x) for y in wanted]
 
         return jax.jvp(function, [x], [jnp.ones_like(x)])[1]
 
     found = graph.elementwise(derivative, of, *inputs)
+    found, within = found[: len(results)], found[len(results) :]
+    # A function such as the sign has the derivative 0 and depends on the input.
+    is_linear &= not any(map(is_zero, within))
     return found, is_linear and of not in made_of(found, with_scalars=False)
 
 

@@ -10,8 +10,8 @@ decoded:
                after the other
     XLA        all other leaves: operations on whole leaves, which define the results
 
-If the platform is unknown while a step is traced, the three become branches of one
-program.
+A step is traced for the platform that JAX will probably lower it for. The ways for
+other platforms are traced if the program is lowered for them.
 """
 
 import dataclasses

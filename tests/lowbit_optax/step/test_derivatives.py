@@ -73,15 +73,17 @@ def test_a_norm_of_the_input_counts_as_a_constant():
     np.testing.assert_array_equal(factor_of(function), 1 / jnp.sum(M))
 
 
-def test_a_result_that_does_not_move_with_the_input_has_the_derivative_0():
+def test_a_result_that_does_not_depend_on_the_input_has_the_derivative_0():
     assert factor_of(lambda m, g, rate: g * rate) == 0
-    assert factor_of(lambda m, g, rate: jnp.sign(m) * rate) == 0
 
 
 NOT_LINEAR = {
     "square": lambda m, g, rate: m * m,
     "root": lambda m, g, rate: jnp.sqrt(m) * g,
     "divisor": lambda m, g, rate: g / m,
+    "sign": lambda m, g, rate: jnp.sign(m),
+    "sign beside a linear term": lambda m, g, rate: rate * m + g * jnp.sign(m),
+    "rounded beside a linear term": lambda m, g, rate: rate * m + jnp.round(m),
     "which is selected": lambda m, g, rate: jnp.where(m > 0, g, rate * m),
     "another place": lambda m, g, rate: m[::-1],
     "narrow": lambda m, g, rate: m.astype(jnp.bfloat16),
