@@ -125,7 +125,7 @@ def test_eight_h200s_each_update_their_eighth_of_gpt2():
 )
 @pytest.mark.parametrize(
     ("tx", "moved", "instructions"),
-    [(EXTRA_BITS_8, 24, 36.5), (KAHAN, 18, 79), (LOWBIT, 12.25, 67.5)],
+    [(EXTRA_BITS_8, 24, 36.5), (KAHAN, 18, 79.5), (LOWBIT, 12.25, 67.5)],
     ids=["extra bits", "kahan", "lowbit"],
 )
 def test_shards_of_whole_tiles_need_nothing_of_each_other(
