@@ -12,9 +12,11 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import jax
+from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.operations import ClosedJaxpr
 
@@ -53,7 +55,9 @@ def for_one_platform(kernel: Callable, portable: Callable) -> Callable:
     return _chosen(kernel, portable, one_device=False, message=None)
 
 
-def traced_when_lowered(function: Callable, avals: Sequence, arrays: Sequence) -> list:
+def traced_when_lowered(
+    function: Callable, avals: Sequence, arrays: Sequence, plain: bool = False
+) -> list:
     """Call a function that is traced only if the program around it is lowered.
 
     It cannot be differentiated or batched, and must not close over arrays.
@@ -62,9 +66,38 @@ def traced_when_lowered(function: Callable, avals: Sequence, arrays: Sequence) -
       function: a function from arrays to a list of arrays.
       avals: the types of its results.
       arrays: its arguments.
+      plain: if True, the types of its arguments list no axes of a ``jax.shard_map``.
     """
     static = {"avals": tuple(avals), "one_device": None, "message": None}
-    return _chosen_p.bind(*arrays, first=_partitioned(), other=function, **static)
+    first = _partitioned()
+    return _chosen_p.bind(*arrays, first=first, other=function, plain=plain, **static)
+
+
+def with_plain_types(function: Callable, results: Sequence, arrays: Sequence) -> list:
+    """Call a function of arrays whose types do not list mesh axes.
+
+    In a ``jax.shard_map`` with ``check_vma``, types list the axes over which arrays
+    vary, and Pallas refuses references to such arrays. In this case, the function is
+    called by :func:`traced_when_lowered`, with arrays without these types. So it is
+    with ``jax.checking_leaks``, because JAX leaks tracers of every kernel for Mosaic
+    GPU, and users look for leaks in their own code.
+
+    Args:
+      function: a function from arrays to a list of arrays.
+      results: ShapeDtypeStructs of its results.
+      arrays: its arguments.
+    """
+    is_varying = any(jax.typeof(x).manual_axis_type.varying for x in arrays)
+    finds_leaks = jax.config.jax_check_tracer_leaks  # pyright: ignore[reportAttributeAccessIssue]
+    if not (is_varying or finds_leaks):
+        return function(*arrays)
+    mesh = jax.sharding.get_abstract_mesh()
+    avals = []
+    for x in results:
+        place = NamedSharding(mesh, PartitionSpec(*[None] * len(x.shape)))
+        varying = {"sharding": place, "manual_axis_type": x.manual_axis_type}
+        avals.append(ShapedArray(x.shape, x.dtype, **(varying if is_varying else {})))
+    return traced_when_lowered(function, avals, arrays, plain=True)
 
 
 @functools.cache
@@ -88,7 +121,7 @@ def _chosen(first: Callable, other: Callable, **static) -> Callable:
         run = jax.jit(jaxpr_as_fun(closed)) if is_high else closed
         avals = tuple(closed.out_avals)
         return _chosen_p.bind(
-            *leaves, first=run, avals=avals, other=flat(other), **static
+            *leaves, first=run, avals=avals, other=flat(other), plain=False, **static
         )
 
     return chosen
@@ -113,8 +146,12 @@ def _lower(
     other: Callable,
     one_device: bool | None,
     message,
+    plain: bool,
 ):
     del avals
+    if plain:
+        types = [ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
+        ctx = ctx.replace(avals_in=types)
     # In a jax.shard_map, the context has no num_devices, and XLA partitions nothing.
     devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
     is_alone = not one_device or devices == 1

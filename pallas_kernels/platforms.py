@@ -1,6 +1,7 @@
 """Find a program's platform, and choose whether kernels or XLA run a computation."""
 
 import functools
+import importlib.util
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | No
 
 - ``"xla"``: XLA operations, the reference.
 - ``"pallas"``: kernels of the default Pallas backend for GPUs or TPUs. On other
-  platforms, XLA runs the kernels' operations one by one.
+  platforms, XLA runs the operations of Triton's kernels one by one, if JAX has Triton.
 - ``"triton"``, ``"mosaic"``: kernels of this Pallas backend, in programs for CUDA only.
 - ``"tpu"``: kernels of the Pallas TPU backend, and XLA for leaves that they do not
   support. On other platforms, Pallas simulates a TPU, which is slow.
@@ -29,12 +30,15 @@ Implementation = typing.Literal["xla", "pallas", "triton", "mosaic", "tpu"] | No
 
 LauncherName = typing.Literal["triton", "mosaic"]
 
-DEFAULT_LAUNCHER: LauncherName = "triton"
+# From this version on, JAX deprecates Triton, and warns whenever it lowers a kernel.
+_HAS_MOSAIC = jax.__version_info__ >= (0, 11)
+
+DEFAULT_LAUNCHER: LauncherName = "mosaic" if _HAS_MOSAIC else "triton"
 """The launcher of GPU kernels if ``implementation`` does not name one.
 
-On an H200, steps with Triton take 2 to 36% less time than with Mosaic GPU
-(``docs/hardware.md``), and Triton also supports Ampere. JAX 0.11 and newer versions
-deprecate it.
+It is Mosaic GPU if JAX deprecates Triton. Only GPUs that Mosaic GPU does not support
+then use Triton, as long as JAX has it (:func:`launcher_name`). On an H200, steps with
+Triton took 2 to 36% less time than with Mosaic GPU (``docs/hardware.md``).
 """
 
 # JAX reports only the names of GPUs that are not attached.
@@ -42,13 +46,21 @@ _CAPABILITIES = {
     **dict.fromkeys(["P100"], "6.0"),
     **dict.fromkeys(["V100"], "7.0"),
     **dict.fromkeys(["T4"], "7.5"),
+    **dict.fromkeys(["A30", "A100"], "8.0"),
+    **dict.fromkeys(["A10", "A40", "3090"], "8.6"),
+    **dict.fromkeys(["L4", "L40", "L40S", "4090"], "8.9"),
     **dict.fromkeys(["H20", "H100", "H200", "H800", "GH200"], "9.0"),
     **dict.fromkeys(["B100", "B200", "B300", "GB200", "GB300"], "10.0"),
+    # Professional GPUs have names such as "NVIDIA RTX PRO 6000 Blackwell".
+    **dict.fromkeys(["5090", "PRO"], "12.0"),
 }
 
-_MIN_CAPABILITY_OF_KERNELS = 8
-
-_MIN_JAX_OF_MOSAIC = (0, 11)
+# The major numbers of the capabilities on which kernels run. Mosaic GPU needs
+# instructions of Hopper, and JAX 0.12 passes ptxas a wrong architecture for 12.0.
+_NEEDED: dict[LauncherName, tuple[range, str]] = {
+    "triton": (range(8, 100), "8.0 (Ampere) or newer"),
+    "mosaic": (range(9, 11), "9 (Hopper) or 10 (Blackwell) for Mosaic GPU"),
+}
 
 _NAMES = typing.get_args(typing.get_args(Implementation)[0])
 
@@ -75,17 +87,26 @@ def check_implementation(where: str, implementation) -> None:
             f"{where}: implementation must be None, {', '.join(names)} or {last}, "
             f"got {implementation!r}"
         )
-    if implementation == "mosaic" and not has_mosaic():
-        least = ".".join(map(str, _MIN_JAX_OF_MOSAIC))
+    needed = {
+        "mosaic": (has_mosaic, "JAX 0.11 or newer"),
+        "triton": (has_triton, "a JAX with Pallas's Triton backend"),
+    }
+    exists, what = needed.get(str(implementation), (None, ""))
+    if exists and not exists():
         raise NotImplementedError(
-            f"{where}: implementation 'mosaic' needs JAX {least} or newer, "
+            f"{where}: implementation {implementation!r} needs {what}, "
             f"got {jax.__version__}"
         )
 
 
 def has_mosaic() -> bool:
     """Return whether this version of JAX supports the Mosaic GPU kernels."""
-    return jax.__version_info__[:2] >= _MIN_JAX_OF_MOSAIC
+    return _HAS_MOSAIC
+
+
+def has_triton() -> bool:
+    """Return whether this version of JAX has the Triton backend of Pallas."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 class Gpu(typing.NamedTuple):
@@ -134,18 +155,21 @@ def target_gpu() -> Gpu | None:
     return min(sorted(numbered), key=lambda gpu: gpu.major, default=None)
 
 
-def refused_gpu() -> str | None:
+def refused_gpu(implementation: str | None = None) -> str | None:
     """Return why the program's GPU cannot run kernels; None if no reason is known.
+
+    Args:
+      implementation: see :data:`Implementation`.
 
     >>> refused_gpu() is None or jax.default_backend() == "gpu"
     True
     """
     gpu = target_gpu()
-    if gpu is None or gpu.major >= _MIN_CAPABILITY_OF_KERNELS:
+    majors, needed = _NEEDED[launcher_name(implementation)]
+    if gpu is None or gpu.major in majors:
         return None
     return (
-        "kernels need a GPU of compute capability "
-        f"{_MIN_CAPABILITY_OF_KERNELS}.0 (Ampere) or newer, but {gpu.name} has "
+        f"kernels need a GPU of compute capability {needed}, but {gpu.name} has "
         f"{gpu.capability}"
     )
 
@@ -231,7 +255,10 @@ def launcher_name(implementation: str | None) -> LauncherName:
     """
     if implementation == "triton" or implementation == "mosaic":
         return implementation
-    return DEFAULT_LAUNCHER
+    gpu = target_gpu()
+    if gpu is None or gpu.major in _NEEDED[DEFAULT_LAUNCHER][0] or not has_triton():
+        return DEFAULT_LAUNCHER
+    return "triton"
 
 
 def by_platform(
@@ -258,7 +285,9 @@ def by_platform(
     branches = {name: kernel for name, kernel in branches.items() if kernel is not None}
     if implementation in ("xla", "tpu") or not branches:
         return reference(*arguments)
-    default = interpreted if implementation == "pallas" else reference
+    # Kernels for Triton are interpreted, because JAX cannot interpret Mosaic GPU.
+    is_interpreted = implementation == "pallas" and has_triton()
+    default = interpreted if is_interpreted else reference
     if is_elsewhere(x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)):
         return default(*arguments)
     return chosen_by_platform(platform_of(), branches, default, arguments)

@@ -18,8 +18,8 @@ KEEP_ALL_PROGRAMS = {
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-# From 0.11, JAX warns whenever a kernel is lowered for Triton, and has no option to
-# avoid it. A test that expects no such warning must turn it into an error again.
+# From 0.11, JAX warns whenever a kernel is lowered for Triton, which many tests select
+# for its bounds. A test that expects no such warning must turn it into an error again.
 TRITON_IS_DEPRECATED = (
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 )

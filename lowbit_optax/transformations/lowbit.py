@@ -75,7 +75,8 @@ def lowbit(
           updates scalars, and packed or quantized leaves with fewer than 4096 elements.
           On other devices, Pallas interprets the kernels, which is slow.
         - ``"triton"`` or ``"mosaic"``: like ``"pallas"``, with this Pallas backend on
-          CUDA devices.
+          CUDA devices. The default is Mosaic on Hopper and Blackwell from JAX 0.11 on,
+          because JAX deprecates Triton, and Triton otherwise.
         - ``"tpu"``: the TPU kernels, and XLA for leaves that do not support one. On
           other devices, Pallas simulates them, which is slow.
       param_shardings: the shardings of the parameters on a mesh with automatic axes. A

@@ -11,8 +11,8 @@ per block, such as scales. :func:`fused_update` then runs one kernel per leaf:
 2. :mod:`.shards` finds the part of the leaf on each device, its *shard*, and calls the
    *launcher* on it. A launcher is a module for one Pallas backend: ``gpu.triton``,
    ``gpu.mosaic`` or ``tpu.kernel``.
-3. The launcher calls ``pl.pallas_call`` with a grid over tiles of the leaf. Results
-   that overwrite operands are aliased to them. Each program of the grid loads a tile,
+3. The launcher runs a Pallas kernel with a grid over tiles of the leaf. Results that
+   overwrite operands are aliased to them. Each program of the grid loads a tile,
    unpacks the fields, calls the body on registers, and packs and stores the results.
    For a body with blocks, it also computes maxima over the blocks of the tile.
 

@@ -212,7 +212,7 @@ def _update(
 ) -> list[jax.Array]:
     """Returns the results of all leaves in one list; see :func:`fused_update`."""
     check_implementation("fused_update", implementation)
-    refusal = gpu_refusal(leaves)
+    refusal = gpu_refusal(leaves, implementation)
     if implementation in ("pallas", "triton", "mosaic") and refusal:
         raise ValueError(f"fused_update: {refusal}")
     is_for_tpu = is_for_tpus(shards.mesh_of(leaves[0]))
@@ -295,9 +295,11 @@ PARTITIONED = (
 )
 
 
-def gpu_refusal(leaves: Sequence[Leaf]) -> str | None:
+def gpu_refusal(
+    leaves: Sequence[Leaf], implementation: Implementation = None
+) -> str | None:
     """Return why no GPU kernel updates these leaves, or None if one does."""
-    refusal = refused_gpu()
+    refusal = refused_gpu(implementation)
     if refusal is not None:
         return refusal
     size = max(math.prod(leaf.shape) for leaf in leaves)

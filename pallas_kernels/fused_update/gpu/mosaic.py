@@ -21,6 +21,7 @@ from pallas_kernels.fused_update.gpu.program import run_program
 from pallas_kernels.fused_update.gpu.tiling import FlatTiling
 from pallas_kernels.fused_update.spec import BlockBody, KernelCall, shaped
 from pallas_kernels.layout import TILE_COLUMNS
+from pallas_kernels.lowered import with_plain_types
 
 # A program is a warpgroup: 128 threads with four lanes each.
 _SIZE = Sharing(flat_width=512, flat_rows=4, small_width=512, lanes=128)
@@ -67,23 +68,28 @@ def _call(kernel: Kernel, written, args: Sequence[jax.Array]) -> list:
         else [],
         kernel_name=kernel.name,
     )
-    arrays = {number: args[number] for number in overwritten.values()}
-    # References to new results need initial values, but the kernel never reads them.
-    blank = {i: jnp.zeros(x.shape, x.dtype) for i, x in enumerate(new)}
 
-    def in_place(refs) -> None:
-        given, results = refs
-        made = call(*(given.get(i, x) for i, x in enumerate(args)))
-        for i, x in enumerate(made):
-            results[i][...] = x
+    def run(*args) -> list:
+        arrays = {number: args[number] for number in overwritten.values()}
+        # References to new results need initial values, but the kernel never reads
+        # them.
+        blank = {i: jnp.zeros(x.shape, x.dtype) for i, x in enumerate(new)}
 
-    # JAX can partition a function with run_state, but not one with jax.new_ref.
-    arrays, made = pl.run_state(in_place)((arrays, blank))
-    rest = (made[i] for i in range(len(new)))
-    return [
-        arrays[overwritten[i]] if i in overwritten else next(rest)
-        for i in range(len(written))
-    ]
+        def in_place(refs) -> None:
+            given, results = refs
+            made = call(*(given.get(i, x) for i, x in enumerate(args)))
+            for i, x in enumerate(made):
+                results[i][...] = x
+
+        # JAX can partition a function with run_state, but not one with jax.new_ref.
+        arrays, made = pl.run_state(in_place)((arrays, blank))
+        rest = (made[i] for i in range(len(new)))
+        return [
+            arrays[overwritten[i]] if i in overwritten else next(rest)
+            for i in range(len(written))
+        ]
+
+    return with_plain_types(run, written, args)
 
 
 def _warpgroups(kernel: Kernel) -> int:

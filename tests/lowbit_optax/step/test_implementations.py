@@ -330,7 +330,7 @@ def test_a_traced_step_leaves_the_choice_to_the_platform():
     gpu = AbstractDevice("NVIDIA H200", 132, platform="gpu")
     mesh = AbstractMesh((1,), ("a",), (AxisType.Auto,), abstract_device=gpu)
     with jax.sharding.use_abstract_mesh(mesh):
-        assert "pallas_call" in step_program(tx, params, grads)
+        assert "name=fused_update" in step_program(tx, params, grads)
     if not has_mosaic():  # newer versions cannot lower GPU kernels without a GPU
         step = jax.jit(functools.partial(lowbit_optax.step, tx))
         step = step.trace(params, tx.init(params), grads)

@@ -1,6 +1,7 @@
 """The device determines the kernels, and warnings report large leaves without one."""
 
 import functools
+import sys
 import types
 import warnings
 
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import lowbit_optax
 from lowbit_optax._step import plan
 from pallas_kernels import platforms
+from tests.helpers.optimizers import assert_same_bits
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -108,6 +110,59 @@ def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch):
     monkeypatch.setattr(platforms, "has_mosaic", lambda: False)
     with pytest.raises(NotImplementedError, match=r"'mosaic' needs JAX 0\.11"):
         lowbit_optax.kahan_adamw(1e-3, implementation="mosaic")
+
+
+@pytest.mark.parametrize("name", WITH)
+def test_gpus_without_mosaic_keep_triton(name, monkeypatch):
+    monkeypatch.setattr(platforms, "DEFAULT_LAUNCHER", "mosaic")
+    is_new = bool({"H100", "H200", "B200"} & {*name.split()})
+    with mesh_of(name):
+        assert platforms.launcher_name(None) == ("mosaic" if is_new else "triton")
+        assert (platforms.refused_gpu("mosaic") is None) == is_new
+        assert platforms.refused_gpu() is None
+
+
+@pytest.mark.skipif(not platforms.has_mosaic(), reason="needs Mosaic GPU")
+def test_a_gpu_that_mosaic_does_not_support_is_refused():
+    with mesh_of("NVIDIA L4"), pytest.raises(ValueError, match=r"Mosaic.* L4 has 8\.9"):
+        traced(implementation="mosaic")
+
+
+@pytest.fixture
+def without_triton(monkeypatch):
+    """A JAX without Pallas's Triton backend, in which Mosaic is the default."""
+    from jax.experimental import pallas
+
+    monkeypatch.setattr(platforms, "DEFAULT_LAUNCHER", "mosaic")
+    monkeypatch.delattr(pallas, "triton", raising=False)
+    own = "pallas_kernels.fused_update.gpu.triton"
+    for name in ("jax.experimental.pallas.triton", own, f"{own}_arrays"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_a_jax_without_triton_has_kernels_for_newer_gpus_only():
+    with mesh_of("NVIDIA H200"):
+        assert platforms.refused_gpu() is None
+    reason = r"XLA.* for Mosaic GPU, but .*A100.* 8\.0"
+    with mesh_of("NVIDIA A100-SXM4-80GB"), pytest.warns(UserWarning, match=reason):
+        assert KERNEL not in traced()
+    with pytest.raises(NotImplementedError, match=r"'triton' needs a JAX with Pallas"):
+        traced(implementation="triton")
+
+
+@pytest.mark.usefixtures("without_triton")
+@pytest.mark.parametrize("name", ["kahan_adamw", "factored_adamw"])
+def test_a_jax_without_triton_runs_the_reference_on_cpus(name):
+    params = {"kernel": jnp.ones((72, 136), jnp.bfloat16)}
+
+    def step(implementation):
+        tx = getattr(lowbit_optax, name)(1e-3, implementation=implementation)
+        return jax.jit(functools.partial(lowbit_optax.step, tx))(
+            params, tx.init(params), params
+        )
+
+    assert_same_bits(step("pallas"), step("xla"))
 
 
 def test_amds_gpus_have_no_capability(monkeypatch):
