@@ -83,9 +83,9 @@ LPMM_SGD = lowbit_optax.lpmm_sgd(1e-3, 0.9)
 lower_8_bits = functools.partial(lower_lpmm_step, bits=8)
 
 KAHAN = Bounds(lowbit_optax.kahan_adamw(1e-3), 2 + 4 + 4 + 8, 79.5, (18, 0), 80)
-EXTRA_8 = Bounds(EXTRA_BITS(bits=8), 2 + 4 + 2 + 16, 36.5, (6, 18), 80)
+EXTRA_8 = Bounds(EXTRA_BITS(bits=8), 2 + 4 + 2 + 16, 35.5, (6, 18), 80)
 # 2 for the gradient; 5.125, read and written, for parameter, extra bits, codes, scales.
-LOWBIT = Bounds(lowbit_optax.lowbit_adamw(1e-3), 12.25, 68.5, registers=128)
+LOWBIT = Bounds(lowbit_optax.lowbit_adamw(1e-3), 12.25, 64, registers=128)
 STEPS = {
     "extra_bits 8": EXTRA_8,
     "extra_bits 16": Bounds(EXTRA_BITS(), 2 + 4 + 4 + 16, 28, (6, 20), 80),
@@ -98,10 +98,10 @@ STEPS = {
     "lowbit": LOWBIT,
     "master copy": Bounds(_adamw(lowbit_optax.master_copy(), "float32"), 30, 24),
     "4-bit mu": Bounds(
-        lowbit_optax.lowbit(DIVIDED_FIRST, moments=FOUR_AND_EIGHT), 11.25, 78
+        lowbit_optax.lowbit(DIVIDED_FIRST, moments=FOUR_AND_EIGHT), 11.25, 65.5
     ),
-    "errors into 8-bit mu": Bounds(_adamw(ERRORS_INTO_MU, EIGHT), 10.25, 97),
-    "sums of exact mean": Bounds(_adamw(EXACT_MEAN, EIGHT), 12.25, 84.5),
+    "errors into 8-bit mu": Bounds(_adamw(ERRORS_INTO_MU, EIGHT), 10.25, 93),
+    "sums of exact mean": Bounds(_adamw(EXACT_MEAN, EIGHT), 12.25, 81),
     "lpmm_adam": Bounds(LPMM_ADAM, 9.13, 127, lower=lower_lpmm_step),
     "lpmm_adam, 8 bits": Bounds(LPMM_ADAM, 8.13, 127, lower=lower_8_bits),
     "lpmm_sgd": Bounds(LPMM_SGD, 7.0, 100.5, lower=lower_lpmm_step),
@@ -175,7 +175,7 @@ def test_update_and_apply_updates_write_and_read_one_bfloat16_more(name):
 
 @pytest.mark.parametrize(
     ("shape", "instructions"),
-    [((4000, 1001), 85), ((51200, 2561), 83), ((4001, 1001), 91.5)],
+    [((4000, 1001), 81.5), ((51200, 2561), 79.5), ((4001, 1001), 88)],
     ids=str,
 )
 def test_a_step_of_an_odd_width_is_one_short_pass(shape, instructions):
@@ -192,7 +192,7 @@ def test_blocks_of_any_size_are_read_once(block_size):
     # read the table of scalars.
     read = sum(bytes_of_accesses(step.fused, bits, store=False) for bits in (64, 128))
     assert 4 + 3 <= read / PARAMETERS <= 4 + 3 + 0.5
-    assert_short(step, LOWBIT.instructions)
+    assert_short(step, 65.5)
 
 
 RAGGED = [(4001, 1000), (1000, 4001), (1000003,)]

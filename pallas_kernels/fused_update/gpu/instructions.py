@@ -5,6 +5,7 @@ instructions. A 32-bit register contains one float32 or two neighboring elements
 16-bit dtype.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,6 +23,20 @@ Rules = Mapping[Callable | core.Primitive, Callable]
 A primitive's rule also receives its parameters. An operation without a rule runs as
 defined in :mod:`.operations`.
 """
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Byte:
+    """A field of 8 bits that is still a byte of a word of 32 bits.
+
+    Args:
+      word: array of words.
+      number: index of the byte, counted from the least significant one.
+    """
+
+    word: jax.Array
+    number: int = dataclasses.field(metadata={"static": True})
 
 
 class Instructions:
@@ -199,6 +214,20 @@ class Instructions:
             jnp.int32,
         )
         return power.astype(jnp.float32)
+
+    def put_bytes(self, fields: Sequence[Byte]) -> jax.Array:
+        """Return uint32 words of four fields each, the lowest byte first."""
+        a, b, c, d = (field.number for field in fields)
+        # The digits select bytes: 0 to 3 from the first word, and 4 to 7 from the next.
+        word = self.assemble(
+            "{ .reg .b32 low, high;"
+            f" prmt.b32 low, $1, $2, 0x{b + 4}{a};"
+            f" prmt.b32 high, $3, $4, 0x{d + 4}{c};"
+            " prmt.b32 $0, low, high, 0x5410; }",
+            [field.word for field in fields],
+            jnp.int32,
+        )
+        return lax.bitcast_convert_type(word, jnp.uint32)
 
     def opaque(self, x: jax.Array, mark: int) -> jax.Array:
         """Copy an array with an instruction whose text contains ``mark``.

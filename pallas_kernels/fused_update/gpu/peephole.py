@@ -12,13 +12,17 @@ range. Three kinds of divisors are known to be far from these ends, and need no 
 Results are as precise as Triton's (2 units in the last place), except that the root of
 a subnormal number is 0, and its reciprocal is infinite.
 
+**Bytes.** A result that is a byte of some word, such as ``word >> 24``, is returned as
+a :class:`.instructions.Byte` if nothing else in the body reads it. A kernel then puts
+four results into a word with byte permutations, without shifting and masking each.
+
 If no peephole rule applies to an operation, the launcher's rule is used, if it has one
 (:class:`pallas_kernels.fused_update.gpu.instructions.Instructions`).
 """
 
 import functools
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +30,7 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives as p
 
-from pallas_kernels.fused_update.gpu.instructions import Instructions
+from pallas_kernels.fused_update.gpu.instructions import Byte, Instructions
 from pallas_kernels.fused_update.spec import BlockBody, Body
 from pallas_kernels.operations import ClosedJaxpr, Values, operation_of
 
@@ -34,13 +38,16 @@ _SMALLEST = 2.0**-126  # float32's smallest normal number
 
 
 def with_peephole_rules(
-    function: Callable, instructions: Instructions | None
+    function: Callable,
+    instructions: Instructions | None,
+    of_8_bits: Collection[int] = (),
 ) -> Callable:
     """Apply the rules of this module and of a launcher to an elementwise function.
 
     Args:
       function: maps trees of arrays to a tree of arrays.
       instructions: the launcher's instructions; None if XLA runs the operations.
+      of_8_bits: indices of the results that are below 256, which may become bytes.
     """
     if instructions is None:
         return function
@@ -54,7 +61,12 @@ def with_peephole_rules(
                 lambda *flat: function(*structure.unflatten(flat)), return_shape=True
             )(*flat)
         closed, shapes = traced[key]
-        results = _Evaluation(instructions).run(closed, flat)
+        evaluation, jaxpr = _Evaluation(instructions), closed.jaxpr
+        results = evaluation.run(closed, flat)
+        read = {x for eqn in jaxpr.eqns for x in eqn.invars if isinstance(x, core.Var)}
+        for number in of_8_bits:
+            if jaxpr.outvars[number] not in read:
+                results[number] = evaluation.byte(results[number])
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
@@ -65,6 +77,7 @@ def with_instructions(
     body: Body | BlockBody,
     method: typing.Literal["__call__", "statistics"],
     instructions: Instructions | None,
+    of_8_bits: Collection[int] = (),
 ) -> Callable:
     """Return a method of an update's body, transformed by :func:`with_peephole_rules`.
 
@@ -73,7 +86,7 @@ def with_instructions(
     """
     # The ``__call__`` of a plain function cannot be jitted, but the function can.
     function = body if method == "__call__" else getattr(body, method)
-    return jax.jit(with_peephole_rules(function, instructions))
+    return jax.jit(with_peephole_rules(function, instructions, of_8_bits))
 
 
 class _Evaluation:
@@ -83,6 +96,8 @@ class _Evaluation:
         self._instructions = instructions
         # The equation of each variable, and by id, the divisors that need no scaling.
         self._equations, self._divisors = {}, {}
+        # The word and the number of the lowest byte of its shifted values, by id.
+        self._bytes: dict[int, tuple[typing.Any, Byte]] = {}
 
     def run(self, closed: ClosedJaxpr, args: Sequence) -> list:
         values = Values(closed, args)
@@ -109,6 +124,28 @@ class _Evaluation:
         params = eqn.primitive.get_bind_params(eqn.params)
         results = eqn.primitive.bind(*inputs, **params)
         return results if eqn.primitive.multiple_results else [results]
+
+    def byte(self, x) -> Byte:
+        """Return the lowest byte of ``x``, as a byte of the word that was shifted."""
+        _, byte = self._bytes.get(id(x), (x, Byte(x, 0)))
+        return byte
+
+    def _with_byte(self, eqn, inputs: list, byte: Byte):
+        """Return the equation's result, and record what its lowest byte is."""
+        (x,) = self._by_launcher(eqn, inputs)
+        self._bytes[id(x)] = x, byte  # with x, so that no other value gets this id
+        return x
+
+    def _shift(self, eqn, x, places):
+        bits = self._constant(eqn.invars[1])
+        if bits not in (8, 16, 24):
+            return None
+        return self._with_byte(eqn, [x, places], Byte(x, bits // 8))
+
+    def _mask(self, eqn, x, mask):
+        if self._constant(eqn.invars[1]) != 255:
+            return None
+        return self._with_byte(eqn, [x, mask], self.byte(x))
 
     def _as_divisor(self, x):
         """Record that divisions by ``x`` need no scaling."""
@@ -187,6 +224,8 @@ _RULES: Mapping[core.Primitive, Callable] = {
     p.add_jaxvals_p: _Evaluation._sum,
     p.mul_p: _Evaluation._product,
     p.convert_element_type_p: _Evaluation._widened,
+    p.shift_right_logical_p: _Evaluation._shift,
+    p.and_p: _Evaluation._mask,
 }
 
 

@@ -26,7 +26,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.bitfields import get_field, join_fields, put_fields
 from pallas_kernels.fused_update import xla
-from pallas_kernels.fused_update.gpu.instructions import Instructions, by_branches
+from pallas_kernels.fused_update.gpu.instructions import (
+    Byte,
+    Instructions,
+    by_branches,
+)
 from pallas_kernels.fused_update.gpu.kernel import Kernel
 from pallas_kernels.fused_update.gpu.lanes import (
     Arrangement,
@@ -228,7 +232,13 @@ class Packed:
         """Return stores of the words that a chunk fills, and any partly filled word."""
         if carry is not None:
             return self._full_words(chunk, fields, carry)
-        words = put_fields(fields, self.bits)
+        if isinstance(fields[0], Byte):
+            given = self.lanes.arrangement.instructions
+            put_bytes = typing.cast(Instructions, given).put_bytes
+            fours = range(0, len(fields), 4)
+            words = [put_bytes(fields[first : first + 4]) for first in fours]
+        else:
+            words = put_fields(fields, self.bits)
         words = self._without_padding(chunk, words)
         accesses = self._accesses(chunk * np.int32(len(words)), len(words))
         return list(zip(accesses, words, strict=True)), None
@@ -353,7 +363,14 @@ class _Program:
         ]
         self._per_row = [x for x in self._writes if not isinstance(x, _PerBlock)]
         self._packed = [x for x in self._per_row if isinstance(x, Packed)]
-        self._run = with_instructions(self._body, "__call__", self._instructions)
+        of_8_bits = tuple(
+            i
+            for i, x in enumerate(self._per_row)
+            if isinstance(x, Packed) and x.bits == 8
+        )
+        self._run = with_instructions(
+            self._body, "__call__", self._instructions, of_8_bits
+        )
         # Reading and writing rows one by one needs fewer registers.
         self._reads_at_once = bool(self._leaf.block_sizes) or memory.has_branches
 

@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from jax.extend import core
 
 from pallas_kernels import operations
+from pallas_kernels.bitfields import put_fields
+from pallas_kernels.fused_update.gpu.instructions import Byte
 from pallas_kernels.fused_update.gpu.peephole import (
     with_peephole_rules as by_instructions,
 )
@@ -122,6 +125,18 @@ def test_bfloat16_is_rounded_two_at_a_time():
         np.testing.assert_array_equal(pair & U32(0xFFFF), want)
         (pair,) = execute(asm, other, x)
         np.testing.assert_array_equal(pair >> U32(16), want)
+
+
+@pytest.mark.parametrize("numbers", [(0, 0, 0, 0), (3, 1, 0, 2), (0, 3, 2, 1)])
+def test_four_bytes_become_a_word(numbers):
+    words = np.random.default_rng(0).integers(0, 2**32, (4, 999), dtype=U32)
+
+    def put(*words):
+        return instructions.put_bytes([*map(Byte, words, numbers)])
+
+    (got,) = execute(assembly(put, *[np.uint32] * 4), *words)
+    fields = [x >> U32(8 * n) & U32(255) for x, n in zip(words, numbers, strict=True)]
+    np.testing.assert_array_equal(got, np.uint32(put_fields(fields, 8)[0]))
 
 
 def test_a_master_stays_only_if_it_rounds_to_the_parameter():

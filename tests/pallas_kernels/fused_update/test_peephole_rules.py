@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.fused_update.gpu.instructions import Byte
 from pallas_kernels.fused_update.gpu.peephole import (
     with_peephole_rules as by_instructions,
 )
@@ -65,6 +66,53 @@ def test_other_quotients_are_divisions(divisor):
 def test_the_inverse_of_a_scale_needs_no_division():
     scale = lambda x: jnp.maximum(x, jnp.float32(2.0**-110)) * jnp.float32(2.0**-16)
     assert "div" not in operations(lambda x: jnp.float32(1) / scale(x), X)
+
+
+WORDS = jnp.arange(8, dtype=jnp.uint32) * jnp.uint32(0x01234567)
+
+
+def _byte_of(function, word=WORDS):
+    """The number of the byte, and whether it is a byte of ``word`` itself."""
+    run = by_instructions(lambda x: [function(x)], INSTRUCTIONS, of_8_bits=[0])
+    (byte,) = run(word)
+    assert isinstance(byte, Byte)
+    return byte.number, bool((byte.word == word).all())
+
+
+@pytest.mark.parametrize(
+    ("function", "number"),
+    [
+        (lambda x: x & jnp.uint32(255), 0),
+        (lambda x: x >> jnp.uint32(8) & jnp.uint32(255), 1),
+        (lambda x: x >> jnp.uint32(24), 3),
+        (jax.jit(lambda x: x >> jnp.uint32(16) & jnp.uint32(255)), 2),
+    ],
+)
+def test_a_shifted_or_masked_result_is_a_byte_of_its_word(function, number):
+    assert _byte_of(function) == (number, True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x >> jnp.uint32(25),
+        lambda x: x & jnp.uint32(127),
+        lambda x: x >> jnp.uint32(12) & jnp.uint32(255),
+    ],
+)
+def test_any_other_result_is_its_own_lowest_byte(function):
+    number, is_the_word = _byte_of(function)
+    assert number == 0
+    assert not is_the_word
+
+
+def test_a_result_that_the_body_reads_again_is_no_byte():
+    def function(x):
+        field = x >> jnp.uint32(24)
+        return [field, field + jnp.uint32(1)]
+
+    new = by_instructions(function, INSTRUCTIONS, of_8_bits=[0])(WORDS)
+    assert not any(isinstance(x, Byte) for x in new)
 
 
 def test_other_operations_do_not_change():
