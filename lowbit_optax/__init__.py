@@ -27,6 +27,7 @@ from lowbit_optax.loss_scaling import scaled_value_and_grad, with_loss_scale
 from lowbit_optax.lpmm import accumulate_gradients, lpmm_adam, lpmm_sgd
 from lowbit_optax.reports import explain, memory_report, plan, step_report
 from lowbit_optax.split_array import SplitArray, join_array, split_array
+from lowbit_optax.states import exported as _exported  # noqa: F401
 from lowbit_optax.states.conversion import convert
 from lowbit_optax.states.host_shardings import host_shardings
 from lowbit_optax.states.masters import from_master, master_weights, with_master

@@ -22,12 +22,12 @@ from jax.extend.core import primitives as p
 
 from pallas_kernels.operations import ClosedJaxpr
 
-CALLS = frozenset(
-    {
-        p.call_p, p.closed_call_p, p.custom_jvp_call_p, p.custom_vjp_call_p, p.jit_p,
-        p.remat_p,
-    }
-)  # fmt: skip
+CALLS = frozenset({p.custom_jvp_call_p, p.custom_vjp_call_p, p.jit_p, p.remat_p}) | {
+    # In JAX 0.12, the first two are the third, which will replace them.
+    getattr(p, name)
+    for name in ("call_p", "closed_call_p", "eval_jaxpr_p")
+    if hasattr(p, name)
+}
 """Primitives that call a function."""
 
 SUMS = frozenset({p.add_p, p.add_jaxvals_p})

@@ -12,6 +12,7 @@ import operator
 import typing
 
 import jax
+import jax.export
 
 from lowbit_optax._arguments import check_choice, check_static_int
 from lowbit_optax._numerics.codes import UNSIGNED, Code, Prepared, Sum, code_of
@@ -54,11 +55,13 @@ class QuantizedMoment(typing.NamedTuple):
         return _unpickled, (type(self)._fields[0], *self)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache
 def _container(codes: str) -> type[QuantizedMoment]:
     """Return the class of moments whose codes have this field name."""
     fields = collections.namedtuple("QuantizedMoment", [codes, "scales_v2"])
-    return type("QuantizedMoment", (fields, QuantizedMoment), {"__slots__": ()})
+    made = type("QuantizedMoment", (fields, QuantizedMoment), {"__slots__": ()})
+    name = f"lowbit_optax.QuantizedMoment.{codes}"
+    return jax.export.register_namedtuple_serialization(made, serialized_name=name)
 
 
 def _unpickled(codes: str, *trees) -> QuantizedMoment:
