@@ -25,7 +25,7 @@ from lowbit_optax._step import context
 from lowbit_optax._step.body import KEYS, LeafBody
 from lowbit_optax._step.leaf import axes_of_shards, number_of_shard
 from lowbit_optax._step.param_shardings import of_a_layer
-from lowbit_optax._step.plan import needs_loop
+from lowbit_optax._step.plan import MIN_ELEMENTS_ALONE, needs_loop
 from lowbit_optax._step.seeds import Layer
 from lowbit_optax._step.step import LeafStep
 from pallas_kernels.fused_update import (
@@ -36,10 +36,6 @@ from pallas_kernels.fused_update import (
     sharing_kind,
 )
 from pallas_kernels.platforms import Implementation
-
-MIN_ELEMENTS_ALONE = 2**22
-"""A leaf with at least this many elements has its own kernel: the launch costs little
-compared with the update, and a kernel for many leaves takes longer to compile."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ import functools
 import math
 import typing
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -40,17 +40,22 @@ from lowbit_optax._jaxprs.elementwise import (
     program_of,
 )
 from lowbit_optax._jaxprs.graph import Node, calls_between, constant, made_of
-from lowbit_optax._step import trees
+from lowbit_optax._step import context, trees
 from lowbit_optax._step.body import KEYS, LeafBody, MomentRows, WeightRows
 from lowbit_optax._step.error_feedback import Feedback, feedback_of
 from lowbit_optax._step.inner_update import InnerUpdate
 from lowbit_optax._step.leaf import StoredLeaf
+from lowbit_optax._step.step import Step
 from lowbit_optax.formats.block_scaled import BlockScaledTensor
 from pallas_kernels.fused_update import MAX_ELEMENTS, Leaf, has_tiling, shards
 from pallas_kernels.fused_update.api import PARTITIONED, tpu_refusal
-from pallas_kernels.fused_update.axis_sums import axis_sums
+from pallas_kernels.fused_update.axis_sums import MOST_ARRAYS, axis_sums
 from pallas_kernels.layout import layout_of
 from pallas_kernels.platforms import Implementation
+
+MIN_ELEMENTS_ALONE = 2**22
+"""A leaf with at least this many elements has its own kernel: the launch costs little
+compared with the update, and a kernel for many leaves takes longer to compile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +94,28 @@ class Sums(typing.NamedTuple):
         scalars = list(traced.values(self.scalars).values())
         table = encode_scalars(scalars) if scalars else jnp.zeros(1, jnp.uint32)
         values = {}
-        for leaf, function, nodes in self.leaves:
-            grad = traced.step.leaves[leaf].grad
-            found = _sums(function, implementation, grad, table)
-            for same, x in zip(nodes, found, strict=True):
-                values |= {node: x.reshape(node.aval.shape) for node in same}
+        for some in self._shared(traced.step):
+            function = some[0][1]
+            grads = [traced.step.leaves[leaf].grad for leaf, _, _ in some]
+            sums = _sums(function, implementation, grads, table)
+            for (_, _, nodes), found in zip(some, sums, strict=True):
+                for same, x in zip(nodes, found, strict=True):
+                    values |= {node: x.reshape(node.aval.shape) for node in same}
         return values
+
+    def _shared(self, step: Step) -> Iterator[list]:
+        """Yield the leaves whose gradients share a kernel."""
+        group_of = context.current().group_of
+        groups: dict[typing.Any, list] = {}
+        for each in self.leaves:
+            leaf = step.leaves[each[0]]
+            is_large = math.prod(leaf.grad.shape) >= MIN_ELEMENTS_ALONE
+            alone = each[0] if is_large else None
+            key = alone, group_of and group_of(leaf.name), each[1]
+            groups.setdefault((*key, jax.typeof(leaf.grad)), []).append(each)
+        for group in groups.values():
+            for first in range(0, len(group), MOST_ARRAYS):
+                yield group[first : first + MOST_ARRAYS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -486,9 +507,9 @@ def _summed(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _sums(function: Callable, implementation: Implementation, grad, table) -> tuple:
+def _sums(function: Callable, implementation: Implementation, grads, table) -> list:
     """Compute sums. Traced once for equal shapes and functions."""
-    return tuple(axis_sums(function, grad, table, implementation))
+    return axis_sums(function, grads, table, implementation)
 
 
 _LARGE = 2**18

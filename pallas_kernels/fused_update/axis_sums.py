@@ -1,12 +1,12 @@
 """Sums over the last axis and over the axis before it, in one pass on GPUs.
 
 XLA:TPU computes both sums in one pass, but XLA:GPU reads the array once for each. The
-kernel uses Triton.
+kernel uses Triton. Equal arrays share a launch, and the additions after it.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.fused_update.gpu.instructions import by_branches
 from pallas_kernels.fused_update.shards import (
     Local,
     axes_of,
@@ -34,13 +35,16 @@ _ROWS, _COLUMNS, _AT_ONCE = 64, 512, 8
 
 _WARPS = 4
 
+MOST_ARRAYS = 16
+"""The number of arrays that a kernel may read. More would take longer to compile."""
+
 
 def axis_sums(
     function: Callable,
-    x: jax.Array,
+    arrays: Sequence[jax.Array],
     table: jax.Array,
     implementation: Implementation = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> list[tuple[jax.Array, jax.Array]]:
     """Apply an elementwise function, and sum over the last axis and the axis before.
 
     On GPUs, a kernel reads the array once, and on a mesh, every device sums its own
@@ -49,18 +53,19 @@ def axis_sums(
     Args:
       function: elementwise ``function(x, scalars)``, which returns float32. The scalars
         are the elements of the table.
-      x: an array with two or more axes and fewer than 2^31 elements.
+      arrays: up to :data:`MOST_ARRAYS` arrays of the same shape and dtype, with two or
+        more axes and fewer than 2^31 elements.
       table: uint32 vector.
       implementation: see :data:`pallas_kernels.platforms.Implementation`. There is no
         kernel for ``"mosaic"`` and ``"tpu"``, so XLA computes the sums.
 
     Returns:
-      The sums over the last axis, and over the axis before it. These axes keep the
-      length 1.
+      For each array, the sums over the last axis, and over the axis before it. These
+      axes keep the length 1.
 
     >>> import jax.numpy as jnp
     >>> none = jnp.zeros(1, jnp.uint32)
-    >>> rows, columns = axis_sums(lambda x, _: x * x, jnp.ones((2, 3)), none)
+    >>> ((rows, columns),) = axis_sums(lambda x, _: x * x, [jnp.ones((2, 3))], none)
     >>> rows.shape, columns.shape, float(rows[0, 0])
     ((2, 1), (1, 3), 3.0)
     """
@@ -69,113 +74,130 @@ def axis_sums(
     over_mesh = functools.partial(_over_mesh, function)
     interpreted = functools.partial(over_mesh, interpret=True)
     on_gpus = for_one_platform(over_mesh, reference)
-    return by_platform(
+    sums = by_platform(
         implementation,
         reference,
-        (x, table),
+        (table, *arrays),
         interpreted=transformable(interpreted, reference),
         cuda=None
         if launcher_name(implementation) == "mosaic"
         else transformable(on_gpus, reference),
     )
+    return list(zip(sums[::2], sums[1::2], strict=True))
 
 
-def _reference(function: Callable, x: jax.Array, table: jax.Array) -> list[jax.Array]:
-    values = function(x, list(table))
-    return [jnp.sum(values, axis, keepdims=True) for axis in (-1, -2)]
+def _reference(
+    function: Callable, table: jax.Array, *arrays: jax.Array
+) -> list[jax.Array]:
+    values = [function(x, list(table)) for x in arrays]
+    return [jnp.sum(x, axis, keepdims=True) for x in values for axis in (-1, -2)]
 
 
 def _over_mesh(
-    function: Callable, x: jax.Array, table: jax.Array, interpret: bool = False
+    function: Callable, table: jax.Array, *arrays: jax.Array, interpret: bool = False
 ) -> list[jax.Array]:
     """Returns the sums of shards, added over the devices that share a row or column."""
     kernel = functools.partial(_kernel, function, interpret)
 
     def local_of(arguments, mesh) -> Local:
         del mesh
-        spec = arguments[0].sharding.spec
-        *outer, high, wide = axes_of(spec, len(arguments[0].shape))
+        specs = [x.sharding.spec for x in arguments[1:]]
+        added, outside = [], []
+        for spec in specs:
+            *outer, high, wide = axes_of(spec, rank)
+            added += [wide, high]
+            entries = [[*outer, high, ()], [*outer, (), wide]]
+            outside += [P(*(names or None for names in each)) for each in entries]
 
-        def local(*args):
-            pairs = zip(kernel(*args), (wide, high), strict=True)
+        def local(table, *shards):
+            sums: list = [None] * len(added)
+            for spec in dict.fromkeys(specs):
+                some = [i for i, other in enumerate(specs) if other == spec]
+                found = kernel(table, *(shards[i] for i in some))
+                for n, i in enumerate(some):
+                    sums[2 * i : 2 * i + 2] = found[2 * n : 2 * n + 2]
+            pairs = zip(sums, added, strict=True)
             return [lax.psum(each, names) if names else each for each, names in pairs]
 
-        entries = [[*outer, high, ()], [*outer, (), wide]]
-        outside = [P(*(names or None for names in each)) for each in entries]
-        return local, [spec, P()], outside
+        return local, [P(), *specs], outside
 
-    mesh = jax.typeof(x).sharding.mesh
+    rank, mesh = arrays[0].ndim, jax.typeof(arrays[0]).sharding.mesh
     if has_explicit_axes(mesh):
-        local = local_of([jax.typeof(x)], mesh)
-        return over_known_axes(local, [x, table], mesh)
-    outer = "".join(f"a{axis} " for axis in range(x.ndim - 2))
-    rule = f"{outer}m n, t -> {outer}m one, {outer}another n"
-    return over_automatic_axes(kernel, local_of, [x, table], rule)
+        like = [jax.typeof(x) for x in (table, *arrays)]
+        return over_known_axes(local_of(like, mesh), [table, *arrays], mesh)
+    before, after = ["t"], []
+    for i in range(len(arrays)):
+        outer = "".join(f"a{i}x{axis} " for axis in range(rank - 2))
+        before.append(f"{outer}m{i} n{i}")
+        after += [f"{outer}m{i} p{i}", f"{outer}q{i} n{i}"]
+    rule = f"{', '.join(before)} -> {', '.join(after)}"
+    return over_automatic_axes(kernel, local_of, [table, *arrays], rule)
 
 
 def _kernel(
-    function: Callable, interpret: bool, x: jax.Array, table: jax.Array
+    function: Callable, interpret: bool, table: jax.Array, *arrays: jax.Array
 ) -> list[jax.Array]:
-    """Returns the sums over both axes of an array on one device.
+    """Returns the sums over both axes of each array on one device.
 
     Args:
-      function, x, table: see :func:`axis_sums`.
+      function, table, arrays: see :func:`axis_sums`.
       interpret: if True, XLA runs the operations of the kernel.
     """
     # Pallas would take a tenth of the import time of this package.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    *outer, rows, columns = x.shape
-    size = math.prod(outer)
-    grid = size, pl.cdiv(rows, _ROWS), pl.cdiv(columns, _COLUMNS)
-    varying = jax.typeof(x).manual_axis_type
+    *outer, rows, columns = arrays[0].shape
+    size, count = math.prod(outer), len(arrays)
+    grid = count * size, pl.cdiv(rows, _ROWS), pl.cdiv(columns, _COLUMNS)
+    varying = jax.typeof(arrays[0]).manual_axis_type
     of_rows, of_columns = pl.pallas_call(
-        functools.partial(_program, function, (rows, columns), table.size),
+        functools.partial(_program, function, (size, rows, columns)),
         grid=grid,
         # Whole tiles, so that stores need no mask.
         out_shape=[
             jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=varying)
             for shape in (
-                (size, grid[1] * _ROWS, grid[2]),
-                (size, grid[1], grid[2] * _COLUMNS),
+                (grid[0], grid[1] * _ROWS, grid[2]),
+                (grid[0], grid[1], grid[2] * _COLUMNS),
             )
         ],
         compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=interpret,
         name="axis_sums",
-    )(x.reshape(size, rows, columns), table)
+    )(table, *(x.reshape(size, rows, columns) for x in arrays))
     of_rows = jnp.sum(of_rows[:, :rows], 2)
     of_columns = jnp.sum(of_columns[:, :, :columns], 1)
-    return [
-        of_rows.reshape(*outer, rows, 1),
-        of_columns.reshape(*outer, 1, columns),
-    ]
+    of_rows = of_rows.reshape(count, *outer, rows, 1)
+    of_columns = of_columns.reshape(count, *outer, 1, columns)
+    return [x for pair in zip(of_rows, of_columns, strict=True) for x in pair]
 
 
-def _program(
-    function: Callable,
-    shape: tuple[int, int],
-    count: int,
-    x,
-    table,
-    of_rows,
-    of_columns,
-):
-    """Sums the elements of one tile over its rows and over its columns."""
+def _program(function: Callable, shape: tuple[int, int, int], table, *refs):
+    """Sums the elements of one tile over its rows and over its columns.
+
+    ``refs`` are references to the arrays, which have this shape, and to both results.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     matrix, high, wide = (pl.program_id(axis) for axis in range(3))
-    scalars = [table[np.int32(i)] for i in range(count)]
+    *arrays, of_rows, of_columns = refs
+    size = np.int32(shape[0])
+    number, within = lax.div(matrix, size), lax.rem(matrix, size)
+    scalars = [table[np.int32(i)] for i in range(table.size)]
     columns = wide * np.int32(_COLUMNS) + lax.iota(jnp.int32, _COLUMNS)
     total = jnp.zeros((_AT_ONCE, _COLUMNS), jnp.float32)
     for first in range(0, _ROWS, _AT_ONCE):
         rows = high * np.int32(_ROWS) + np.int32(first) + lax.iota(jnp.int32, _AT_ONCE)
-        exists = (rows < np.int32(shape[0]))[:, None]
-        exists &= (columns < np.int32(shape[1]))[None, :]
-        place = x.at[matrix, rows[:, None], columns[None, :]]
-        found = function(triton.load(place, mask=exists), scalars)
+        exists = (rows < np.int32(shape[1]))[:, None]
+        exists &= (columns < np.int32(shape[2]))[None, :]
+        place = within, rows[:, None], columns[None, :]
+
+        def load(i: int, place=place, exists=exists):
+            return triton.load(arrays[i].at[place], mask=exists)
+
+        found = function(by_branches(number, range(len(arrays)), load), scalars)
         found = jnp.where(exists, found, jnp.float32(0))
         triton.store(of_rows.at[matrix, rows, wide], jnp.sum(found, 1))
         total += found

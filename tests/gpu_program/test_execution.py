@@ -467,8 +467,12 @@ def test_a_result_that_is_not_written_is_noticed():
         program.with_source(name, mutated).run(fields)
 
 
-@pytest.mark.parametrize("shape", [(128, 1024), (70, 1100), (3, 65, 700)])
-def test_sums_of_rows_and_columns_are_those_of_numpy(shape, launcher):
+# For several arrays of other shapes, XLA copies sums in a way that is not emulated.
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [((128, 1024), 1), ((70, 1100), 1), ((70, 1100), 3), ((3, 65, 700), 1)],
+)
+def test_sums_of_rows_and_columns_are_those_of_numpy(shape, count, launcher):
     if launcher == "mosaic":
         pytest.skip("XLA computes the sums beside Mosaic's kernels")
 
@@ -476,13 +480,15 @@ def test_sums_of_rows_and_columns_are_those_of_numpy(shape, launcher):
         del scalars
         return x.astype(F32) ** 2
 
-    x = normal(shape, BF16)
+    arrays = [normal(shape, BF16, seed) for seed in range(count)]
     table = jnp.zeros(1, jnp.uint32)
-    run = lambda x: axis_sums(squares, x, table)
-    got = compile_program(lower_for(gpu_mesh(), run, x)).run(x)
-    exact = np.asarray(x, np.float64) ** 2
-    for found, axis in zip(got, (-1, -2), strict=True):
-        np.testing.assert_allclose(found, exact.sum(axis, keepdims=True), rtol=1e-5)
+    run = lambda arrays: axis_sums(squares, arrays, table)
+    got = compile_program(lower_for(gpu_mesh(), run, arrays)).run(arrays)
+    for x, sums in zip(arrays, got, strict=True):
+        exact = np.asarray(x, np.float64) ** 2
+        for found, axis in zip(sums, (-1, -2), strict=True):
+            want = exact.sum(axis, keepdims=True)
+            np.testing.assert_allclose(found, want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [8, 0])

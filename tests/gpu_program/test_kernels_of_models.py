@@ -96,6 +96,18 @@ def test_equal_quantised_leaves_share_kernels(name, kernels):
     assert step.in_place
 
 
+def test_the_sums_of_equal_leaves_share_a_kernel():
+    step = lower_step(lowbit_optax.factored_adamw(1e-3), [leaf(768, 2304)] * 12)
+    kernels = step.machine_code
+    (sums,) = (k for name, k in kernels.items() if name.startswith("axis_sums"))
+    (updates,) = (k for name, k in kernels.items() if name.startswith("fused_update"))
+    assert len(sums.launches) == 1
+    assert sums.spill_stores == sums.spill_loads == 0
+    assert step.fused_launches == 1 + len(updates.launches)
+    assert len(step.launches) <= 34
+    assert step.moved <= 11.35
+
+
 def arguments_of(step):
     return step.compiled.memory_analysis().argument_size_in_bytes
 
