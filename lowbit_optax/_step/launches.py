@@ -76,20 +76,19 @@ class Launches:
         groups: dict[typing.Any, list[int]] = {}
         keys, scalars = self.step.keys, self._plain_scalars
         for i, leaf in leaves.items():
-            body, dtypes = self.bodies[i], tuple(x.dtype for x in leaf.arrays)
-            if cpu.accepts(leaf):
-                group = self._group_of(i), body, dtypes
-                groups.setdefault(group, []).append(i)
-            else:
-                written[i] = _blocked(body, leaf, keys, np.uint32(i), scalars)
-        of_group: dict[typing.Any, list] = {}
+            dtypes = tuple(x.dtype for x in leaf.arrays)
+            group = self._group_of(i), self.bodies[i], dtypes
+            groups.setdefault(group, []).append(i)
+        before: dict[typing.Any, list] = {}
         for (apart, body, _), numbers in groups.items():
             for part in cpu.divided(numbers, leaves):
                 some = [leaves[i] for i in part]
-                # Update parts one after the other, so that they share memory.
-                some, _ = lax.optimization_barrier((some, of_group.get(apart, [])))
-                new = _joined(body, some, keys, np.array(part, np.uint32), scalars)
-                of_group[apart] = new
+                if cpu.accepts(some[0]):
+                    # Copies of small leaves share memory if one follows the other.
+                    some, _ = lax.optimization_barrier((some, before.get(apart, [])))
+                new = _blocked(body, some, keys, np.array(part, np.uint32), scalars)
+                if cpu.accepts(some[0]):
+                    before[apart] = new
                 written |= zip(part, new, strict=True)
         return written
 
@@ -239,16 +238,9 @@ def _fused(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _blocked(body: LeafBody, leaf: Leaf, keys, number, scalars) -> list[jax.Array]:
-    """Update one leaf block by block. Traced once for equal shapes and programs."""
-    keys = [lax.dynamic_index_in_dim(key, number, keepdims=False) for key in keys]
-    return cpu.update(body, leaf, [*keys, *scalars], when=body.when)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _joined(
+def _blocked(
     body: LeafBody, leaves: Sequence[Leaf], keys, numbers, scalars
 ) -> list[list[jax.Array]]:
-    """Update leaves together, as if they were one leaf."""
+    """Update leaves block by block. Traced once for equal shapes and programs."""
     keys = [key[numbers] for key in keys]
-    return cpu.update_joined(body, leaves, keys, scalars, when=body.when)
+    return cpu.update(body, leaves, keys, scalars, when=body.when)

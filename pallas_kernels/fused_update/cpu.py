@@ -6,12 +6,13 @@ to new memory, whose pages the system must clear, and then copies the result. He
 loop updates parts of :data:`PART` elements. The results of a part stay in a few MiB of
 memory until all of them are computed, and the next iteration reuses that memory.
 
-XLA's CPU compiler takes as long for a small leaf as for a large one. Therefore, small
-leaves of different shapes are copied into one *joined* leaf. It is updated part by
-part, and the results are copied back. The joined leaf consists of *bands* of 128
-columns. The height of a band is the smallest number of rows that contains whole words
-and blocks. Each leaf is cut into *strips* of this height, which are concatenated along
-the columns, padded with zeros and cut into bands.
+XLA's CPU compiler takes as long for a small leaf as for a large one. Therefore, large
+leaves share a loop if their parts have the same shape; each turn updates a part of one
+of them. Small leaves of different shapes are copied into one *joined* leaf. It is
+updated part by part, and the results are copied back. The joined leaf consists of
+*bands* of 128 columns. The height of a band is the smallest number of rows that
+contains whole words and blocks. Each leaf is cut into *strips* of this height, which
+are concatenated along the columns, padded with zeros and cut into bands.
 
 :mod:`pallas_kernels.fused_update.xla` updates each part, so the results are equal.
 """
@@ -19,6 +20,7 @@ the columns, padded with zeros and cut into bands.
 import dataclasses
 import functools
 import math
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
@@ -34,142 +36,251 @@ from pallas_kernels.platforms import transformable
 PART = 2**17
 """Approximate number of elements of a part. Its arrays fit into a core's caches."""
 
+SIDE = 256
+"""Rows and columns of the parts of matrices whose columns are a multiple of it.
+
+They are the same for many matrices, which therefore share a loop."""
+
+
+def divided(numbers: Sequence[int], leaves: Mapping[int, Leaf]) -> Iterable[list[int]]:
+    """Yield lists of the indices of leaves that :func:`update` updates together.
+
+    Args:
+      numbers: indices of leaves with the same kinds of operands and results.
+      leaves: dict from index to leaf.
+    """
+    large: dict[typing.Hashable, list[int]] = {}
+    joined: list[int] = []
+    total = 0
+    for number in numbers:
+        leaf = leaves[number]
+        if not accepts(leaf):
+            large.setdefault(_parts(leaf).kind, []).append(number)
+            continue
+        size = math.prod(leaf.shape)
+        if joined and total + size > MAX_JOINED:
+            yield joined
+            joined, total = [], 0
+        joined.append(number)
+        total += size
+    if joined:
+        yield joined
+    for some in large.values():
+        together = MAX_LARGE if len(some) >= MIN_LARGE else 1
+        for begin in range(0, len(some), together):
+            yield some[begin : begin + together]
+
 
 def update(
     body: Body | BlockBody,
-    leaf: Leaf,
+    leaves: Sequence[Leaf],
+    keys: Sequence[jax.Array],
     scalars: Sequence[jax.Array],
     when: int | None = None,
-) -> list[jax.Array]:
-    """Run :func:`pallas_kernels.fused_update.xla.update` part by part.
+) -> list[list[jax.Array]]:
+    """Run :func:`pallas_kernels.fused_update.xla.update` on leaves, part by part.
 
     Args:
-      body, leaf, when: see :func:`.xla.update`. The leaf must not be stacked.
-      scalars: scalars of the body, in any dtypes that it accepts. The results can be
-        differentiated with respect to them.
+      body, when: see :func:`.xla.update`.
+      leaves: small leaves, or large leaves with parts of the same kind; see
+        :func:`divided`. They must not be stacked.
+      keys: the first scalars of the body, as vectors with one element for each leaf.
+      scalars: the remaining scalars, in any dtypes that the body accepts. The results
+        can be differentiated with respect to them.
     """
 
-    def in_parts(scalars, leaf):
-        parts = _parts(leaf)
-        seen = dataclasses.replace(leaf, shape=parts.shape)
-        arrays = [o.array.reshape(seen.stored_shape(o)) for o in leaf.operands]
+    def by_parts(keys, scalars, leaves):
+        if accepts(leaves[0]):
+            return _Joined(leaves).updated(body, keys, scalars, when)
+        return _in_place(body, leaves, keys, scalars, when)
 
-        def arguments(first, length):
-            shape = (length, *parts.shape[1:])
-            first = jnp.uint32(first) * jnp.uint32(math.prod(parts.shape[1:]))
-            return scalars, xla.index_of(shape, parts.shape, first)
-
-        skips = None if when is None else scalars[when] == jnp.uint32(0)
-        new = over_parts(body, seen.with_arrays(arrays), parts, arguments, skips)
+    def one_by_one(keys, scalars, leaves):
         return [
-            x.reshape(leaf.stored_shape(result))
-            for x, result in zip(new, leaf.results, strict=True)
+            xla.update(body, leaf, [*(k[i] for k in keys), *scalars], when=when)
+            for i, leaf in enumerate(leaves)
         ]
 
-    def whole(scalars, leaf):
-        return xla.update(body, leaf, scalars, when=when)
+    return transformable(by_parts, one_by_one)(list(keys), list(scalars), list(leaves))
 
-    return transformable(in_parts, whole)(list(scalars), leaf)
+
+def _in_place(
+    body: Body | BlockBody, leaves: Sequence[Leaf], keys, scalars, when: int | None
+) -> list[list[jax.Array]]:
+    """Returns the results of large leaves, which overwrite the operands."""
+    # One leaf has parts of whole rows, which need less time.
+    parts = list(map(_parts, leaves)) if len(leaves) > 1 else [_rows(leaves[0])]
+    strides = jnp.array([math.prod(p.shape[1:]) for p in parts], jnp.uint32)
+
+    def arguments(which, at, shape):
+        row, column = (jnp.asarray(x).astype(jnp.uint32) for x in at)
+        stride = strides[which]
+        first = row * stride + column
+
+        def index() -> jax.Array:
+            columns = xla.index_of((1, *shape[1:]), parts[0].shape, first)
+            rows = lax.broadcasted_iota(jnp.uint32, (shape[0], *columns.shape[1:]), 0)
+            return columns + rows * stride
+
+        return [*(k[which] for k in keys), *scalars], index
+
+    views = []
+    for leaf, p in zip(leaves, parts, strict=True):
+        seen = dataclasses.replace(leaf, shape=p.shape)
+        arrays = [o.array.reshape(seen.stored_shape(o)) for o in leaf.operands]
+        views.append(seen.with_arrays(arrays))
+    skips = None if when is None else scalars[when - len(keys)] == jnp.uint32(0)
+    new = over_parts(body, views, parts, arguments, skips)
+    return [
+        [
+            x.reshape(leaf.stored_shape(result))
+            for x, result in zip(each, leaf.results, strict=True)
+        ]
+        for leaf, each in zip(leaves, new, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """A division of the first axis of a leaf into parts.
+    """A division of a leaf into parts along its first and last axis.
 
     Args:
       shape: shape of the leaf, or of a reshaped view of it.
-      length: length of a part along the first axis.
-      last: length of an additional last part if its length differs; otherwise 0.
+      part: shape of a part. All axes but the first and the last are whole.
+      last: number of rows of an additional last part, which has whole rows; 0 if there
+        is none.
     """
 
     shape: tuple[int, ...]
-    length: int
+    part: tuple[int, ...]
     last: int = 0
 
     @property
-    def count(self) -> int:
-        """Number of parts that have the length ``length``."""
-        return (self.shape[0] - self.last) // self.length
+    def grid(self) -> tuple[int, int]:
+        """Number of parts along the first and along the last axis, without the last."""
+        rows = (self.shape[0] - self.last) // self.part[0]
+        return rows, self.shape[-1] // self.part[-1] if len(self.shape) > 1 else 1
+
+    @property
+    def kind(self) -> typing.Hashable:
+        """A value that is equal for leaves whose parts can be updated in one loop."""
+        is_matrix = len(self.shape) == 2 and not self.last
+        return self.part, None if is_matrix else self.shape
 
 
 def _parts(leaf: Leaf) -> Parts:
-    """Returns the parts of a leaf, or one part if several would change the layout."""
-    shape, is_plain = leaf.shape, not leaf.has_words_or_blocks
-    if is_plain:
-        size, columns = math.prod(shape), shape[-1]
-        shape = (size // columns, columns) if columns <= PART else (size,)
-    parts = _divided(shape, leaf.unit(0))
+    """Returns square parts of a matrix if it consists of them, and otherwise rows."""
+    shape = _view(leaf)
+    if len(shape) != 2 or shape[1] % SIDE or any(o.repeated for o in leaf.operands):
+        return _rows(leaf)
+    rest = shape[0] % SIDE
+    if shape[0] < (2 * SIDE if rest else SIDE):
+        return _rows(leaf)
+    # The last part gets the remainder, because few rows could change the layout.
+    return Parts(shape, (SIDE, SIDE), SIDE + rest if rest else 0)
+
+
+def _view(leaf: Leaf) -> tuple[int, ...]:
+    """Returns the shape of a matrix with the leaf's layout, or the leaf's shape."""
+    shape, axis = leaf.shape, len(leaf.shape) - 2
+    size, columns = math.prod(shape), shape[-1]
+    if not leaf.has_words_or_blocks:
+        return (size // columns, columns) if columns <= PART else (size,)
+    is_matrix = leaf.layout.row_axis == axis and shape[axis] % leaf.unit(axis) == 0
+    return (size // columns, columns) if is_matrix else shape
+
+
+def _rows(leaf: Leaf) -> Parts:
+    """Returns parts of whole rows, or one part if several would change the layout."""
+    shape, is_plain = _view(leaf), not leaf.has_words_or_blocks
+    unit = dataclasses.replace(leaf, shape=shape).unit(0)
+    parts = _divided(shape, unit)
     if is_plain and parts.last:
         # The number of elements may have a divisor that the number of rows lacks.
         return _divided((math.prod(shape),), 1)
-    lengths = shape[0], parts.length, parts.last
+    lengths = shape[0], parts.part[0], parts.last
     axes = {layout_of((n, *shape[1:])).axis for n in lengths if n}
-    return parts if is_plain or len(axes) == 1 else Parts(shape, shape[0])
+    return parts if is_plain or len(axes) == 1 else Parts(shape, shape)
 
 
 def _divided(shape: tuple[int, ...], unit: int) -> Parts:
-    """Returns parts of the first axis that consist of ``unit`` rows or a multiple."""
+    """Returns parts whose number of rows is a multiple of ``unit``."""
     rows, row = shape[0], math.prod(shape[1:])
     parts = max(1, round(rows * row / PART))
     for count in range(parts, 2 * parts):
         if rows % (count * unit) == 0:
-            return Parts(shape, rows // count)
+            return Parts(shape, (rows // count, *shape[1:]))
     length = max(PART // (unit * row), 1) * unit
     if rows < 2 * length:
-        return Parts(shape, rows)
-    # The last part gets the remainder, because few rows could change the layout.
-    return Parts(shape, length, length + rows % length)
+        return Parts(shape, shape)
+    return Parts(shape, (length, *shape[1:]), length + rows % length)
 
 
 def over_parts(
     body: Body | BlockBody,
-    leaf: Leaf,
-    parts: Parts,
+    leaves: Sequence[Leaf],
+    parts: Sequence[Parts],
     arguments: Callable,
     skips: jax.Array | None,
-) -> list[jax.Array]:
-    """Update a leaf part by part along its first axis and return its results.
+) -> list[list[jax.Array]]:
+    """Update leaves part by part and return their results.
 
     Args:
       body: body of the update.
-      leaf: leaf with the shape of ``parts``.
-      parts: parts of the leaf.
-      arguments: a function that returns the scalars and the index for the body, given
-        the first row of a part and its number of rows.
+      leaves: leaves with the same kinds of operands and results.
+      parts: the parts of each leaf, which have the same kind.
+      arguments: a function that returns the scalars for the body and a function that
+        returns the index, given the position of the leaf, the first row and column of a
+        part, and its shape.
       skips: boolean scalar, whether to skip the update; None if it is never skipped.
     """
-    dtypes = [x.dtype for x in leaf.arrays]
-    leaf = leaf.with_arrays(list(map(_to_slice, leaf.arrays)))
-    written = {
+    first, one = leaves[0], parts[0]
+    dtypes = [x.dtype for x in first.arrays]
+    leaves = [leaf.with_arrays(list(map(_to_slice, leaf.arrays))) for leaf in leaves]
+    written = [_written_arrays(leaf) for leaf in leaves]
+    update = functools.partial(_update_part, body, leaves, dtypes, one.part, arguments)
+    counts = [math.prod(p.grid) for p in parts]
+    starts = np.cumsum([0, *counts[:-1]], dtype=np.int32)
+    widths = jnp.array([p.grid[1] for p in parts], jnp.int32)
+
+    def advance(turn, written):
+        which = jnp.sum(turn >= starts[1:], dtype=jnp.int32)
+        at = jnp.divmod(turn - jnp.asarray(starts)[which], widths[which])
+        return update(which, at, one.part, written)
+
+    def finish(turn, written):
+        return update(turn, (one.grid[0], 0), (one.last, *one.shape[1:]), written)
+
+    for part, turns in ((advance, sum(counts)), (finish, len(leaves))):
+        if part is finish and not one.last:
+            continue
+        if turns == 1 and skips is None:
+            written = part(jnp.int32(0), written)
+        else:
+            written = _loop(turns, skips, part, written)
+    # If XLA fused the writes with a later reshape or bitcast, it would use new memory.
+    dtypes = [x.dtype for x in first.results]
+    ordered = [[arrays[place] for place in _places(first)] for arrays in written]
+    return [list(map(_from_slice, arrays, dtypes)) for arrays in _barrier(ordered)]
+
+
+def _loop(turns: int, skips: jax.Array | None, part: Callable, written: list) -> list:
+    """Returns ``written`` after ``turns`` turns, or after none if ``skips`` is true."""
+
+    def turn(number, written):
+        return part(_in_parallel_loop(number, turns), written)
+
+    end = turns if skips is None else jnp.where(skips, 0, turns)
+    return lax.fori_loop(0, end, turn, written)
+
+
+def _written_arrays(leaf: Leaf) -> dict[int, jax.Array]:
+    """Returns the arrays that a leaf's results overwrite, keyed by their places."""
+    return {
         place: leaf.arrays[place]
-        if place < len(dtypes)
+        if place < len(leaf.operands)
         else _to_slice(jnp.zeros(leaf.stored_shape(result), result.dtype))
         for place, result in zip(_places(leaf), leaf.results, strict=True)
     }
-    update = functools.partial(_update_part, body, leaf, dtypes, parts, arguments)
-
-    def advance(number, written):
-        number = _in_parallel_loop(number, parts.count)
-        return update(number, parts.length, written)
-
-    def finish(_, written):
-        return update(parts.count, parts.last, written)
-
-    turns = 1 if skips is None else 1 - skips.astype(jnp.int32)
-    if parts.count > 1 or skips is not None:
-        written = lax.fori_loop(0, turns * parts.count, advance, written)
-    else:
-        written = update(0, parts.length, written)
-    if parts.last and skips is None:
-        written = finish(0, written)
-    elif parts.last:
-        written = lax.fori_loop(0, turns, finish, written)
-    # If XLA fused the writes with a later reshape or bitcast, it would use new memory.
-    results = _barrier([written[place] for place in _places(leaf)])
-    return [
-        _from_slice(x, result.dtype)
-        for x, result in zip(results, leaf.results, strict=True)
-    ]
 
 
 def _places(leaf: Leaf) -> list[int]:
@@ -182,50 +293,75 @@ def _places(leaf: Leaf) -> list[int]:
 
 def _update_part(
     body: Body | BlockBody,
-    leaf: Leaf,
+    leaves: Sequence[Leaf],
     dtypes: Sequence,
-    parts: Parts,
+    unit: tuple[int, ...],
     arguments: Callable,
-    number: jax.Array | int,
-    length: int,
-    written: dict[int, jax.Array],
-) -> dict[int, jax.Array]:
+    which: jax.Array,
+    place: tuple,
+    shape: tuple[int, ...],
+    written: list[dict[int, jax.Array]],
+) -> list[dict[int, jax.Array]]:
     """Returns ``written`` after adding the results of one part.
 
     Args:
-      body, leaf, parts, arguments: see :func:`over_parts`.
-      dtypes: dtypes of the leaf's arrays before :func:`_to_slice`.
-      number: index of the part.
-      length: number of rows of the part.
-      written: the results of the whole leaf, keyed by :func:`_places`.
+      body, leaves, arguments: see :func:`over_parts`.
+      dtypes: dtypes of a leaf's arrays before :func:`_to_slice`.
+      unit: shape of the parts before this part.
+      which: position of the leaf.
+      place: number of parts before this part along the first and the last axis.
+      shape: shape of the part.
+      written: the results of each leaf, keyed by :func:`_places`.
     """
-    row = parts.shape[1:]
-    part = dataclasses.replace(leaf, shape=(length, *row))
-    whole = dataclasses.replace(leaf, shape=(parts.length, *row))
+    first = leaves[0]
+    part = dataclasses.replace(first, shape=shape)
+    before = dataclasses.replace(first, shape=unit)
+
+    def start(like: Operand | Result) -> list:
+        starts: list = [jnp.uint32(0)] * len(shape)
+        sizes = before.stored_shape(like)
+        starts[-1] = jnp.uint32(place[1]) * jnp.uint32(sizes[-1])
+        starts[0] = jnp.uint32(place[0]) * jnp.uint32(sizes[0])
+        return starts
+
+    of_operands = _barrier(list(map(start, first.operands)))
+    of_results = _barrier(list(map(start, first.results)))
+
+    def read(leaf: Leaf, written: dict[int, jax.Array]) -> list[jax.Array]:
+        return [
+            lax.dynamic_slice(written.get(n, like.array), at, part.stored_shape(like))
+            for n, (like, at) in enumerate(zip(leaf.operands, of_operands, strict=True))
+        ]
 
     def compute() -> list[jax.Array]:
-        arrays = [
-            lax.dynamic_slice_in_dim(
-                written.get(place, operand.array),
-                number * whole.stored_shape(operand)[0],
-                part.stored_shape(operand)[0],
-            )
-            for place, operand in enumerate(leaf.operands)
-        ]
+        pairs = zip(leaves, written, strict=True)
+        reads = [functools.partial(read, *pair) for pair in pairs]
+        arrays = lax.switch(which, reads) if len(reads) > 1 else reads[0]()
         own = part.with_arrays(list(map(_from_slice, arrays, dtypes)))
-        scalars, index = arguments(number * parts.length, length)
-        apart = functools.partial(_apart, leaf.arrays[0])
-        new = xla.update(body, own, scalars, index=index, barrier=apart)
+        apart = functools.partial(_apart, first.arrays[0])
+        new = xla.update(body, own, scalars, index=index(), barrier=apart)
         return list(map(_to_slice, new))
 
-    shapes = [(part.stored_shape(x), x.dtype) for x in leaf.results]
-    new = _unfused(compute, shapes, leaf.arrays[0])
-    return {
-        place: lax.dynamic_update_slice_in_dim(
-            written[place], value, number * whole.stored_shape(result)[0], 0
-        )
-        for place, value, result in zip(_places(leaf), new, leaf.results, strict=True)
-    }
+    def with_results(written: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        triples = zip(_places(first), new, of_results, strict=True)
+        return {
+            n: lax.dynamic_update_slice(written[n], value, at)
+            for n, value, at in triples
+        }
+
+    # XLA would compute scalars for each element if a fused loop contained them.
+    at = place[0] * unit[0], place[1] * unit[-1]
+    scalars, index = arguments(which, at, shape)
+    shapes = [(part.stored_shape(x), x.dtype) for x in first.results]
+    new = _unfused(compute, shapes, first.arrays[0])
+    if len(leaves) == 1:
+        return [with_results(written[0])]
+    # XLA writes in place in each of these branches. In one branch for each leaf, it
+    # would have to pass through the arrays of all others.
+    return [
+        lax.cond(which == n, with_results, lambda x: x, each)
+        for n, each in enumerate(written)
+    ]
 
 
 DROPS_BARRIERS = jax.__version_info__ < (0, 11)
@@ -268,19 +404,19 @@ def _unfused(
 def _apart(array: jax.Array, values: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the values, computed once and before any operation that uses them."""
     if not DROPS_BARRIERS:
-        return _barrier(values)
+        return _barrier(list(values))
     values = list(values)
     bits = list(map(_to_slice, values))
     kept = _unfused(lambda: bits, [(x.shape, x.dtype) for x in values], array)
     return [_from_slice(x, y.dtype) for x, y in zip(kept, values, strict=True)]
 
 
-def _barrier(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the values, and keeps operations from using one before all are computed.
+def _barrier(values: typing.Any) -> typing.Any:
+    """Returns a tree of arrays, and keeps operations from using one before all exist.
 
     No element of a part is then overwritten while it is read, so XLA does not copy it.
     """
-    return list(lax.optimization_barrier(tuple(values)))
+    return lax.optimization_barrier(values)
 
 
 def _in_parallel_loop(number: jax.Array, count: int) -> jax.Array:
@@ -299,6 +435,14 @@ MAX_ELEMENTS = 2**19
 MAX_JOINED = 2**20
 """Maximum number of elements in a joined leaf, which is a copy of its leaves."""
 
+MIN_LARGE = 8
+"""Minimum number of large leaves that share loops. A shared loop is compiled once, but
+it copies each part before updating it, because XLA must know which array a loop reads.
+"""
+
+MAX_LARGE = 16
+"""Maximum number of large leaves in one loop. Each turn tests which leaf to write."""
+
 _COLUMNS = 128
 _MANY_PARTS = 4
 
@@ -314,48 +458,6 @@ def accepts(leaf: Leaf) -> bool:
     if layout.is_folded:
         return leaf.shape[-1] % (FOLD * rows) == 0
     return layout.rows % rows == 0 and leaf.shape[-1] % columns == 0
-
-
-def divided(numbers: Sequence[int], leaves: Mapping[int, Leaf]) -> Iterable[list[int]]:
-    """Yield lists of the indices of leaves that should be joined."""
-    some: list[int] = []
-    total = 0
-    for number in numbers:
-        size = math.prod(leaves[number].shape)
-        if some and total + size > MAX_JOINED:
-            yield some
-            some, total = [], 0
-        some.append(number)
-        total += size
-    yield some
-
-
-def update_joined(
-    body: Body | BlockBody,
-    leaves: Sequence[Leaf],
-    keys: Sequence[jax.Array],
-    scalars: Sequence[jax.Array],
-    when: int | None = None,
-) -> list[list[jax.Array]]:
-    """Run :func:`pallas_kernels.fused_update.xla.update` on joined leaves.
-
-    Args:
-      body, when: see :func:`.xla.update`.
-      leaves: accepted leaves with the same kinds of operands and results.
-      keys: the first scalars of the body, as vectors with one element for each leaf.
-      scalars: the remaining scalars; see :func:`update`.
-    """
-
-    def joined(keys, scalars, leaves):
-        return _Joined(leaves).updated(body, keys, scalars, when)
-
-    def one_by_one(keys, scalars, leaves):
-        return [
-            xla.update(body, leaf, [*(k[i] for k in keys), *scalars], when=when)
-            for i, leaf in enumerate(leaves)
-        ]
-
-    return transformable(joined, one_by_one)(list(keys), list(scalars), list(leaves))
 
 
 def _unit(leaf: Leaf) -> tuple[int, int]:
@@ -430,7 +532,11 @@ class _Bands:
             x = x.transpose(0, 2, 1, 3)
         shape = self.leaf.stored_shape(like)
         x = x.reshape(x.shape[0], -1)[:, : math.prod(shape)]
-        return [each.reshape(shape) for each in x]
+        # XLA compiles one slice for all indices that it does not know.
+        x = _barrier(x)
+        numbers = _apart(x, [jnp.int32(n) for n in range(len(self.numbers))])
+        each = [lax.dynamic_index_in_dim(x, n, keepdims=False) for n in numbers]
+        return [x.reshape(shape) for x in each]
 
     def _from_strips(self, x: jax.Array, width: int) -> jax.Array:
         """Converts arrays ``[leaves, strips, rows, columns]`` to bands."""
@@ -477,7 +583,8 @@ class _Joined:
             # XLA compiles equal parts of different joined leaves once.
             length = math.ceil(PART / (rows * _COLUMNS))
             parts = math.ceil(count / length)
-        return Parts((parts * length * rows, _COLUMNS), length * rows)
+        shape = (parts * length * rows, _COLUMNS)
+        return Parts(shape, (length * rows, _COLUMNS))
 
     @property
     def leaf(self) -> Leaf:
@@ -521,7 +628,7 @@ class _Joined:
     def updated(
         self, body: Body | BlockBody, keys: Sequence, scalars: Sequence, when
     ) -> list[list[jax.Array]]:
-        """Return the results of each leaf; see :func:`update_joined`."""
+        """Return the results of each leaf; see :func:`update`."""
         rows = self.bands[0].rows
         first_rows = self.array(b.first_rows() for b in self.bands)
         strides = np.zeros(len(self.leaves), np.uint32)
@@ -529,15 +636,18 @@ class _Joined:
             strides[b.numbers] = b.strips[1]
         per_band = [self.per_band(x) for x in (*keys, jnp.asarray(strides))]
 
-        def arguments(first, length):
+        def arguments(_, at, shape):
             """Returns the scalars, with keys as columns, and the elements' indices."""
-            at, bands = first // rows, length // rows
-            sliced = lambda x: lax.dynamic_slice_in_dim(x, at, bands)
+            band, bands = at[0] // rows, shape[0] // rows
+            sliced = lambda x: lax.dynamic_slice_in_dim(x, band, bands)
             *keys, stride = (jnp.repeat(sliced(x), rows)[:, None] for x in per_band)
-            row = jnp.tile(lax.iota(jnp.uint32, rows), bands)[:, None]
-            index = jnp.repeat(sliced(first_rows), rows, axis=0) + row * stride
+
+            def index() -> jax.Array:
+                row = jnp.tile(lax.iota(jnp.uint32, rows), bands)[:, None]
+                return jnp.repeat(sliced(first_rows), rows, axis=0) + row * stride
+
             return [*keys, *scalars], index
 
         skips = None if when is None else scalars[when - len(keys)] == jnp.uint32(0)
-        new = over_parts(body, self.leaf, self.parts, arguments, skips)
+        (new,) = over_parts(body, [self.leaf], [self.parts], arguments, skips)
         return self.results(new)

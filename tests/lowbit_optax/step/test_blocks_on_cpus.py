@@ -76,6 +76,41 @@ def test_leaves_of_many_shapes_have_the_bits_of_each_alone(weights, moments, adv
     assert_same_bits(*both(params, weights=weights, advance=advance, **options))
 
 
+@pytest.mark.parametrize("advance", [lowbit_optax.step, apply], ids=["step", "update"])
+@pytest.mark.parametrize(
+    ("weights", "moments"),
+    [(extra_bits(8), block_quantized(8)), (lowbit_optax.kahan(), BFLOAT16_MOMENTS)],
+    ids=["words and blocks", "plain"],
+)
+def test_large_leaves_in_one_loop_have_the_bits_of_each_alone(
+    weights, moments, advance, monkeypatch
+):
+    for name, value in {"MAX_ELEMENTS": 0, "SIDE": 64, "MIN_LARGE": 2}.items():
+        monkeypatch.setattr(cpu, name, value)
+    monkeypatch.setattr(cpu, "MAX_LARGE", 3)
+    squares = [(128, 64), (64, 192), (2, 64, 64), (192, 128)]
+    shapes = [*squares, (136, 64), (136, 64), (9, 64)]
+    params = {str(i): normal(shape, seed=i) for i, shape in enumerate(shapes)}
+    inner = optax.apply_if_finite(MOMENTUM, max_consecutive_errors=3)
+    options = dict(weights=weights, moments=moments, advance=advance)
+    assert_same_bits(*both(params, inner=inner, **options))
+
+
+def test_many_large_leaves_share_a_loop_and_are_updated_in_place(real_blocks):
+    tx = lowbit_optax.sr_adamw(0.1)
+    shapes = [(1024, 512), (512, 1024), (768, 768)] * 4
+    params = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    with jax.set_mesh(ONE_DEVICE):
+        state = jax.eval_shape(tx.init, params)
+        step = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
+        lowered = step.lower(params, state, params)
+    assert lowered.as_text().count("stablehlo.while") == 1
+    memory = lowered.compile(compiler_options=QUICK).memory_analysis()
+    # JAX 0.10 copies some arrays as integers.
+    allowed = 4 if cpu.DROPS_BARRIERS else 0.5
+    assert memory.temp_size_in_bytes < allowed * sum(x.size for x in params)
+
+
 def test_a_step_that_is_skipped_inside_is_the_same():
     inner = optax.apply_if_finite(MOMENTUM, max_consecutive_errors=3)
 
