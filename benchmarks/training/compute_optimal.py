@@ -85,9 +85,9 @@ def train_all(args, size: Size, folder: pathlib.Path, record: dict | None) -> No
         _train_peers(args.torch, size.model, text, job, folder)
 
 
-def train(name: str, seed: int, model: GPT, text, settings: dict) -> dict:
-    """Train one row with one seed."""
-    row, steps = ROWS[name], settings["steps"]
+def train(name: str, seed: int, model: GPT, text, settings: dict, rows=ROWS) -> dict:
+    """Train one of the ``rows`` with one seed."""
+    row, steps = rows[name], settings["steps"]
     tx = row.build(schedule(settings["learning_rate"], steps))
     params, opt_state = row.start(tx, model.init(jax.random.key(seed)))
     kind = State if row.dtype == jnp.float32 else TrainState
