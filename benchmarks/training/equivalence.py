@@ -5,7 +5,7 @@
 
 The protocol was written before the first run:
 
-- *Model and training*: those of ``compute_optimal``: a GPT with 217,664 parameters, 20
+- *Model and training*: as in ``compute_optimal``, a GPT with 217,664 parameters, 20
   bytes of text per parameter, and a learning rate that ends at a thousandth of its
   peak. The figure is the loss on 64 KiB of held-out text at the end, in nats per byte.
 - *Pairs*: a run in a format and a float32 run of the same seed start from the same
@@ -185,7 +185,7 @@ def text(record: dict) -> str:
 
 @pictures.panels(4)
 def draw(record: dict, axes) -> str:
-    """Draw the interval of each row beside the margin."""
+    """Draw the interval of each row, and the margin."""
     rows = {k: row for k, row in record["rows"].items() if "verdict" in row}
     axes.axvspan(-MARGIN, MARGIN, color="0.9", label="margin")
     axes.axvline(0, color="black", lw=1)

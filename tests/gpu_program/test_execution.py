@@ -93,6 +93,8 @@ OF_ADAM = FAMILIES | {
         {"mu": BFLOAT16, "nu": block_quantized(4)},
     ),
 }
+# Adam has no moments in float8, because small second moments would become 0.
+WITH_ADAM = [name for name in OF_ADAM if name != "float8 moments"]
 
 
 def transformation(inner, family, implementation=None):
@@ -224,7 +226,7 @@ def test_words_and_scales_contain_nothing_from_missing_rows(family, shape):
     assert_same_step(make, params, make("xla").init(params), grads)
 
 
-@pytest.mark.parametrize("family", OF_ADAM)
+@pytest.mark.parametrize("family", WITH_ADAM)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_first_step_of_adamw_has_the_same_bits(family, shape):
     make = functools.partial(transformation, ADAMW, family)

@@ -1,0 +1,237 @@
+"""A probe agrees with a float32 run that is fed the same gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lowbit_optax
+from lowbit_optax.loss_scaling import static_scale
+from lowbit_optax.reports import probe
+from tests.helpers.exact_steps import normal
+from tests.helpers.optimizers import assert_same_bits
+from tests.helpers.stores import orbax
+from tools.models.gpt import GPT
+
+pytestmark = pytest.mark.standard_promotion
+
+STEPS = 30
+
+
+def _quadratic(params, key):
+    noise = lambda i, x: jax.random.normal(jax.random.fold_in(key, i), x.shape)
+    return sum(
+        0.5 * jnp.sum((1 + i) * x**2) + jnp.sum(noise(i, x) * x)
+        for i, x in enumerate(jax.tree.leaves(params))
+    )
+
+
+def _regression(params, key):
+    x = jax.random.normal(key, (16, 64))
+    y = x @ (normal((64, 96), seed=9) * 0.1)
+    for name in ("a", "b"):
+        x = jnp.tanh(x @ params[name] + params[f"of {name}"])
+    return jnp.mean((x[:, :96] - y) ** 2)
+
+
+MODEL = GPT(2, 64, 4, 16)
+
+
+def _gpt(params, key):
+    tokens = jax.random.randint(key, (4, 17), 0, 64)
+    return MODEL.loss(params, tokens)
+
+
+TASKS = {
+    "quadratic": (
+        lambda: {str(i): normal((96, 64 + 32 * i), seed=i) for i in range(5)},
+        _quadratic,
+    ),
+    "regression": (
+        lambda: {
+            "a": normal((64, 256), seed=1) * 0.1,
+            "b": normal((256, 128), seed=2) * 0.1,
+            "of a": jnp.zeros(256),
+            "of b": jnp.zeros(128),
+        },
+        _regression,
+    ),
+    "GPT": (lambda: MODEL.init(jax.random.key(0)), _gpt),
+}
+
+
+def run(tx, inner, task, share):
+    """Returns the probe's report, and the true errors of each leaf."""
+    init, loss_fn = TASKS[task]
+    params, state = lowbit_optax.from_master(tx, init())
+    start = lowbit_optax.master_weights(params, state)
+    twin = start, inner.init(start)
+    sample = probe(tx, params, state, share)
+
+    @jax.jit
+    def train(carry, key):
+        params, state, sample, (wide, inner_state) = carry
+        grads = jax.grad(loss_fn)(params, key)
+        sample = sample.follow(tx, params, state, grads)
+        params, state = lowbit_optax.step(tx, params, state, grads)
+        grads = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
+        updates, inner_state = inner.update(grads, inner_state, wide)
+        wide = optax.apply_updates(wide, updates)
+        return (params, state, sample, (wide, inner_state)), None
+
+    keys = jax.random.split(jax.random.key(5), STEPS)
+    carry, _ = jax.lax.scan(train, (params, state, sample, twin), keys)
+    params, state, sample, (wide, _) = carry
+    report = jax.jit(type(sample).report)(sample, params, state)
+    masters = lowbit_optax.master_weights(params, state)
+    norm = lambda x, y: jnp.linalg.norm((x - y).ravel())
+    true = jax.tree.map(
+        lambda low, b, a: norm(low, b) / norm(b, a), masters, wide, start
+    )
+    paths = jax.tree_util.tree_leaves_with_path(true)
+    return report, {jax.tree_util.keystr(path): float(x) for path, x in paths}
+
+
+@pytest.mark.slow_to_compile
+@pytest.mark.parametrize(
+    "make", [lowbit_optax.sr_adamw, lowbit_optax.lowbit_adamw], ids=["sr", "lowbit"]
+)
+def test_the_probe_finds_the_error_of_a_whole_twin(make):
+    inside = []
+    for task in TASKS:
+        report, true = run(make(1e-3), optax.adamw(1e-3), task, share=0.3)
+        assert set(report.leaves) == set(true)
+        for name, leaf in report.leaves.items():
+            if np.isfinite(float(leaf.margin)):
+                off = abs(float(leaf.error) - true[name])
+                inside.append(off <= float(leaf.margin) + 1e-6)
+    assert len(inside) >= 12
+    assert np.mean(inside) >= 0.9
+
+
+def test_a_sample_of_everything_is_the_whole_twin():
+    report, true = run(
+        lowbit_optax.sr_adamw(1e-3), optax.adamw(1e-3), "quadratic", share=1.0
+    )
+    for name, leaf in report.leaves.items():
+        assert float(leaf.error) == pytest.approx(true[name], rel=1e-4)
+        assert float(leaf.margin) == 0
+
+
+def test_lost_updates_are_counted():
+    # bfloat16 numbers near 1 are 2^-7 apart, so updates of 2^-12 are lost.
+    params, state = {"w": jnp.ones((64, 64), jnp.bfloat16)}, None
+    tx = lowbit_optax.lowbit(optax.sgd(1.0), weights=lowbit_optax.nearest())
+    state = tx.init(params)
+    sample = probe(tx, params, state)
+    grads = jax.tree.map(lambda x: jnp.full_like(x, 2.0**-12), params)
+    sample = sample.follow(tx, params, state, grads)
+    after = sample.report(*lowbit_optax.step(tx, params, state, grads))
+    assert float(after.leaves["['w']"].lost) == 1
+    assert float(after.leaves["['w']"].error) == 1
+    assert "['w']/lost" in after.scalars()
+
+
+WRAPPERS = {
+    "clipped": lambda tx: optax.chain(optax.clip_by_global_norm(0.1), tx),
+    "scaled": lambda tx: lowbit_optax.with_loss_scale(tx, static_scale(8.0)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_wrappers_act_on_the_sample(wrap):
+    weights = lowbit_optax.master_copy()
+    tx = wrap(lowbit_optax.lowbit(optax.adamw(1e-2), weights=weights, moments={}))
+    params, state = lowbit_optax.from_master(tx, {"w": normal((128, 64))})
+    sample = probe(tx, params, state, share=0.5)
+    for seed, bad in enumerate([0.0, jnp.inf, 0.0]):
+        if bad and wrap is WRAPPERS["clipped"]:
+            continue
+        grads = {"w": normal((128, 64), seed=seed).at[0, 0].add(bad)}
+        sample = sample.follow(tx, params, state, grads)
+        params, state = lowbit_optax.step(tx, params, state, grads)
+    # A run in float32 goes where its sample goes.
+    leaf = sample.report(params, state).leaves["['w']"]
+    assert float(leaf.error) < 1e-5
+    assert float(leaf.moved) > 0.01
+
+
+def test_a_probe_can_be_donated_with_the_run():
+    tx, params = lowbit_optax.lowbit_adamw(1e-3), {"w": normal((64, 64)), "s": 0.5}
+    params, state = lowbit_optax.from_master(tx, jax.tree.map(jnp.float32, params))
+
+    def train(params, state, sample, grads):
+        sample = sample.follow(tx, params, state, grads)
+        return *lowbit_optax.step(tx, params, state, grads), sample
+
+    grads = jax.tree.map(jnp.ones_like, params)
+    donated = jax.jit(train, donate_argnums=(0, 1, 2))
+    *run, sample = donated(params, state, probe(tx, params, state), grads)
+    assert float(sample.report(*run).leaves["['s']"].moved) > 0
+
+
+def test_a_probe_survives_a_checkpoint(tmp_path):
+    tx, params = lowbit_optax.lowbit_adamw(1e-3), {"w": normal((64, 64))}
+    params, state = lowbit_optax.from_master(tx, params)
+    sample = probe(tx, params, state, share=0.2)
+    again = orbax(tmp_path, sample, jax.eval_shape(lambda: sample))
+    assert jax.tree.structure(again) == jax.tree.structure(sample)
+    assert_same_bits(again, sample)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_on_a_mesh_the_report_is_the_same(kind):
+    tx = lowbit_optax.lowbit_adamw(1e-3)
+    reports = []
+    for devices in (1, 8):
+        mesh = jax.make_mesh((devices,), ("x",), axis_types=(kind,))
+        with jax.set_mesh(mesh):
+            place = NamedSharding(mesh, P("x", None))
+            master = jax.device_put({"w": normal((512, 64))}, place)
+            params, state = lowbit_optax.from_master(tx, master)
+            sample = probe(tx, params, state, share=0.1)
+            grads = jax.device_put({"w": normal((512, 64), seed=1)}, place)
+            step = jax.jit(functools.partial(lowbit_optax.step, tx))
+            follow = jax.jit(lambda sample, *args: sample.follow(tx, *args))
+            sample = follow(sample, params, state, grads)
+            params, state = step(params, state, grads)
+            reports.append(sample.report(params, state).leaves["['w']"])
+    np.testing.assert_allclose(*map(np.asarray, reports), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tx", "message"),
+    [
+        (
+            lowbit_optax.lowbit(
+                optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+            ),
+            "depends on other gradients",
+        ),
+        (lowbit_optax.lowbit_muon(1e-3), "must be elementwise"),
+        (
+            lowbit_optax.factored_adamw(1e-3, min_dim_size_to_factor=16),
+            "must be elementwise",
+        ),
+        (optax.adamw(1e-3), "must contain a lowbit"),
+    ],
+    ids=["clip inside", "muon", "factored", "no lowbit"],
+)
+def test_other_transformations_are_refused(tx, message):
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones(64, jnp.bfloat16)}
+    with pytest.raises(ValueError, match=message):
+        probe(tx, params, tx.init(params))
+
+
+def test_bad_arguments_are_refused():
+    tx, params = lowbit_optax.kahan_adamw(1e-3), {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="share must be"):
+        probe(tx, params, state, share=0)
+    with pytest.raises(ValueError, match=r"outside of jax\.jit"):
+        jax.jit(lambda p, s: probe(tx, p, s))(params, state)
