@@ -83,11 +83,12 @@ class Launches:
         for (apart, body, _), numbers in groups.items():
             for part in cpu.divided(numbers, leaves):
                 some = [leaves[i] for i in part]
-                if cpu.accepts(some[0]):
-                    # Copies of small leaves share memory if one follows the other.
+                is_joined = cpu.is_joined(some[0])
+                if is_joined:
+                    # Joined leaves share memory if one follows the other.
                     some, _ = lax.optimization_barrier((some, before.get(apart, [])))
                 new = _blocked(body, some, keys, np.array(part, np.uint32), scalars)
-                if cpu.accepts(some[0]):
+                if is_joined:
                     before[apart] = new
                 written |= zip(part, new, strict=True)
         return written

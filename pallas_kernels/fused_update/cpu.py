@@ -54,7 +54,7 @@ def divided(numbers: Sequence[int], leaves: Mapping[int, Leaf]) -> Iterable[list
     total = 0
     for number in numbers:
         leaf = leaves[number]
-        if not accepts(leaf):
+        if not is_joined(leaf):
             large.setdefault(_parts(leaf).kind, []).append(number)
             continue
         size = math.prod(leaf.shape)
@@ -90,7 +90,7 @@ def update(
     """
 
     def by_parts(keys, scalars, leaves):
-        if accepts(leaves[0]):
+        if is_joined(leaves[0]):
             return _Joined(leaves).updated(body, keys, scalars, when)
         return _in_place(body, leaves, keys, scalars, when)
 
@@ -237,7 +237,7 @@ def over_parts(
     dtypes = [x.dtype for x in first.arrays]
     leaves = [leaf.with_arrays(list(map(_to_slice, leaf.arrays))) for leaf in leaves]
     written = [_written_arrays(leaf) for leaf in leaves]
-    update = functools.partial(_update_part, body, leaves, dtypes, one.part, arguments)
+    update = _Update(body, leaves, dtypes, one.part, arguments).of_part
     counts = [math.prod(p.grid) for p in parts]
     starts = np.cumsum([0, *counts[:-1]], dtype=np.int32)
     widths = jnp.array([p.grid[1] for p in parts], jnp.int32)
@@ -250,21 +250,21 @@ def over_parts(
     def finish(turn, written):
         return update(turn, (one.grid[0], 0), (one.last, *one.shape[1:]), written)
 
-    for part, turns in ((advance, sum(counts)), (finish, len(leaves))):
-        if part is finish and not one.last:
-            continue
-        if turns == 1 and skips is None:
-            written = part(jnp.int32(0), written)
-        else:
-            written = _loop(turns, skips, part, written)
+    written = _repeated(advance, sum(counts), skips, written)
+    if one.last:
+        written = _repeated(finish, len(leaves), skips, written)
     # If XLA fused the writes with a later reshape or bitcast, it would use new memory.
     dtypes = [x.dtype for x in first.results]
     ordered = [[arrays[place] for place in _places(first)] for arrays in written]
     return [list(map(_from_slice, arrays, dtypes)) for arrays in _barrier(ordered)]
 
 
-def _loop(turns: int, skips: jax.Array | None, part: Callable, written: list) -> list:
-    """Returns ``written`` after ``turns`` turns, or after none if ``skips`` is true."""
+def _repeated(
+    part: Callable, turns: int, skips: jax.Array | None, written: list
+) -> list:
+    """Returns ``written`` after ``turns`` parts, or unchanged if ``skips`` is true."""
+    if turns == 1 and skips is None:
+        return part(jnp.int32(0), written)
 
     def turn(number, written):
         return part(_in_parallel_loop(number, turns), written)
@@ -291,77 +291,102 @@ def _places(leaf: Leaf) -> list[int]:
     ]
 
 
-def _update_part(
-    body: Body | BlockBody,
-    leaves: Sequence[Leaf],
-    dtypes: Sequence,
-    unit: tuple[int, ...],
-    arguments: Callable,
-    which: jax.Array,
-    place: tuple,
-    shape: tuple[int, ...],
-    written: list[dict[int, jax.Array]],
-) -> list[dict[int, jax.Array]]:
-    """Returns ``written`` after adding the results of one part.
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    """An update of leaves, part by part.
 
     Args:
       body, leaves, arguments: see :func:`over_parts`.
       dtypes: dtypes of a leaf's arrays before :func:`_to_slice`.
-      unit: shape of the parts before this part.
-      which: position of the leaf.
-      place: number of parts before this part along the first and the last axis.
-      shape: shape of the part.
-      written: the results of each leaf, keyed by :func:`_places`.
+      unit: shape of each part before the last one.
     """
-    first = leaves[0]
-    part = dataclasses.replace(first, shape=shape)
-    before = dataclasses.replace(first, shape=unit)
 
-    def start(like: Operand | Result) -> list:
-        starts: list = [jnp.uint32(0)] * len(shape)
-        sizes = before.stored_shape(like)
-        starts[-1] = jnp.uint32(place[1]) * jnp.uint32(sizes[-1])
-        starts[0] = jnp.uint32(place[0]) * jnp.uint32(sizes[0])
-        return starts
+    body: Body | BlockBody
+    leaves: Sequence[Leaf]
+    dtypes: Sequence
+    unit: tuple[int, ...]
+    arguments: Callable
 
-    of_operands = _barrier(list(map(start, first.operands)))
-    of_results = _barrier(list(map(start, first.results)))
+    def of_part(
+        self,
+        which: jax.Array,
+        place: tuple,
+        shape: tuple[int, ...],
+        written: list[dict[int, jax.Array]],
+    ) -> list[dict[int, jax.Array]]:
+        """Return ``written`` after adding the results of one part.
 
-    def read(leaf: Leaf, written: dict[int, jax.Array]) -> list[jax.Array]:
+        Args:
+          which: position of the leaf.
+          place: number of parts before this part along the first and the last axis.
+          shape: shape of the part.
+          written: the results of each leaf, keyed by :func:`_places`.
+        """
+        part = dataclasses.replace(self.leaves[0], shape=shape)
+        # XLA would compute scalars for each element if a fused loop contained them.
+        starts = self._starts(part.operands, place)
+        at = place[0] * self.unit[0], place[1] * self.unit[-1]
+        given = self.arguments(which, at, shape)
+        new = _unfused(
+            lambda: self._results(
+                part, self._read(part, which, starts, written), given
+            ),
+            [(part.stored_shape(x), x.dtype) for x in part.results],
+            self.leaves[0].arrays[0],
+        )
+        starts = self._starts(part.results, place)
+
+        def write(written: dict[int, jax.Array]) -> dict[int, jax.Array]:
+            triples = zip(_places(part), new, starts, strict=True)
+            return {
+                n: lax.dynamic_update_slice(written[n], value, start)
+                for n, value, start in triples
+            }
+
+        if len(self.leaves) == 1:
+            return [write(written[0])]
+        # XLA writes in place in each of these branches. In one branch for each leaf, it
+        # would have to pass through the arrays of all others.
         return [
-            lax.dynamic_slice(written.get(n, like.array), at, part.stored_shape(like))
-            for n, (like, at) in enumerate(zip(leaf.operands, of_operands, strict=True))
+            lax.cond(which == n, write, lambda x: x, each)
+            for n, each in enumerate(written)
         ]
 
-    def compute() -> list[jax.Array]:
-        pairs = zip(leaves, written, strict=True)
+    def _starts(self, likes: Sequence[Operand | Result], place: tuple) -> list:
+        """Returns the indices of the first element of a part in each stored array."""
+        unit, found = dataclasses.replace(self.leaves[0], shape=self.unit), []
+        for like in likes:
+            sizes = unit.stored_shape(like)
+            start: list = [jnp.uint32(0)] * len(sizes)
+            for axis, number in ((-1, place[1]), (0, place[0])):
+                start[axis] = jnp.uint32(number) * jnp.uint32(sizes[axis])
+            found.append(start)
+        return _barrier(found)
+
+    def _read(self, part: Leaf, which, starts: list, written: list) -> list[jax.Array]:
+        """Returns the arrays of a part, from the leaf at position ``which``."""
+
+        def read(leaf: Leaf, written: dict[int, jax.Array]) -> list[jax.Array]:
+            pairs = zip(leaf.operands, starts, strict=True)
+            return [
+                lax.dynamic_slice(
+                    written.get(n, like.array), start, part.stored_shape(like)
+                )
+                for n, (like, start) in enumerate(pairs)
+            ]
+
+        pairs = zip(self.leaves, written, strict=True)
         reads = [functools.partial(read, *pair) for pair in pairs]
         arrays = lax.switch(which, reads) if len(reads) > 1 else reads[0]()
-        own = part.with_arrays(list(map(_from_slice, arrays, dtypes)))
-        apart = functools.partial(_apart, first.arrays[0])
-        new = xla.update(body, own, scalars, index=index(), barrier=apart)
+        return list(map(_from_slice, arrays, self.dtypes))
+
+    def _results(self, part: Leaf, arrays: list, given: tuple) -> list[jax.Array]:
+        """Returns the results of a part."""
+        scalars, index = given
+        apart = functools.partial(_apart, self.leaves[0].arrays[0])
+        own = part.with_arrays(arrays)
+        new = xla.update(self.body, own, scalars, index=index(), barrier=apart)
         return list(map(_to_slice, new))
-
-    def with_results(written: dict[int, jax.Array]) -> dict[int, jax.Array]:
-        triples = zip(_places(first), new, of_results, strict=True)
-        return {
-            n: lax.dynamic_update_slice(written[n], value, at)
-            for n, value, at in triples
-        }
-
-    # XLA would compute scalars for each element if a fused loop contained them.
-    at = place[0] * unit[0], place[1] * unit[-1]
-    scalars, index = arguments(which, at, shape)
-    shapes = [(part.stored_shape(x), x.dtype) for x in first.results]
-    new = _unfused(compute, shapes, first.arrays[0])
-    if len(leaves) == 1:
-        return [with_results(written[0])]
-    # XLA writes in place in each of these branches. In one branch for each leaf, it
-    # would have to pass through the arrays of all others.
-    return [
-        lax.cond(which == n, with_results, lambda x: x, each)
-        for n, each in enumerate(written)
-    ]
 
 
 DROPS_BARRIERS = jax.__version_info__ < (0, 11)
@@ -447,7 +472,7 @@ _COLUMNS = 128
 _MANY_PARTS = 4
 
 
-def accepts(leaf: Leaf) -> bool:
+def is_joined(leaf: Leaf) -> bool:
     """Return whether a leaf is small and consists of whole words and blocks."""
     size = math.prod(leaf.shape)
     if leaf.stacked or not 0 < size < MAX_ELEMENTS:
