@@ -1,11 +1,13 @@
 """Compare the time of this package's AdamW steps with optax's, on this machine.
 
     .venv/bin/python -m benchmarks step_time --rounds 15
+    .venv/bin/python -m benchmarks step_time --rounds 15 --layers 3
 
-The parameters are one leaf of 4096 x 4096. All variants run once per round, so that
-other programs disturb them equally. The table has the median time, and the median over
-the rounds of its ratio to the time of optax's float32 step. Gradients have the dtype of
-the parameters. Every step is jitted and donates parameters and state.
+The parameters are one leaf of 4096 x 4096, or the matrices of some layers of GPT-2. All
+variants run once per round, so that other programs disturb them equally. The table has
+the median time, and the median over the rounds of its ratio to the time of optax's
+float32 step. Gradients have the dtype of the parameters. Every step is jitted and
+donates parameters and state.
 """
 
 import argparse
@@ -20,10 +22,10 @@ import jax.numpy as jnp
 import optax
 
 import lowbit_optax
-from benchmarks import records
+from benchmarks import leaf_sets, records
 from tools.gpu_program.steps import applied, fast, replaced, with_master
 
-SHAPE, RATE, DECAY = (4096, 4096), 1e-3, 1e-4
+LARGE, RATE, DECAY = (4096, 4096), 1e-3, 1e-4
 
 
 def variants(implementation: str | None) -> dict[str, tuple]:
@@ -50,16 +52,19 @@ def variants(implementation: str | None) -> dict[str, tuple]:
 class Running:
     """The compiled step of a variant, with its parameters and state."""
 
-    def __init__(self, dtype, tx, make_step):
-        self.params = [jnp.ones(SHAPE, dtype)]
-        key = jax.random.split(jax.random.key(0), 1)[0]
-        self.grads = [jax.random.normal(key, SHAPE, dtype)]
+    def __init__(self, shapes, dtype, tx, make_step):
+        self.params = [jnp.ones(shape, dtype) for shape in shapes]
+        keys = jax.random.split(jax.random.key(0), len(shapes))
+        self.grads = [
+            jax.random.normal(key, shape, dtype)
+            for key, shape in zip(keys, shapes, strict=True)
+        ]
         # A buffer cannot be donated twice, so a master needs its own.
         self.state = jax.tree.map(jnp.copy, tx.init(self.params))
         self.step = jax.jit(make_step(tx), donate_argnums=(0, 1))
         lowered = self.step.lower(self.params, self.state, self.grads)
         memory = lowered.compile().memory_analysis()
-        self.temporary = memory.temp_size_in_bytes / self.params[0].size
+        self.temporary = memory.temp_size_in_bytes / sum(x.size for x in self.params)
         self()
         self.seconds: list[float] = []
 
@@ -74,8 +79,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--implementation", help="of the optimizers, such as 'xla'")
+    parser.add_argument("--layers", type=int, help="layers of GPT-2, without vectors")
     args = parser.parse_args(argv)
-    running = {name: Running(*x) for name, x in variants(args.implementation).items()}
+    shapes = [LARGE]
+    if args.layers:
+        of_layers = leaf_sets.gpt2(layers=args.layers).shapes[2:]
+        shapes = [shape for shape in of_layers if len(shape) == 2]
+    found = variants(args.implementation).items()
+    running = {name: Running(shapes, *variant) for name, variant in found}
     for _ in range(args.rounds):
         for run in running.values():
             run.seconds.append(run())
