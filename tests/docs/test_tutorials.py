@@ -28,7 +28,7 @@ def test_a_tutorial_runs_and_prints_as_many_lines_as_are_stored(path):
 
 
 def test_every_tutorial_has_outputs_and_no_error():
-    assert len(TUTORIALS) == 3
+    assert len(TUTORIALS) == 4
     for path in TUTORIALS:
         cells = nbformat.read(path, as_version=4).cells
         outputs = [out for cell in cells for out in cell.get("outputs", ())]
