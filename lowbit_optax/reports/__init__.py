@@ -1,6 +1,7 @@
 """Reports about memory, about rounding errors, and about the distance from float32."""
 
 from lowbit_optax.reports.diagnostics import LeafReport, StepReport, step_report
+from lowbit_optax.reports.donation import Donation, DonationReport, donation
 from lowbit_optax.reports.explaining import explain
 from lowbit_optax.reports.memory import MemoryReport, memory_report
 from lowbit_optax.reports.planning import Plan, PlannedFormats, plan
@@ -8,6 +9,8 @@ from lowbit_optax.reports.probing import LeafProbe, Probe, ProbeReport, probe
 from lowbit_optax.reports.step_memory import StepMemory, step_memory
 
 __all__ = [
+    "Donation",
+    "DonationReport",
     "LeafProbe",
     "LeafReport",
     "MemoryReport",
@@ -17,6 +20,7 @@ __all__ = [
     "ProbeReport",
     "StepMemory",
     "StepReport",
+    "donation",
     "explain",
     "memory_report",
     "plan",
