@@ -133,17 +133,22 @@ def figures(found: kept_runs.Runs) -> dict:
 
 
 def _figures(name: str, own: dict[int, dict], base: dict[int, dict]) -> dict:
-    both = [seed for seed in own if seed in base]
+    pairs = differences(own, base)
     found = {
         "bytes_per_parameter": next(iter(own.values()))["bytes"],
         "seeds": list(own),
         "losses": [run["held_out"] for run in own.values()],
     }
-    if name == BASE or len(both) < 2:
+    if name == BASE or len(pairs) < 2:
         return found
-    pairs = [own[seed]["held_out"] - base[seed]["held_out"] for seed in both]
     planned = PAIRS[name]
     return found | {"pairs": pairs, "planned": planned} | verdict(pairs, planned)
+
+
+def differences(own: dict[int, dict], base: dict[int, dict]) -> list[float]:
+    """Return the differences of the losses of runs with the same seeds."""
+    both = [seed for seed in own if seed in base]
+    return [own[seed]["held_out"] - base[seed]["held_out"] for seed in both]
 
 
 def verdict(pairs: Sequence[float], planned: int = 0) -> dict:
