@@ -11,7 +11,7 @@ The protocol was written before the first run:
 - *Pairs*: as in ``equivalence``, a run in a format and a float32 run with the same seed
   start from the same weights and use the same batches. One pair is the difference of
   their losses on held-out text. :data:`SIZES` and :data:`LENGTHS` have the number of
-  pairs. The runs of the model with 217,664 parameters are those of ``equivalence``.
+  pairs. The model with 217,664 parameters has the runs of ``equivalence``.
 - *Slope*: a least-squares line through all pairs of a format, against the logarithm to
   base 10 of the parameters or of the bytes, and its 95% interval from Student's t.
 - *Extrapolation*: the value of the line at 124 million parameters, the size of GPT-2,
@@ -128,7 +128,7 @@ def _train(names: Sequence[str], folder, recorded: kept_runs.Runs) -> None:
 
 
 def _recorded(path) -> kept_runs.Runs:
-    """Return the runs of the record, and those of ``equivalence``."""
+    """Return the runs of the records of this benchmark and of ``equivalence``."""
     found: kept_runs.Runs = {}
     if path.exists():
         for name, runs in records.load(path)["runs"].items():

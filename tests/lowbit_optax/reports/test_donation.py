@@ -1,4 +1,4 @@
-"""``reports.donation`` says which arguments a step did not overwrite."""
+"""``reports.donation`` names the arguments that a step did not overwrite."""
 
 import jax
 import jax.numpy as jnp
