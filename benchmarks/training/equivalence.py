@@ -2,6 +2,7 @@
 
     .venv/bin/python -m benchmarks equivalence
     .venv/bin/python -m benchmarks equivalence --draw
+    .venv/bin/python -m benchmarks equivalence --text FILE
 
 The protocol was written before the first run:
 
@@ -20,11 +21,13 @@ The protocol was written before the first run:
   not. A row with fewer pairs than planned has no verdict.
 
 A complete run is stored in its own file, and is not repeated. Several processes may
-train at the same time, and you can interrupt them.
+train at the same time, and you can interrupt them. ``--text`` uses a file instead of
+the standard library, with a record of its own.
 """
 
 import functools
 import itertools
+import pathlib
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -81,13 +84,20 @@ PAIRS = dict.fromkeys(ROWS, 6) | dict.fromkeys(
 def main(argv: list[str] | None = None) -> None:
     parser = records.Options(__doc__)
     parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="ROW")
+    parser.add_argument("--text", type=pathlib.Path, metavar="FILE", help="a text file")
     args = parser.parse_args(argv)
     path = records.path_of(__name__)
+    if args.text:
+        path = path.with_stem(f"{path.stem}_{args.text.stem}")
     if not args.draw:
         folder = ROOT / "runs" / path.stem
         recorded = _recorded(records.load(path)) if path.exists() else {}
-        _train(args.rows or list(ROWS), folder, kept_runs.complete(folder, recorded))
-        del args.rows  # selects runs, and does not describe the record
+        known = kept_runs.complete(folder, recorded)
+        of_file, of_python = stdlib_text.load_file, stdlib_text.load_whole
+        whole = of_file(args.text) if args.text else of_python()
+        _train(args.rows or list(ROWS), folder, known, whole)
+        # These options select runs and the record, and do not describe it.
+        del args.rows, args.text
         found = kept_runs.complete(folder, recorded)
         records.save(path, args, records.ran_here(), **figures(found))
     record = records.load(path)
@@ -95,9 +105,9 @@ def main(argv: list[str] | None = None) -> None:
     draw(record, pictures.picture_of(path.stem))
 
 
-def _train(rows: Sequence[str], folder, found: kept_runs.Runs) -> None:
+def _train(rows: Sequence[str], folder, found: kept_runs.Runs, whole) -> None:
     """Train the runs that are missing: all rows with one seed before the next."""
-    size, whole = SIZES["small"], stdlib_text.load_whole()
+    size = SIZES["small"]
     settings = {"steps": size.steps, "batch_size": compute_optimal.BATCH}
     settings["learning_rate"] = size.learning_rate
 

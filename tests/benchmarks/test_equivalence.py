@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.training import equivalence
+from benchmarks.training.text import stdlib_text
 
 SPREAD = np.linspace(-1, 1, 14)
 
@@ -47,3 +48,11 @@ def test_runs_are_paired_by_seed():
     rows = equivalence.figures(found)["rows"]
     assert rows["lowbit_adamw"]["pairs"] == [0.5, 0.25]
     assert rows["lowbit_adamw"]["verdict"] == "not finished"
+
+
+def test_a_text_file_replaces_the_standard_library(tmp_path):
+    path = tmp_path / "words.txt"
+    path.write_bytes(bytes(range(200)))
+    text = stdlib_text.load_file(path)
+    assert text.train.tolist() == list(range(190))
+    assert text.held_out.tolist() == list(range(190, 200))

@@ -1,4 +1,4 @@
-"""Text for training: Python's standard library, which every machine has."""
+"""Text for training: Python's standard library, which every machine has, or a file."""
 
 import pathlib
 import sysconfig
@@ -41,6 +41,16 @@ def load_whole() -> Text:
     parts = [np.frombuffer(path.read_bytes(), np.uint8) for path in files]
     train = [part for i, part in enumerate(parts) if i % 20]
     return Text(np.concatenate(train), np.concatenate(parts[::20]))
+
+
+def load_file(path: pathlib.Path) -> Text:
+    """Return the bytes of a file. The last twentieth is held out.
+
+    A training that reads more bytes than the file has repeats text.
+    """
+    text = np.frombuffer(path.read_bytes(), np.uint8)
+    held_out = len(text) // 20
+    return Text(text[:-held_out], text[-held_out:])
 
 
 def random_windows(
