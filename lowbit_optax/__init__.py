@@ -2,8 +2,8 @@
 
 This namespace contains the names that most programs need. The modules ``formats``,
 ``loss_scaling``, ``lpmm``, ``block_scaling``, ``reports``, ``release``, ``precision``,
-``emulation`` and ``training`` contain all other names. ``training`` needs the ``flax``
-extra.
+``emulation``, ``patches`` and ``training`` contain all other names. ``training`` needs
+the ``flax`` extra.
 """
 
 import importlib as _importlib
@@ -43,6 +43,7 @@ if _typing.TYPE_CHECKING:
     from lowbit_optax import formats as formats
     from lowbit_optax import loss_scaling as loss_scaling
     from lowbit_optax import lpmm as lpmm
+    from lowbit_optax import patches as patches
     from lowbit_optax import precision as precision
     from lowbit_optax import release as release
     from lowbit_optax import reports as reports
@@ -60,7 +61,7 @@ else:
             raise AttributeError(str(error)) from error
 
 
-_MODULES = ("block_scaling", "emulation", "precision", "release", "training")
+_MODULES = ("block_scaling", "emulation", "patches", "precision", "release", "training")
 """The modules that are imported on first use."""
 
 try:

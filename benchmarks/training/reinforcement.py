@@ -82,6 +82,15 @@ def policy_loss(params, tokens: jax.Array, advantage: jax.Array) -> jax.Array:
     return (advantage[:, None] * losses).mean()
 
 
+def gradients(params, prompts: jax.Array, key: jax.Array) -> tuple:
+    """Return gradients and the mean reward of continuations of the prompts."""
+    tokens = sample(params, jnp.repeat(prompts, GROUP, 0), key)
+    rewards = reward(tokens).reshape(PROMPTS, GROUP)
+    spread = rewards.std(1, keepdims=True) + 1e-4
+    advantage = ((rewards - rewards.mean(1, keepdims=True)) / spread).reshape(-1)
+    return jax.grad(policy_loss)(params, tokens, advantage), rewards.mean()
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _run(tx, params, state, prompts, keys):
     """Return the mean reward and the share of changed weights of each step."""
@@ -91,27 +100,27 @@ def _run(tx, params, state, prompts, keys):
 
     def step(carry, given):
         params, state = carry
-        prompts, key = given
-        tokens = sample(params, jnp.repeat(prompts, GROUP, 0), key)
-        rewards = reward(tokens).reshape(PROMPTS, GROUP)
-        spread = rewards.std(1, keepdims=True) + 1e-4
-        advantage = ((rewards - rewards.mean(1, keepdims=True)) / spread).reshape(-1)
-        grads = jax.grad(policy_loss)(params, tokens, advantage)
+        grads, mean = gradients(params, *given)
         new, state = lowbit_optax.step(tx, params, state, grads)
         pairs = zip(matrices(params), matrices(new), strict=True)
         changed = sum((a != b).sum() for a, b in pairs)
         share = changed / sum(x.size for x in matrices(params))
-        return (new, state), (rewards.mean(), share)
+        return (new, state), (mean, share)
 
     return lax.scan(step, (params, state), (prompts, keys))[1]
 
 
-def train(name: str, rate: float, args) -> dict:
-    """Train one row with each seed."""
+def begun(name: str, rate: float) -> tuple:
+    """Return the transformation of a row, and its parameters and state."""
     weights, moments = ROWS[name]
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
     tx = lowbit_optax.lowbit(inner, weights=weights, moments=moments)
-    begun = lowbit_optax.from_master(tx, pretrained(), jnp.bfloat16)
+    return tx, *lowbit_optax.from_master(tx, pretrained(), jnp.bfloat16)
+
+
+def train(name: str, rate: float, args) -> dict:
+    """Train one row with each seed."""
+    tx, *start = begun(name, rate)
     text = stdlib_text.load().held_out
     rewards, shares = [], []
     for seed in range(args.seeds):
@@ -119,7 +128,7 @@ def train(name: str, rate: float, args) -> dict:
             text, (seed,), (args.steps, PROMPTS), PROMPT
         )
         keys = jax.random.split(jax.random.key(seed), args.steps)
-        found = jax.device_get(_run(tx, *begun, prompts, keys))
+        found = jax.device_get(_run(tx, *start, prompts, keys))
         rewards.append(np.reshape(found[0], (20, -1)).mean(1))
         shares.append(float(np.mean(found[1])))
         print(f"{rate:g} {name}, seed {seed}: {rewards[-1][-1]:.4f}", flush=True)

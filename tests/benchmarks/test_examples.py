@@ -17,7 +17,12 @@ from tests.helpers.places import ROOT, run_python
 
 EXAMPLES = ROOT / "examples"
 NAMES = ["fsdp.py", "gpt.py", "resnet_cifar.py"]
-SHORT = ["block_scaled_float8.py", "logical_axes.py", "lookahead.py"]  # no arguments
+SHORT = [  # no arguments
+    "block_scaled_float8.py",
+    "logical_axes.py",
+    "lookahead.py",
+    "weight_patches.py",
+]
 ELSEWHERE = ["large_model.py", "two_processes.py"]  # test_rehearsal and states
 SUPPORT = "cifar_support"  # what resnet_cifar.py imports
 SMALL = "--width 4 --pixels 8 --batch-size 64 --steps 3"
@@ -246,3 +251,9 @@ def test_short_examples_train(run, name, first, last_line):
 
 def test_lookahead_trains(run):
     assert float(run("lookahead.py").removeprefix("loss ")) < 1
+
+
+def test_patches_are_sent_to_another_process(run):
+    page = (ROOT / "docs" / "patches.md").read_text()
+    (printed,) = re.findall(r"```text\n(.*?)```", page, re.S)
+    assert sorted(run("weight_patches.py").splitlines()) == sorted(printed.splitlines())

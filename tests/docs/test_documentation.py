@@ -17,6 +17,7 @@ MODULES = (
     "lowbit_optax.formats",
     "lowbit_optax.loss_scaling",
     "lowbit_optax.lpmm",
+    "lowbit_optax.patches",
     "lowbit_optax.precision",
     "lowbit_optax.release",
     "lowbit_optax.reports",

@@ -23,6 +23,7 @@ from benchmarks.training import (
     pareto,
     reinforcement,
     rounding_errors,
+    weight_patches,
 )
 from tests.helpers.places import ROOT
 
@@ -460,6 +461,13 @@ def _reinforcement(record):
     yield f"one in {round(1 / changed, -1):.0f} of the sampler's weights"
 
 
+def _weight_patches(record):
+    yield from weight_patches.table(record).splitlines()
+    assert all(run["is_equal"] for run in record["runs"].values())
+    assert record["runs"]["3e-06"]["steps"] == 500
+    assert record["runs"]["3e-06"]["largest"] < 0.05
+
+
 def _muon_momentum(record):
     gap = {n: shown(x["gaps"]["held-out loss"], 4) for n, x in record["runs"].items()}
     yield f"the loss ends {gap['8 bits, the default']} above float32"
@@ -550,6 +558,7 @@ FIGURES = [
     ("training/resnet_cifar", "accuracy_records", _resnet_cifar),
     ("training/shakespeare", "accuracy_records", _shakespeare),
     ("training/reinforcement", "reinforcement", _reinforcement),
+    ("training/weight_patches", "patches", _weight_patches),
     ("programs/large_models", "memory", _large_models),
     ("programs/large_training", "large_model", _large_training),
     ("programs/precision_memory", "ideas/precision", _precision_memory),
