@@ -138,8 +138,9 @@ class Lowbit(Stepper):
             report(step, update, self.implementation)
             return jax.tree.map(jnp.zeros_like, step.tree(step.masters)), state
         results, residuals, inner_state = run.run(
-            step, update, self.implementation, self.warn
+            step, update, self.implementation, self.warn, bool(self._checked)
         )
+        self._checked.add(True)
         results = list(map(StoredLeaf.moved_back, step.leaves, results))
         if not landing.is_direct:
             results = guard.updates(results)
@@ -180,6 +181,11 @@ class Lowbit(Stepper):
 
         held = list(traced.closed.consts)
         return marked(self, with_held, held, updates, state, params, {})
+
+    @functools.cached_property
+    def _checked(self) -> set:
+        """Not empty after the first step, which checks the inner transformation."""
+        return set()
 
     def _update_with(self, extra_args: dict) -> Callable:
         """Return the inner update as a function of gradients, state and masters."""

@@ -220,8 +220,10 @@ def _float32(like) -> jax.ShapeDtypeStruct:
     aval = jax.typeof(like)
     if aval.dtype == jnp.float32:
         return like
-    return jax.eval_shape(_to_float32, like)
+    return _to_float32.eval_shape(like)
 
 
+@jax.jit
 def _to_float32(x: jax.Array) -> jax.Array:
+    """Return the array in float32. Traced once per shape, dtype and sharding."""
     return x.astype(jnp.float32)

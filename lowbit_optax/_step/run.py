@@ -14,6 +14,7 @@ A step is traced for the platform that JAX will probably lower it for. The ways 
 other platforms are traced if the program is lowered for them.
 """
 
+import contextlib
 import dataclasses
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -60,7 +61,11 @@ inner state in its stored form."""
 
 
 def run(
-    step: Step, update: Callable, implementation: Implementation, warn: bool
+    step: Step,
+    update: Callable,
+    implementation: Implementation,
+    warn: bool,
+    is_checked: bool = False,
 ) -> Stepped:
     """Run a step with the given implementation, or with the best one for the platform.
 
@@ -69,23 +74,23 @@ def run(
       update: the inner update, a function of float32 gradients, state and masters.
       implementation: see :data:`pallas_kernels.platforms.Implementation`.
       warn: whether to warn about large leaves that XLA updates on an accelerator.
+      is_checked: whether a trace has checked the inner transformation before.
     """
     is_eager = is_elsewhere(jax.tree.leaves(step.params))
     only_xla = implementation == "xla" or context.current().is_analysed
     only_xla = only_xla or (implementation is None and is_eager)
-    try:
-        traced = trace_update(update, step)
-    except NEEDS_VALUES:
-        # Outside of jit, XLA can run an update that needs concrete values.
-        if not only_xla or parts_for_errors(step.plan) or step.plan.stored_first:
-            raise
+    needs_graph = bool(parts_for_errors(step.plan) or step.plan.stored_first)
+    if is_eager and only_xla and not needs_graph:
+        # Python code of the update may read concrete values.
+        if not is_checked:
+            with contextlib.suppress(*NEEDS_VALUES):
+                trace_update(update, step)
         results = step.inner_update(update)
-        update = lambda *_: results
         with context.changed(of_wrappers=tuple(jax.tree.leaves(results))):
-            traced = trace_update(update, step)
+            return _by_xla(trace_update(lambda *_: results, step))
+    traced = trace_update(update, step)
     if only_xla:
-        # Outside of jit, Python code of the update may read concrete values.
-        return _by_xla(traced, update if is_eager else None)
+        return _by_xla(traced)
     if implementation is None:
         return _by_platform(traced, warn)
     plan = plan_kernels(traced, for_tpus=implementation == "tpu")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.core import Tracer
 
 import lowbit_optax
 from lowbit_optax import kahan_sgd, loss_scaling, lowbit, with_loss_scale
@@ -68,3 +69,20 @@ def test_schedules_may_need_concrete_values():
         params, state = lowbit_optax.step(tx, params, state, GRADS)
     assert int(state.gradient_step) == 2
     assert float(params["w"][0, 0]) == 0
+
+
+@pytest.mark.standard_promotion
+def test_after_the_first_step_the_inner_update_runs_once_per_step():
+    calls, inner = [], optax.adam(1e-2)
+
+    def update(*args):
+        calls.append(any(isinstance(x, Tracer) for x in jax.tree.leaves(args)))
+        return inner.update(*args)
+
+    tx = lowbit_optax.lowbit(optax.GradientTransformation(inner.init, update))
+    params, state = lowbit_optax.from_master(tx, {"w": jnp.ones((64, 64))})
+    grads = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    for _ in range(3):
+        params, state = lowbit_optax.step(tx, params, state, grads)
+    assert calls.count(False) == 3
+    assert calls.count(True) <= 2  # the first step, and its check of the wrapper
