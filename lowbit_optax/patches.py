@@ -30,11 +30,12 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
 from lowbit_optax._arguments import check_type
 from lowbit_optax._numerics import bitmaps, positions, scattered
 from lowbit_optax._numerics.random_bits import hash_words, row_major
-from lowbit_optax._step import trees
+from lowbit_optax._step import context, trees
 from lowbit_optax._types import OptState, Params, PyTree, Transformation
 from lowbit_optax.transformations import step as steps
 
@@ -101,8 +102,19 @@ def step(
     >>> changed[:4]
     Array([0, 1, 0, 1], dtype=uint8)
     """
-    new, state = steps.step(tx, params, opt_state, grads, **extra_args)
-    return new, state, diff(params, new)
+    found, trace = {}, get_opaque_trace_state()
+
+    def record(leaves: Sequence, marks: Sequence) -> None:
+        # Values cannot leave a conditional around the step, as in optax.MultiSteps.
+        if get_opaque_trace_state() == trace:
+            found.update(zip(map(id, leaves), marks, strict=True))
+
+    with context.changed(on_changes=record):
+        new, state = steps.step(tx, params, opt_state, grads, **extra_args)
+    _, before, treedef = trees.named_leaves(params)
+    pairs = zip(before, trees.named_leaves(new)[1], strict=True)
+    each = [found[id(x)] if id(x) in found else diff(x, y) for x, y in pairs]
+    return new, state, treedef.unflatten(each)
 
 
 def diff(old: PyTree, new: PyTree) -> PyTree:

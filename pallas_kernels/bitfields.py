@@ -124,6 +124,19 @@ def pack(fields: jax.Array, bits: int, layout: Layout | None = None) -> jax.Arra
     return words.reshape(layout.words_shape(bits))
 
 
+def pack_bitmap(marks: jax.Array, layout: Layout) -> jax.Array:
+    """Pack an array of zeros and ones into bytes, 8 rows of a column in each.
+
+    The bitmap has the shape ``layout.words_shape(4)``.
+
+    >>> pack_bitmap(jnp.eye(8, 4, dtype=bool), layout_of((8, 4)))
+    Array([[1, 2, 4, 8]], dtype=uint8)
+    """
+    matrix = layout.to_matrix(marks)
+    packed = jnp.packbits(matrix, axis=layout.row_axis, bitorder="little")
+    return packed.reshape(layout.words_shape(4))
+
+
 def unpack(words: jax.Array, bits: int, layout: Layout | tuple[int, ...]) -> jax.Array:
     """Unpack uint32 words into an array of k-bit fields, the inverse of :func:`pack`.
 

@@ -6,6 +6,7 @@ bitmap therefore has the shape of the words of 4-bit fields, which
 bytes. The bitmap of a scalar is a scalar.
 """
 
+import functools
 import typing
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.bitfields import pack_bitmap
 from pallas_kernels.layout import layout_of, packed_shape
 
 
@@ -31,15 +33,17 @@ def of_changes(old: jax.Array, new: jax.Array) -> jax.Array:
     >>> of_changes(jnp.float16([0, 0, 0]), jnp.float16([0, -0.0, 1]))[:4]
     Array([0, 1, 1, 0], dtype=uint8)
     """
-    differs = jnp.zeros(old.shape, bool)
-    for before, after in zip(words_of(old), words_of(new), strict=True):
-        differs |= before != after
+    differs = differing(old, new)
     if not old.shape:
         return differs.astype(jnp.uint8)
-    layout = layout_of(old.shape)
-    matrix = layout.to_matrix(differs)
-    bits = jnp.packbits(matrix, axis=layout.row_axis, bitorder="little")
-    return bits.reshape(shape_of(old.shape))
+    return pack_bitmap(differs, layout_of(old.shape))
+
+
+def differing(old: jax.Array, new: jax.Array) -> jax.Array:
+    """Return which elements differ in any bit."""
+    pairs = zip(words_of(old), words_of(new), strict=True)
+    differs = [before != after for before, after in pairs]
+    return functools.reduce(jnp.logical_or, differs, jnp.zeros(old.shape, bool))
 
 
 def unpacked(bitmap, shape: tuple[int, ...], np: typing.Any = np):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowbit_optax._jaxprs.elementwise import Program, decode_scalar
+from lowbit_optax._numerics.bitmaps import differing
 from lowbit_optax._numerics.float_layouts import is_narrow
 from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._numerics.linear_code import QuantizedFields
@@ -178,6 +179,8 @@ class LeafBody:
         :class:`lowbit_optax._step.error_feedback.Feedback`.
       is_differentiable: whether rounding has derivatives. Kernels do not support them.
       draws_once: whether XLA computes random words once for all results that read them.
+      marks_changes: whether the last result per element is a bitmap of the weights that
+        changed.
     """
 
     program: Program
@@ -190,6 +193,7 @@ class LeafBody:
     from_stored: Program | None = None
     is_differentiable: bool = False
     draws_once: bool = False
+    marks_changes: bool = False
 
     @property
     def when(self) -> int | None:
@@ -236,13 +240,16 @@ class LeafBody:
             for n, x in enumerate(operands)
             if n > 0
         ]
+        if self.marks_changes:
+            results.append(Result(np.uint8, bits=4))
         operands += [_read_only(x, leaf.param.shape) for x in outside]
         return Leaf(
             tuple(operands), tuple(results), leaf.param.shape, sharding=leaf.sharding
         )
 
     def stored(self, leaf: StoredLeaf, arrays: Sequence) -> tuple:
-        """Return ``(result, residual, moments)`` of a leaf, from a kernel's results."""
+        """Return a leaf's results: ``(result, residual, moments, changed weights)``."""
+        *arrays, changed = arrays if self.marks_changes else (*arrays, None)
         count = len(arrays) - len(self._scaled)
         scales = dict(zip(self._scaled, arrays[count:], strict=True))
         new, *moments = arrays[:count]
@@ -255,7 +262,7 @@ class LeafBody:
         for i, moment in enumerate(self.moments):
             if moment.has_scales:
                 moments[i] = QuantizedMoment(moments[i], scales[i + 1])
-        return new, residual, moments
+        return new, residual, moments, changed
 
     @property
     def block_sizes(self) -> list[int]:
@@ -323,7 +330,10 @@ class LeafBody:
         moments = self._encoded(new, opened, scalars, random, after)
         result, new_residual = first or store()
         residuals = [new_residual] if self.weight.has_residual else []
-        return [result, *residuals, *moments]
+        changed = []
+        if self.marks_changes:
+            changed.append(differing(opened[0], result).astype(jnp.uint32))
+        return [result, *residuals, *moments, *changed]
 
     def _random(self, scalars, index) -> RandomBits:
         kind = DrawnOnce if self.draws_once else RandomBits

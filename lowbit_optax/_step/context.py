@@ -11,6 +11,7 @@ context variable:
     host_step, release ---> group_of ----------+
     convert, before it ----> start -------------+
     diagnostics -----------> report ------------+
+    patches.step ----------> on_changes --------+
     step, around a wrapper > wants_params ------+
     step, inside a wrapper > of_wrappers -------+
 """
@@ -22,7 +23,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from jax.extend.core import get_opaque_trace_state
@@ -50,6 +51,8 @@ class StepContext:
         share kernels, and the branches of all platforms are traced.
       report: function that is called with the step, the inner update and the
         implementation, instead of running the step; None for ordinary steps.
+      on_changes: function that a step calls with its parameters and the bitmaps of
+        their changed weights; None if these are not wanted.
     """
 
     start: Callable[..., typing.Any] | None = None
@@ -59,6 +62,7 @@ class StepContext:
     of_wrappers: tuple = ()
     group_of: Callable[[str], typing.Any] | None = None
     report: Callable[..., None] | None = None
+    on_changes: Callable[[Sequence, Sequence], None] | None = None
 
 
 _NOTHING = StepContext()

@@ -137,10 +137,13 @@ class Lowbit(Stepper):
         if report is not None:
             report(step, update, self.implementation)
             return jax.tree.map(jnp.zeros_like, step.tree(step.masters)), state
-        results, residuals, inner_state = run.run(
+        results, residuals, inner_state, changed = run.run(
             step, update, self.implementation, self.warn, bool(self._checked)
         )
         self._checked.add(True)
+        on_changes = context.current().on_changes
+        if on_changes is not None:
+            on_changes(trees.named_leaves(params)[1], changed)
         results = list(map(StoredLeaf.moved_back, step.leaves, results))
         if not landing.is_direct:
             results = guard.updates(results)

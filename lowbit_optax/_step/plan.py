@@ -328,10 +328,24 @@ class _Planner:
             is_unscaled=bool(step.guard.scalars) and self.is_exact,
             takes_error=takes_error,
             from_stored=from_stored,
+            marks_changes=self._marks_changes(leaf.param, moments),
         )
         if not self.for_tpus:
             check_fields(body.arrays(leaf, [step.parts[s] for s in parts]))
         return LeafKernel(body, parts, outside)
+
+    def _marks_changes(self, param, moments: Sequence[MomentRows]) -> bool:
+        """Return whether a kernel writes the bitmap of a leaf's changed weights."""
+        step, is_wanted = self.traced.step, context.current().on_changes is not None
+        if not is_wanted or not param.ndim or needs_loop(param.shape):
+            return False
+        # A byte contains 8 rows, like a block. Other shards may have fewer rows.
+        has_blocks = any(x.has_scales for x in moments)
+        is_whole = has_blocks or not any(jax.typeof(param).sharding.spec)
+        is_plain = step.landing.is_direct and not trees.is_quantized(param)
+        return (
+            is_plain and is_whole and not (step.layer or self.for_tpus or self.is_exact)
+        )
 
     def _outside(
         self, i: int, parts: tuple[int, ...], own: list[Node], outputs: list[Node]

@@ -20,8 +20,10 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 
 import jax
+import jax.numpy as jnp
 
 from lowbit_optax._jaxprs.graph import Node
+from lowbit_optax._numerics import bitmaps
 from lowbit_optax._step import context
 from lowbit_optax._step.error_feedback import feedback_of, land, parts_for_errors
 from lowbit_optax._step.inner_update import InnerUpdate, trace_update
@@ -55,9 +57,9 @@ NEEDS_VALUES = (
 )
 """The errors that JAX raises if traced code needs concrete values."""
 
-Stepped = tuple[list, list, typing.Any]
-"""The new parameters or updates of all leaves, their new residuals or None, and the new
-inner state in its stored form."""
+Stepped = tuple[list, list, typing.Any, list]
+"""The new parameters or updates of all leaves, their new residuals or None, the new
+inner state in its stored form, and bitmaps of the changed weights or None."""
 
 
 def run(
@@ -216,13 +218,27 @@ def _run_plan(
     values, parts, stored = _outside(plan, others, written, known)
     results: list = [None] * len(step.leaves)
     residuals: list = [None] * len(step.leaves)
+    changed: list = [None] * len(step.leaves)
     for i, node in others.items():
         landed = land(step, i, values[node], parts, plan.feedback.get(i), values)
         results[i], residuals[i] = landed.result, landed.residual
     for i, new in _by_kernels(plan, implementation, values).items():
-        results[i], residuals[i], moments = new
+        results[i], residuals[i], moments, changed[i] = new
         parts |= zip(kernels[i].parts, moments, strict=True)
-    return results, residuals, _new_state(traced, parts, written, stored)
+    changed = _marks(step, results, changed)
+    return results, residuals, _new_state(traced, parts, written, stored), changed
+
+
+def _marks(step: Step, results: list, changed: list) -> list:
+    """Return bitmaps of the changed weights of all leaves, if they are wanted."""
+    if context.current().on_changes is None:
+        return changed
+    marks = [
+        jax.tree.map(bitmaps.of_changes, leaf.param, new) if mark is None else mark
+        for leaf, new, mark in zip(step.leaves, results, changed, strict=True)
+    ]
+    # A kernel that skips the step does not write its bitmap.
+    return step.guard.chosen(marks, jax.tree.map(jnp.zeros_like, marks))
 
 
 def _outside(
@@ -293,7 +309,7 @@ def _new_state(
 
 
 def _by_kernels(plan: KernelPlan, implementation, values: Mapping) -> dict[int, tuple]:
-    """Return ``(result, residual, moments)`` of each leaf that a kernel updates."""
+    """Return the results of ``LeafBody.stored`` for each leaf with a kernel."""
     if not plan.kernels:
         return {}
     step, bodies = plan.traced.step, {i: x.body for i, x in plan.kernels.items()}

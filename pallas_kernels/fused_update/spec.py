@@ -118,8 +118,9 @@ class Result:
     """An array that an update writes.
 
     Args:
-      dtype: dtype of a plain array; uint32 for packed fields.
-      bits: width of the packed fields; None for a plain array.
+      dtype: dtype of a plain array; uint32 for packed fields, and uint8 for a bitmap.
+      bits: width of the packed fields; None for a plain array. A bitmap of fields 0 and
+        1 has 4 bits here, because 8 rows share a byte, like a word of 4-bit fields.
       overwrites: index of the operand that the result replaces, which must have the
         same dtype and bits; None for a new array.
       block_size: see :class:`Operand`.
@@ -133,6 +134,11 @@ class Result:
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
+
+    @property
+    def is_bitmap(self) -> bool:
+        """Whether 8 rows of fields 0 and 1 share a byte."""
+        return self.bits is not None and self.dtype == np.uint8
 
 
 @jax.tree_util.register_dataclass

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.bitfields import pack, unpack
+from pallas_kernels.bitfields import pack, pack_bitmap, unpack
 from pallas_kernels.fused_update.spec import (
     BlockBody,
     Body,
@@ -152,7 +152,9 @@ def _stored(
     skip: jax.Array | None,
 ) -> jax.Array:
     """Packs a result if it has bits, and writes it to its stack if it has one."""
-    if result.bits is not None:
+    if result.is_bitmap:
+        value = pack_bitmap(value, leaf.layout)
+    elif result.bits is not None:
         value = pack(value, result.bits, leaf.layout)
     if result.overwrites is None:
         return value

@@ -279,3 +279,106 @@ def test_a_stamp_of_another_type_is_refused():
     params = {"w": jnp.ones(8)}
     with pytest.raises(TypeError, match="pack: stamp must be a Stamp, got 0"):
         patches.pack(params, patches.diff(params, params), 0)
+
+
+FORMATS = {
+    "lowbit": {},
+    "stochastic": {"weights": lowbit_optax.stochastic_rounding()},
+    "kahan": {
+        "weights": lowbit_optax.kahan(),
+        "moments": lowbit_optax.cast(jnp.bfloat16),
+    },
+    "all bits": {"weights": lowbit_optax.extra_bits(16), "moments": "float32"},
+}
+
+
+def _exact(rate=2.0**-9, **formats):
+    return lowbit_optax.lowbit(optax.sgd(rate, momentum=0.5), **formats)
+
+
+def _large(dtype=jnp.bfloat16):
+    draw = np.random.default_rng(0).normal
+    shapes = {
+        "w": (64, 96),
+        "uneven": (70, 33),
+        "vector": (4000,),
+        "stack": (3, 40, 64),
+    }
+    params = {n: jnp.asarray(draw(size=x), jnp.float32) for n, x in shapes.items()}
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    return params | {"norm": jnp.ones(5000), "scalar": jnp.float32(1)}
+
+
+def _marked(tx, params):
+    """Return the parameters and bitmaps of two steps, and what ``diff`` returns."""
+    state, found = tx.init(params), []
+    for seed in range(2):
+        draw = np.random.default_rng(seed).normal
+        grads = {n: jnp.asarray(draw(size=x.shape)) for n, x in params.items()}
+        grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), grads)
+        new, state, changed = patches.step(tx, params, state, grads)
+        found.append((changed, patches.diff(params, new)))
+        params = new
+    return found
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas", None])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_step_marks_the_weights_that_it_changes(name, implementation):
+    tx = _exact(**FORMATS[name], implementation=implementation)
+    for changed, expected in _marked(tx, _large()):
+        assert_same_bits(changed, expected)
+        assert 0 < sum(np.bitwise_count(x).sum() for x in changed.values()) < 20_000
+
+
+@pytest.mark.parametrize("dtype", NARROW[1:], ids=lambda x: np.dtype(x).name)
+def test_kernels_mark_weights_of_other_dtypes(dtype):
+    tx = _exact(2.0**-6, implementation="pallas")
+    for changed, expected in _marked(tx, _large(dtype)):
+        assert_same_bits(changed, expected)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_a_skipped_step_changes_no_weights(implementation):
+    tx = optax.apply_if_finite(_exact(implementation=implementation), 5)
+    params = _large()
+    grads = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
+    new, _, changed = patches.step(tx, params, tx.init(params), grads)
+    assert_same_bits(new, params)
+    assert not any(np.asarray(x).any() for x in changed.values())
+
+
+WRAPPED = {
+    "chain": lambda tx: optax.chain(optax.clip(0.5), tx),
+    "masked": lambda tx: optax.masked(tx, lambda p: {n: n != "w" for n in p}),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 1),
+    "plain optax": lambda _: optax.sgd(0.1),
+}
+
+
+@pytest.mark.standard_promotion  # optax's
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_wrapped_steps_mark_the_weights_that_they_change(name, implementation):
+    tx = WRAPPED[name](_exact(implementation=implementation))
+    for changed, expected in _marked(tx, _large()):
+        assert_same_bits(changed, expected)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [jax.P("x"), jax.P(None, "x")])
+@pytest.mark.parametrize("name", FORMATS)
+def test_steps_on_meshes_mark_the_weights_that_they_change(name, spec, axis_type):
+    tx = _exact(**FORMATS[name], implementation="pallas")
+    sharding = jax.NamedSharding(_mesh(8, axis_type=axis_type), spec)
+    params = {"w": _large()["w"].repeat(8, 0).repeat(4, 1)}
+    grads = jax.tree.map(lambda x: x * 2, params)
+    with jax.set_mesh(sharding.mesh):
+        params, grads = jax.device_put((params, grads), sharding)
+        state = jax.jit(
+            tx.init, out_shardings=lowbit_optax.state_shardings(tx, params, sharding)
+        )(params)
+        run = jax.jit(functools.partial(patches.step, tx))
+        new, _, changed = run(params, state, grads)
+        expected = patches.diff(jax.device_get(params), jax.device_get(new))
+    assert_same_bits(jax.device_get(changed), jax.device_get(expected))

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.bitfields import get_field, join_fields, put_fields
+from pallas_kernels.bitfields import get_field, join_fields
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.gpu.instructions import (
     Byte,
@@ -170,12 +170,19 @@ class Packed:
       layer: the index of the layer; None if the array is not a stack.
       lanes: the program's lanes.
       bits: width of a field.
+      is_bitmap: see :attr:`.spec.Result.is_bitmap`.
     """
 
     number: int
     layer: jax.Array | None
     lanes: BlockLanes
     bits: int
+    is_bitmap: bool = False
+
+    @property
+    def _width(self) -> int:
+        """The number of bits of a field that are stored."""
+        return 1 if self.is_bitmap else self.bits
 
     @property
     def _chunk_bits(self) -> int:
@@ -238,8 +245,10 @@ class Packed:
             fours = range(0, len(fields), 4)
             words = [put_bytes(fields[first : first + 4]) for first in fours]
         else:
-            words = put_fields(fields, self.bits)
+            words = join_fields(fields, self._width)
         words = self._without_padding(chunk, words)
+        if self.is_bitmap:
+            words = [word.astype(jnp.uint8) for word in words]
         accesses = self._accesses(chunk * np.int32(len(words)), len(words))
         return list(zip(accesses, words, strict=True)), None
 
@@ -276,7 +285,7 @@ class Packed:
         if left is None:
             return list(words)
         # Lanes that do not exist write no words, so their bits do not matter.
-        bits = jnp.minimum(left, chunk_rows) * np.int32(self.bits)
+        bits = jnp.minimum(left, chunk_rows) * np.int32(self._width)
         # Triton's inline assembly needs arrays, but a count that all lanes have in
         # common is a scalar.
         arrangement = self.lanes.arrangement
@@ -385,7 +394,8 @@ class _Program:
             places = self._block_lanes.blocks_of(like.block_size)
             return _PerBlock(number, layer, places)
         if like.bits is not None:
-            return Packed(number, layer, self._block_lanes, like.bits)
+            is_bitmap = isinstance(like, Result) and like.is_bitmap
+            return Packed(number, layer, self._block_lanes, like.bits, is_bitmap)
         if like.repeated:
             return _Repeated(number, self._lanes.tiling, like.repeated)
         is_written = isinstance(like, Result) or operand in self._leaf.overwritten
