@@ -332,7 +332,7 @@ class LeafBody:
         residuals = [new_residual] if self.weight.has_residual else []
         changed = []
         if self.marks_changes:
-            changed.append(differing(opened[0], result).astype(jnp.uint32))
+            changed.append(differing(opened[0], result))
         return [result, *residuals, *moments, *changed]
 
     def _random(self, scalars, index) -> RandomBits:

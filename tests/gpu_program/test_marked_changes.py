@@ -10,10 +10,11 @@ from tools.gpu_program.steps import fast, leaf, lower_step
 from tools.gpu_program.targets import gpu_mesh
 
 OPTIMIZERS = {
-    "lowbit_adamw": lowbit_optax.lowbit_adamw(1e-3),
-    "sr_adamw": lowbit_optax.sr_adamw(1e-3),
-    "kahan_adamw": lowbit_optax.kahan_adamw(1e-3),
+    "lowbit_adamw": (lowbit_optax.lowbit_adamw(1e-3), 5.6),
+    "sr_adamw": (lowbit_optax.sr_adamw(1e-3), 3.2),
+    "kahan_adamw": (lowbit_optax.kahan_adamw(1e-3), 3.4),
 }
+"""Optimizers, and the most instructions that marking may add."""
 
 
 def _marking(tx):
@@ -33,7 +34,8 @@ def _cost(tx, make_step):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_marking_moves_an_eighth_of_a_byte_and_needs_few_instructions(name):
-    plain, marking = (_cost(OPTIMIZERS[name], x) for x in (fast, _marking))
+    tx, most = OPTIMIZERS[name]
+    plain, marking = (_cost(tx, x) for x in (fast, _marking))
     assert marking[0] - plain[0] == pytest.approx(0.125, abs=0.001)
     assert marking[1] < 0.001
-    assert marking[2] - plain[2] <= 7
+    assert marking[2] - plain[2] <= most
