@@ -137,14 +137,13 @@ class Lowbit(Stepper):
         if report is not None:
             report(step, update, self.implementation)
             return jax.tree.map(jnp.zeros_like, step.tree(step.masters)), state
-        results, residuals, inner_state, changed = run.run(
+        done = run.run(
             step, update, self.implementation, self.warn, bool(self._checked)
         )
         self._checked.add(True)
-        on_changes = context.current().on_changes
-        if on_changes is not None:
-            on_changes(trees.named_leaves(params)[1], changed)
-        results = list(map(StoredLeaf.moved_back, step.leaves, results))
+        if step.on_changes is not None:
+            step.on_changes(trees.named_leaves(params)[1], done.changed)
+        results = list(map(StoredLeaf.moved_back, step.leaves, done.results))
         if not landing.is_direct:
             results = guard.updates(results)
         count = jnp.asarray(optax.safe_increment(state.count))
@@ -152,9 +151,9 @@ class Lowbit(Stepper):
         residual = state.residual
         if residual.name is not None:
             before = step.treedef.flatten_up_to(residual.tree)
-            of_state = step.treedef, residuals, before, residual.dtypes
+            of_state = step.treedef, done.residuals, before, residual.dtypes
             residual = residuals_of(residual.name, *of_state)
-        new_state = LowbitState(count, state.seed, residual, inner_state)
+        new_state = LowbitState(count, state.seed, residual, done.inner_state)
         return step.tree(results), new_state
 
     def update_within(self, updates, state, params=None, **extra):

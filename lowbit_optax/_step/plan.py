@@ -336,16 +336,17 @@ class _Planner:
 
     def _marks_changes(self, param, moments: Sequence[MomentRows]) -> bool:
         """Return whether a kernel writes the bitmap of a leaf's changed weights."""
-        step, is_wanted = self.traced.step, context.current().on_changes is not None
-        if not is_wanted or not param.ndim or needs_loop(param.shape):
+        step = self.traced.step
+        if step.on_changes is None or self.for_tpus or self.is_exact:
+            return False
+        # A kernel that skips a step writes nothing, not even a bitmap of zeros.
+        if step.guard.proceed is not None or step.layer is not None:
+            return False
+        if trees.is_quantized(param) or not param.ndim or needs_loop(param.shape):
             return False
         # A byte contains 8 rows, like a block. Other shards may have fewer rows.
         has_blocks = any(x.has_scales for x in moments)
-        is_whole = has_blocks or not any(jax.typeof(param).sharding.spec)
-        is_plain = step.landing.is_direct and not trees.is_quantized(param)
-        return (
-            is_plain and is_whole and not (step.layer or self.for_tpus or self.is_exact)
-        )
+        return has_blocks or not any(jax.typeof(param).sharding.spec)
 
     def _outside(
         self, i: int, parts: tuple[int, ...], own: list[Node], outputs: list[Node]

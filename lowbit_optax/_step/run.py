@@ -20,7 +20,6 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 
 import jax
-import jax.numpy as jnp
 
 from lowbit_optax._jaxprs.graph import Node
 from lowbit_optax._numerics import bitmaps
@@ -57,9 +56,21 @@ NEEDS_VALUES = (
 )
 """The errors that JAX raises if traced code needs concrete values."""
 
-Stepped = tuple[list, list, typing.Any, list]
-"""The new parameters or updates of all leaves, their new residuals or None, the new
-inner state in its stored form, and bitmaps of the changed weights or None."""
+
+class Stepped(typing.NamedTuple):
+    """The results of a step, with one element per leaf in each list.
+
+    Args:
+      results: the new parameters or updates.
+      residuals: the new residuals; None for a leaf without one.
+      inner_state: the new inner state in its stored form.
+      changed: bitmaps of the changed weights; None if they are not wanted.
+    """
+
+    results: list
+    residuals: list
+    inner_state: typing.Any
+    changed: list
 
 
 def run(
@@ -182,13 +193,10 @@ def _explicit_mesh(step: Step):
     return next(filter(has_explicit_axes, meshes), None)
 
 
-def _by_xla(traced: InnerUpdate, update: Callable | None = None) -> Stepped:
-    """Run a step with array operations of XLA on whole leaves.
-
-    ``update`` replaces the traced inner update.
-    """
+def _by_xla(traced: InnerUpdate) -> Stepped:
+    """Run a step with array operations of XLA on whole leaves."""
     step, nodes = traced.step, traced.nodes
-    updates, new_state = step.inner_update(update or traced.update)
+    updates, new_state = step.inner_update(traced.update)
     results = *step.parts_of_updates(updates), *jax.tree.leaves(new_state)
     known = dict(zip([*nodes.updates, *nodes.new_state], results, strict=True))
     return _run_plan(KernelPlan(traced, feedback=feedback_of(traced)), "xla", known)
@@ -226,19 +234,18 @@ def _run_plan(
         results[i], residuals[i], moments, changed[i] = new
         parts |= zip(kernels[i].parts, moments, strict=True)
     changed = _marks(step, results, changed)
-    return results, residuals, _new_state(traced, parts, written, stored), changed
+    new_state = _new_state(traced, parts, written, stored)
+    return Stepped(results, residuals, new_state, changed)
 
 
 def _marks(step: Step, results: list, changed: list) -> list:
     """Return bitmaps of the changed weights of all leaves, if they are wanted."""
-    if context.current().on_changes is None:
+    if step.on_changes is None:
         return changed
-    marks = [
+    return [
         jax.tree.map(bitmaps.of_changes, leaf.param, new) if mark is None else mark
         for leaf, new, mark in zip(step.leaves, results, changed, strict=True)
     ]
-    # A kernel that skips the step does not write its bitmap.
-    return step.guard.chosen(marks, jax.tree.map(jnp.zeros_like, marks))
 
 
 def _outside(

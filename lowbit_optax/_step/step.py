@@ -132,6 +132,15 @@ class Step(LeafStep):
         return dataclasses.replace(self.leaves[number], grad=self.grads[number])
 
     @property
+    def on_changes(self) -> Callable | None:
+        """The function that gets bitmaps of the changed weights, if there is one.
+
+        A step that returns updates has no new weights, and a wrapper may still change
+        its updates.
+        """
+        return context.current().on_changes if self.landing.is_direct else None
+
+    @property
     def structure(self) -> trees.PyTreeDef:
         """The structure of the parts of the inner state."""
         return self.plan.structure(self.state.inner_state)

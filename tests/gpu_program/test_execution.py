@@ -20,7 +20,7 @@ import pytest
 
 import lowbit_optax
 import pallas_kernels
-from lowbit_optax import block_quantized, cast, extra_bits, lowbit
+from lowbit_optax import block_quantized, cast, extra_bits, lowbit, patches
 from pallas_kernels import platforms
 from pallas_kernels.fused_update.axis_sums import axis_sums
 from tests.helpers.blocks import Maxima
@@ -117,9 +117,9 @@ def powers_of_two(params, seed=0):
     return jax.tree.map(draw, params)
 
 
-def compiled(tx, *arguments):
+def compiled(tx, *arguments, advance=lowbit_optax.step):
     """A step as users run it on a GPU, with donated parameters and state."""
-    step = functools.partial(lowbit_optax.step, tx)
+    step = functools.partial(advance, tx)
     program = compile_program(lower_for(gpu_mesh(), step, *arguments, donate=(0, 1)))
     # Only Mosaic's kernels are called with explicit arguments.
     assert bool(program.arguments) == (platforms.DEFAULT_LAUNCHER == "mosaic")
@@ -310,6 +310,32 @@ def test_guarded_steps_have_the_same_bits(family, overflow):
     if overflow:
         grads["bias"] = grads["bias"].at[3].set(jnp.inf)
     assert_same_step(make, params, state, grads)
+
+
+@each_shape
+@pytest.mark.parametrize("family", ["kahan", "lowbit 8"])
+def test_bitmaps_mark_the_weights_that_change(family, shape):
+    # Many updates are too small to change a weight.
+    make = functools.partial(transformation, optax.sgd(2.0**-9, momentum=0.5), family)
+    params = {name: normal(shape, seed=n) for n, name in enumerate("abc")}
+    arguments = second_step(make, params)
+    program = compiled(make(None), *arguments, advance=patches.step)
+    new, _, changed = program.run(*arguments)
+    assert_same_bits(changed, patches.diff(arguments[0], new))
+    marked = np.bitwise_count(np.asarray(changed["a"])).sum()
+    assert 0 < marked < 0.5 * params["a"].size
+
+
+@pytest.mark.parametrize("family", ["kahan", "lowbit 8"])
+def test_a_skipped_step_marks_no_weights(family):
+    make = functools.partial(with_scale, family)
+    params, state, grads = second_step(make, {"kernel": normal(SHAPES["ragged"])})
+    grads["kernel"] = grads["kernel"].at[3].set(jnp.inf)
+    arguments = params, state, grads
+    program = compiled(make(None), *arguments, advance=patches.step)
+    new, _, changed = program.run(*arguments)
+    assert_same_bits(new, params)
+    assert not np.asarray(changed["kernel"]).any()
 
 
 # If roots and quotients round, kernels may round them differently. Masters then differ

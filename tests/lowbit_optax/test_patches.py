@@ -234,6 +234,27 @@ def test_quantized_weights_are_patched():
     assert_same_bits(got, new)
 
 
+@pytest.mark.standard_promotion  # optax's
+def test_weights_of_released_steps_are_patched():
+    tx = lowbit_optax.lowbit_adamw(1e-3)
+    master = {n: jnp.full((64, 64), 0.1) for n in "ab"}
+    params, state = lowbit_optax.from_master(tx, master)
+    loss_fn = lambda p, x: jnp.mean(jnp.tanh(x @ p["a"]) @ p["b"], dtype=jnp.float32)
+    advance = lowbit_optax.release.value_and_update(loss_fn, tx)
+
+    @jax.jit
+    def train_step(params, state, x):
+        _, new, state = advance(params, state, x)
+        return new, state, patches.diff(params, new)
+
+    x = jax.random.normal(jax.random.key(0), (8, 64), jnp.bfloat16)
+    new, _, changed = train_step(params, state, x)
+    patch, _ = patches.pack(new, changed, patches.start(params))
+    got, _ = patches.apply(params, patch, patches.start(params))
+    assert_same_bits(got, new)
+    assert all(np.asarray(x).any() for x in changed.values())
+
+
 def test_bitmaps_of_several_steps_are_joined():
     weights = [{"w": jnp.arange(64.0).at[n].set(-1)} for n in range(3)]
     each = [patches.diff(*weights[n : n + 2]) for n in range(2)]
@@ -338,9 +359,18 @@ def test_kernels_mark_weights_of_other_dtypes(dtype):
         assert_same_bits(changed, expected)
 
 
+SKIPPING = {
+    "conditional": lambda tx: optax.apply_if_finite(tx, 5),
+    "guard": lambda tx: lowbit_optax.with_loss_scale(
+        tx, lowbit_optax.loss_scaling.backoff_scale(2.0)
+    ),
+}
+
+
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
-def test_a_skipped_step_changes_no_weights(implementation):
-    tx = optax.apply_if_finite(_exact(implementation=implementation), 5)
+@pytest.mark.parametrize("way", SKIPPING)
+def test_a_skipped_step_changes_no_weights(way, implementation):
+    tx = SKIPPING[way](_exact(implementation=implementation))
     params = _large()
     grads = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
     new, _, changed = patches.step(tx, params, tx.init(params), grads)
@@ -348,10 +378,21 @@ def test_a_skipped_step_changes_no_weights(implementation):
     assert not any(np.asarray(x).any() for x in changed.values())
 
 
+def _reading_values(tx):
+    """Return a wrapper that cannot be traced."""
+
+    def update(grads, state, params):
+        assert all(float(x.sum()) for x in jax.tree.leaves(grads))
+        return tx.update(grads, state, params)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
 WRAPPED = {
     "chain": lambda tx: optax.chain(optax.clip(0.5), tx),
     "masked": lambda tx: optax.masked(tx, lambda p: {n: n != "w" for n in p}),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 1),
+    "not traceable": _reading_values,
     "plain optax": lambda _: optax.sgd(0.1),
 }
 
