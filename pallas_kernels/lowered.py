@@ -24,6 +24,11 @@ _chosen_p = Primitive("chosen_when_lowered")
 _chosen_p.multiple_results = True
 
 
+def lower_as(primitive: Primitive, function: Callable) -> None:
+    """Lower a primitive with several results as the operations of a function."""
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True))
+
+
 def for_one_device(
     alone: Callable, partitioned: Callable, message: str | None = None
 ) -> Callable:

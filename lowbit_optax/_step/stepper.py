@@ -32,12 +32,12 @@ import jax
 import optax
 from jax.core import Tracer
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from lowbit_optax._numerics.landing import ADD, ADD_LIKE_GRADS, Landing
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.guard import UNGUARDED, Guard
 from lowbit_optax._step.state import holds_lowbit
+from pallas_kernels.lowered import lower_as
 
 
 class Stepper(abc.ABC):
@@ -257,7 +257,7 @@ def _run_marked(*leaves, results: int, structure, with_held, static, **_):
 
 
 update_p.def_impl(_run_marked)
-mlir.register_lowering(update_p, mlir.lower_fun(_run_marked, multiple_results=True))
+lower_as(update_p, _run_marked)
 
 
 def marked(
