@@ -9,7 +9,7 @@ contains the mean reward of the last tenth of the steps.
 
 import numpy as np
 
-from benchmarks import pictures, records
+from benchmarks import records
 from benchmarks.training import reinforcement
 
 RATES = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
@@ -28,30 +28,15 @@ def measure(args) -> dict:
     return {"rewards": rewards}
 
 
-def table(record: dict) -> str:
+def text(record: dict) -> str:
     """Return a Markdown table with a row for each format."""
     shown = lambda values: records.shown(records.spread(values), 3)
     rows = [
         [name, *map(shown, rewards.values())]
         for name, rewards in record["rewards"].items()
     ]
-    return records.table(["format", *map(str, record["rewards"][ROWS[0]])], rows)
-
-
-text = table
-
-
-@pictures.panels(3)
-def draw(record: dict, axes) -> str:
-    """Draw the final rewards against the learning rate."""
-    for name, look in pictures.looks(ROWS).items():
-        rewards = record["rewards"][name]
-        rates = list(map(float, rewards))
-        pictures.band(
-            axes, rates, np.transpose(list(rewards.values())), label=name, **look
-        )
-    axes.set(xscale="log", xlabel="learning rate", ylabel="reward (higher is better)")
-    return "With exact updates, a smaller learning rate is enough"
+    heads = [f"{float(x):.0e}".replace("e-0", "e-") for x in record["rewards"][ROWS[0]]]
+    return records.table(["format", *heads], rows)
 
 
 main = records.program(__name__, seeds=2, steps=200)

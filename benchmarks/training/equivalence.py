@@ -22,7 +22,8 @@ The protocol was written before the first run:
 
 A complete run is stored in its own file, and is not repeated. Several processes may
 train at the same time, and you can interrupt them. ``--text`` uses a file instead of
-the standard library, with a record of its own.
+the standard library, with a record of its own. ``--gather`` trains nothing, and writes
+the record of all runs that are complete.
 """
 
 import functools
@@ -85,6 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = records.Options(__doc__)
     parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="ROW")
     parser.add_argument("--text", type=pathlib.Path, metavar="FILE", help="a text file")
+    parser.add_argument("--gather", action="store_true", help="train nothing")
     args = parser.parse_args(argv)
     path = records.path_of(__name__)
     if args.text:
@@ -92,12 +94,13 @@ def main(argv: list[str] | None = None) -> None:
     if not args.draw:
         folder = ROOT / "runs" / path.stem
         recorded = _recorded(records.load(path)) if path.exists() else {}
-        known = kept_runs.complete(folder, recorded)
-        of_file, of_python = stdlib_text.load_file, stdlib_text.load_whole
-        whole = of_file(args.text) if args.text else of_python()
-        _train(args.rows or list(ROWS), folder, known, whole)
+        if not args.gather:
+            of_file, of_python = stdlib_text.load_file, stdlib_text.load_whole
+            whole = of_file(args.text) if args.text else of_python()
+            known = kept_runs.complete(folder, recorded)
+            _train(args.rows or list(ROWS), folder, known, whole)
         # These options select runs and the record, and do not describe it.
-        del args.rows, args.text
+        del args.rows, args.text, args.gather
         found = kept_runs.complete(folder, recorded)
         records.save(path, args, records.ran_here(), **figures(found))
     record = records.load(path)

@@ -18,7 +18,8 @@ The protocol was written before the first run:
   with the 95% interval of the line. No such model was trained.
 
 A complete run is stored in its own file, and is not repeated. Several processes may
-train at the same time, and you can interrupt them.
+train at the same time, and you can interrupt them. ``--gather`` trains nothing, and
+writes the record of all runs that are complete.
 """
 
 import itertools
@@ -91,13 +92,16 @@ LENGTHS = (
 def main(argv: list[str] | None = None) -> None:
     parser = records.Options(__doc__)
     parser.add_argument("--formats", nargs="+", choices=[BASE, *FORMATS], metavar="F")
+    parser.add_argument("--gather", action="store_true", help="train nothing")
     args = parser.parse_args(argv)
     path = records.path_of(__name__)
     if not args.draw:
         folder = ROOT / "runs" / path.stem
         recorded = _recorded(path)
-        _train(args.formats or [BASE, *FORMATS], folder, recorded)
-        del args.formats  # selects runs, and does not describe the record
+        if not args.gather:
+            _train(args.formats or [BASE, *FORMATS], folder, recorded)
+        # These options select runs, and do not describe the record.
+        del args.formats, args.gather
         found = kept_runs.complete(folder, recorded)
         records.save(path, args, records.ran_here(), **figures(found))
     record = records.load(path)
@@ -246,5 +250,14 @@ def draw(record: dict, *axes) -> str:
                 panel.plot(sizes, values, color=look["color"], label=name)
         panel.axhline(0, color="black", lw=1)
         panel.set(xscale="log", xlabel=label)
+        pairs = [x for found in record[trend].values() for x in found["pairs"]]
+        ticks = sorted(set(map(float, pairs)))
+        panel.set_xticks(ticks, map(_short, ticks))
+        panel.minorticks_off()
     axes[0].set(ylabel="loss minus float32's, nats per byte")
     return "Distance from float32's loss against size and length; lower is better"
+
+
+def _short(size: float) -> str:
+    """Return a label such as 400 or 0.05M."""
+    return f"{size:g}" if size < 1e4 else f"{size / 1e6:.1g}M"

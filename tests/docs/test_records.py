@@ -19,6 +19,7 @@ from benchmarks.papers.lpmm_states import CODES
 from benchmarks.papers.microbatches import SMALL
 from benchmarks.records import gaps, shown
 from benchmarks.training import (
+    best_rates,
     digit_moments,
     pareto,
     reinforcement,
@@ -468,6 +469,18 @@ def _weight_patches(record):
     assert record["runs"]["3e-06"]["largest"] < 0.05
 
 
+def _best_rates(record):
+    yield from best_rates.text(record).splitlines()
+
+
+def _equivalence(record):
+    row = record["rows"]["lowbit_adamw"]
+    low, high = row["interval"]
+    yield f"{len(row['pairs'])} of {row['planned']} pairs, `lowbit_adamw` ends "
+    yield f"ends {-row['mean']:.4f} below float32, with a 95% interval from {low:.4f} "
+    yield f"interval from {low:.4f} to {high:.4f}."
+
+
 def _muon_momentum(record):
     gap = {n: shown(x["gaps"]["held-out loss"], 4) for n, x in record["runs"].items()}
     yield f"the loss ends {gap['8 bits, the default']} above float32"
@@ -559,6 +572,8 @@ FIGURES = [
     ("training/shakespeare", "accuracy_records", _shakespeare),
     ("training/reinforcement", "reinforcement", _reinforcement),
     ("training/weight_patches", "patches", _weight_patches),
+    ("training/best_rates", "reinforcement", _best_rates),
+    ("training/equivalence", "accuracy", _equivalence),
     ("programs/large_models", "memory", _large_models),
     ("programs/large_training", "large_model", _large_training),
     ("programs/precision_memory", "ideas/precision", _precision_memory),
