@@ -38,7 +38,9 @@ from lowbit_optax._numerics.codes import (
     number_of,
     pattern_of,
 )
+from lowbit_optax._numerics.float_layouts import SIGN
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RandomBits
+from lowbit_optax._numerics.rounding import where_known, words_of_share
 from pallas_kernels.layout import Layout, repeat_blocks
 from pallas_kernels.operations import multiply_add
 
@@ -145,17 +147,28 @@ class QuantizedFields:
         return [repeat_blocks(x, layout, self.block_size) for x in prepared]
 
     def encode(
-        self, x: jax.Array, prepared: Prepared, random: RandomBits | None
+        self,
+        x: jax.Array,
+        prepared: Prepared,
+        random: RandomBits | None,
+        ahead: jax.Array | None = None,
     ) -> jax.Array:
         """Round float32 values to uint32 fields.
 
         The arrays of ``prepared`` have the shape of x. If ``random`` is None, values
-        are rounded to nearest, with ties to even.
+        are rounded to nearest, with ties to even. If ``ahead`` is given, values where
+        it is neither 0 nor NaN are rounded to the neighbor that is nearer to
+        ``x + ahead``.
         """
         delta, inverse = prepared
         words = None
         if random is not None and self.rounding == "stochastic":
             words = random.words(x.shape, PARAM_STREAM)
+        if ahead is not None:
+            others = jnp.zeros(x.shape, jnp.uint32) if words is None else words
+            # Its leading bit is inverted, because the words below are signed.
+            toward = words_of_share(ahead * inverse) ^ jnp.uint32(SIGN)
+            words = where_known(toward, ahead, others)
         # float32 numbers near 1.5 * 2^23 are integers, so the sum rounds to nearest,
         # with ties to even, and its bit pattern counts the steps.
         middle = jnp.full(x.shape, _MIDDLE, jnp.float32)

@@ -397,10 +397,27 @@ def words_toward(
     )
     inverse = float_of(jnp.uint32((2 * BIAS + mantissa_bits) << MANTISSA) - exponent)
     away = float_of(as_fields(ahead) ^ (pattern & jnp.uint32(SIGN)))
-    # Store the fraction in the mantissa of a number from 1 to 2.
-    fraction = jnp.float32(1.5) + away * inverse
+    return words_of_share(away * inverse)
+
+
+def words_of_share(share: jax.Array) -> jax.Array:
+    """Return uint32 words whose 23 leading bits are ``clip(1/2 + share, 0, 1)``.
+
+    They round up if the remainder plus the share is at least 1/2, where both are in
+    units of the spacing.
+    """
+    # The mantissa of a number from 1 to 2 is the fraction.
+    fraction = jnp.float32(1.5) + share
     fraction = jnp.clip(fraction, jnp.float32(1), jnp.float32(2 - 2.0**-MANTISSA))
     return as_fields(fraction) << jnp.uint32(32 - MANTISSA)
+
+
+def where_known(words: jax.Array, ahead: jax.Array, others: jax.Array) -> jax.Array:
+    """Return ``words``, or ``others`` where ``ahead`` is 0 or NaN."""
+    # On explicit axes, a selection needs sharded words, but random words are not.
+    is_known = jnp.abs(ahead) > jnp.float32(0)  # False for NaN
+    lost = jnp.where(is_known, jnp.uint32(0), jnp.uint32(2**32 - 1))
+    return (words & ~lost) | (others & lost)
 
 
 _RANDOM_BITS = 16

@@ -98,13 +98,20 @@ class WeightRows:
         :meth:`WeightFormat.advance`.
         """
         if self.quantized is not None:
-            fields = self.quantized.encode(result, prepared, random)
+            fields = self.quantized.encode(result, prepared, random, ahead)
             return fields, None
         if self.format is None:
             return result, residual
         if self.format.stores_sum:
             return self.format.store(param, result, random, landing)[:2]
         return self.format.advance(param, residual, result, random, landing, ahead)[:2]
+
+    def error(self, update, master, param, residual, stored, prepared) -> jax.Array:
+        """Return the update minus the change of the master; see ``stored``."""
+        if self.quantized is not None:
+            return update - (self.quantized.decode(stored[0], prepared) - master)
+        format_ = typing.cast(WeightFormat, self.format)
+        return format_.error(param, residual, update, *stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,12 +290,13 @@ class LeafBody:
         """Return the arrays whose maxima per block determine the new scales.
 
         With ``from_stored``, the maxima of the weight depend on the scales of the
-        moments.
+        moments. With ``takes_error``, the maxima of a moment may depend on the scales
+        of the weight.
         """
-        scaled = self._scaled
-        if self.from_stored is not None:
+        scaled, last = self._scaled, self._last
+        if last is not None:
             is_first = after is None and len(scaled) > 1
-            scaled = {n: x for n, x in scaled.items() if bool(n) == is_first}
+            scaled = {n: x for n, x in scaled.items() if (n != last) == is_first}
         wanted = set(scaled)
         takes_error = self.takes_error in wanted
         from_stored = self.from_stored is not None and 0 in wanted
@@ -298,9 +306,11 @@ class LeafBody:
         new = self._new(sorted(wanted), opened, scalars)
         random = self._random(scalars, index)
         if takes_error:
-            self._store_weight(new, opened, random, ())
+            self._store_weight(new, opened, random, after or ())
         if from_stored:
             self._encoded(new, opened, scalars, random, after)
+        if 0 in scaled:
+            new[0] = self._to_store(new, opened)
         return [rows.blocks.magnitude_key(new[n]) for n, rows in scaled.items()]
 
     def after(self, maxima, block_values):
@@ -366,11 +376,18 @@ class LeafBody:
         return {n: x for n, x in enumerate(self._rows) if x.has_scales}
 
     @property
+    def _last(self) -> int | None:
+        """The row whose maxima depend on the scales of other rows, or None."""
+        if self.from_stored is not None:
+            return 0
+        both = {0, self.takes_error} <= self._scaled.keys()
+        return self.takes_error if both else None
+
+    @property
     def _by_maxima(self) -> dict[int, WeightRows | MomentRows]:
         """The rows with scales, in the order of the maxima that determine them."""
-        if self.from_stored is None:
-            return self._scaled
-        return dict(sorted(self._scaled.items(), key=lambda item: not item[0]))
+        last = self._last
+        return dict(sorted(self._scaled.items(), key=lambda item: item[0] == last))
 
     @property
     def _format(self) -> WeightFormat:
@@ -403,6 +420,14 @@ class LeafBody:
         results = program.run(opened[2], scalars[KEYS:])
         return dict(zip(outputs, results, strict=True))
 
+    def _to_store(self, new: dict, opened) -> jax.Array:
+        """Return what the weight format stores: output 0 of the program.
+
+        If it is the update of a QuantizedTensor, return the updated master.
+        """
+        is_update = self.weight.has_scales and self.takes_error is not None
+        return opened[2][1] + new[0] if is_update else new[0]
+
     def _store_weight(
         self, new: dict, opened, random, after
     ) -> tuple[jax.Array, typing.Any]:
@@ -411,7 +436,7 @@ class LeafBody:
         With ``takes_error``, this also adds the rounding error to the moment in
         ``new``.
         """
-        param, residual, _ = opened
+        param, residual, (_, master, *_) = opened
         ahead, into = None, self.takes_error
         feedback = [*new.values()][-3:]  # rate, growth and reach
         if into is not None:
@@ -424,9 +449,11 @@ class LeafBody:
         prepared = self._by_number(after).get(0)
         store = functools.partial(self.weight.stored, self.landing)
         store = self._rounding(self.weight, store, tangent)
-        stored = store(new[0], param, residual, random, prepared, ahead)
+        result = self._to_store(new, opened)
+        stored = store(result, param, residual, random, prepared, ahead)
         if into is not None:
-            error = self._format.error(param, residual, new[0], *stored)
+            of = master, param, residual, stored, prepared
+            error = self.weight.error(new[0], *of)
             feed = self._rounding(self.weight, fed)
             new[into] = feed(new[into], error, *feedback[:-1])
         return stored

@@ -247,7 +247,8 @@ def format_of(
             if isinstance(leaf, BlockScaledTensor):
                 return for_tensor(weights, leaf, min_size)
         is_chosen = isinstance(weights, QuantizedWeights)
-        return weights if is_chosen else QuantizedWeights()
+        into = weights.error_feedback
+        return weights if is_chosen else QuantizedWeights(error_feedback=into)
     if not trees.is_float(leaf):
         return None
     if not is_narrow(leaf.dtype):

@@ -78,15 +78,19 @@ def factored_adamw(
         m_t = b1 Q(m_{t-1}) + (1 - b1) n_t
         W   = round(W - eta_t (m_t / (1 - b1^t) + d W))
 
-    With ``bits=0``, weights are rounded to bfloat16, and their rounding errors are
-    added to m, which needs 2.57 bytes per parameter.
+    With ``bits=0``, weights are rounded to their dtype, and their rounding errors are
+    added to m. bfloat16 weights need 2.57 bytes per parameter, and float8 weights 1.57.
+    Weights from :func:`lowbit_optax.lpmm.quantize_params` need 1.57, 1.32 and 1.07 with
+    8, 6 and 4 bits.
 
     Args:
       learning_rate: the learning rate eta, a number or a schedule.
       b1, b2, eps, eps_root, mu_dtype, mask, nesterov: see ``optax.adamw``.
       weight_decay: the decoupled weight decay d.
       min_dim_size_to_factor: see :func:`scale_by_factored_adam`.
-      bits: the number of extra bits per weight; 8 if None.
+      bits: the number of extra bits per weight; 8 if None. Weights from
+        ``quantize_params`` have no extra bits. Without ``bits=0``, they are rounded
+        stochastically, and their errors are lost.
       mu_bits: the number of bits of m; 4 if None. A second moment that is not factored
         has 8 bits.
       **options: ``seed``, ``min_size``, ``implementation``, ``param_shardings``,

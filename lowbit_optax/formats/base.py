@@ -94,8 +94,10 @@ class WeightFormat:
     defaults of all other methods are correct for every format.
     """
 
-    reads_stored_moments: typing.ClassVar[bool] = False
-    """Whether the update is computed from moments after they are rounded."""
+    @property
+    def reads_stored_moments(self) -> bool:
+        """Whether the update is computed from moments after they are rounded."""
+        return False
 
     @property
     def residual_name(self) -> str | None:

@@ -304,8 +304,9 @@ def for_tensor(
       ValueError: if the format does not support the tensor.
     """
     if isinstance(weights, QuantizedWeights):
-        is_random = weights.rounding == "stochastic"
-        weights = StochasticRounding() if is_random else Nearest()
+        is_random = weights.rounding == "stochastic" or weights.error_feedback
+        into = weights.error_feedback
+        weights = StochasticRounding(error_feedback=into) if is_random else Nearest()
     # Kahan summation would add updates and codes with different scales.
     if isinstance(weights, KahanFormat):
         raise ValueError(

@@ -12,7 +12,7 @@ from lowbit_optax._numerics import float_layouts, rounding
 from lowbit_optax._numerics.float_format import FloatFormat
 from lowbit_optax._numerics.landing import REPLACE, Landing
 from lowbit_optax._numerics.random_bits import PARAM_STREAM, RESIDUAL_STREAM
-from lowbit_optax._numerics.rounding import words_toward
+from lowbit_optax._numerics.rounding import where_known, words_toward
 from lowbit_optax.formats.base import Rounding, WeightFormat
 from pallas_kernels import operations
 
@@ -172,10 +172,7 @@ class StochasticRounding(WeightFormat):
         layout, significand = float_layouts.layout_of(dtype), self.significand
         bits = layout.mantissa_bits if significand is None else significand.bits
         words = words_toward(master, ahead, layout, bits)
-        # On explicit axes, a selection needs sharded words, but these are not sharded.
-        is_known = jnp.abs(ahead) > jnp.float32(0)  # False for NaN
-        lost = jnp.where(is_known, jnp.uint32(0), jnp.uint32(2**32 - 1))
-        words = (words & ~lost) | (random.words(master.shape) & lost)
+        words = where_known(words, ahead, random.words(master.shape))
         return rounded(significand, master, dtype, words)
 
 
@@ -302,10 +299,15 @@ def stochastic_rounding(
     """
     name = "stochastic_rounding"
     check_choice(name, "sum_rounding", sum_rounding, Rounding)
-    accepted = "None or the name of a moment, such as 'mu'"
-    check_type(f"{name}: error_feedback", error_feedback, str | None, accepted)
+    check_field(name, error_feedback)
     significand = significand_of(name, float_format)
     return StochasticRounding(sum_rounding, significand, error_feedback)
+
+
+def check_field(name: str, error_feedback: typing.Any) -> None:
+    """Raise a TypeError unless a format's ``error_feedback`` is a name or None."""
+    accepted = "None or the name of a moment, such as 'mu'"
+    check_type(f"{name}: error_feedback", error_feedback, str | None, accepted)
 
 
 def master_copy() -> WeightFormat:

@@ -277,6 +277,7 @@ def quantize(
     x: jax.Array,
     random: RandomBits | None,
     old: jax.Array | None = None,
+    ahead: jax.Array | None = None,
 ) -> QuantizedTensor:
     """Store one float32 array as a :class:`QuantizedTensor`.
 
@@ -286,21 +287,25 @@ def quantize(
       x: float32 array of rank 1 or more.
       random: random bits of the leaf. None rounds to nearest.
       old: the previous scales of the array, which are kept if they fit.
+      ahead: see :meth:`.QuantizedFields.encode`.
     """
     layout = Layout(x.shape, axis)
     code = QuantizedFields(bits, block_size)
     keys = block_maxima(code.magnitude_key(x), layout, block_size)
     scales = code.scale_of(keys, old)
-    fields = code.encode(x, code.prepare_values(scales, layout), random)
+    fields = code.encode(x, code.prepare_values(scales, layout), random, ahead)
     codes = pack(fields, bits, layout)
     return QuantizedTensor(codes, scales, bits, block_size, axis, x.shape[axis])
 
 
 def requantize(
-    x: jax.Array, old: QuantizedTensor, random: RandomBits | None
+    x: jax.Array,
+    old: QuantizedTensor,
+    random: RandomBits | None,
+    ahead: jax.Array | None = None,
 ) -> QuantizedTensor:
     """Store a float32 array like ``old``, with its step sizes if they fit."""
-    return quantize(old.bits, old.block_size, old.axis, x, random, old.scales)
+    return quantize(old.bits, old.block_size, old.axis, x, random, old.scales, ahead)
 
 
 def is_quantized(x) -> bool:

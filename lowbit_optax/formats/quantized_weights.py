@@ -3,7 +3,8 @@
     theta_t = Q(theta_{t-1} + u_t),  u_t the update of the inner transformation
 
 References:
-  LPMM, Algorithm 1 and section 5.2, "Dynamic quantization".
+  LPMM, Algorithm 1 and section 5.2, "Dynamic quantization". ECO, 2026 (arXiv
+    2601.22101), for errors in the momentum.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from lowbit_optax._numerics.linear_code import QuantizedFields
 from lowbit_optax._numerics.random_bits import PARAM_STREAM
 from lowbit_optax.formats import quantized_tensor as tensors
 from lowbit_optax.formats.base import Rounding, WeightFormat
-from lowbit_optax.formats.plain import Nearest
+from lowbit_optax.formats.plain import Nearest, check_field
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +27,17 @@ class QuantizedWeights(WeightFormat):
     """Updates QuantizedTensors; see :func:`quantized_weights`."""
 
     rounding: Rounding = "stochastic"
+    # A field can override this property, because it is only read.
+    error_feedback: str | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
 
-    reads_stored_moments: typing.ClassVar[bool] = True  # LPMM, Algorithm 1, line 8
+    @property
+    def reads_stored_moments(self) -> bool:
+        # LPMM, Algorithm 1, line 8. Errors enter a moment before it is stored.
+        return self.error_feedback is None
+
+    @property
+    def stores_sum(self) -> bool:
+        return self.error_feedback is None
 
     def fields_of(self, param: tensors.QuantizedTensor) -> QuantizedFields:
         """Return the elementwise functions for a kernel that updates a leaf."""
@@ -49,11 +59,28 @@ class QuantizedWeights(WeightFormat):
     def widen(self, param: typing.Any):
         return param.dequantize()
 
+    def advance(
+        self,
+        param: typing.Any,
+        residual,
+        update,
+        random,
+        landing: Landing = REPLACE,
+        ahead=None,
+    ) -> tuple[typing.Any, None, typing.Any]:
+        master = self.sum(param, residual, update, random)
+        return self.store(param, master, random, landing, ahead)
+
     def store(
-        self, param: typing.Any, master, random, landing: Landing = REPLACE
+        self,
+        param: typing.Any,
+        master,
+        random,
+        landing: Landing = REPLACE,
+        ahead=None,
     ) -> tuple[typing.Any, None, typing.Any]:
         random = random if self.rounding == "stochastic" else None
-        new = tensors.requantize(master, param, random)
+        new = tensors.requantize(master, param, random, ahead)
         return new, None, result_of(param, new, landing)
 
 
@@ -67,7 +94,9 @@ def result_of(
     return jax.tree.map(lambda a, b: b - a, old, new)
 
 
-def quantized_weights(*, rounding: Rounding = "stochastic") -> WeightFormat:
+def quantized_weights(
+    *, rounding: Rounding = "stochastic", error_feedback: str | None = None
+) -> WeightFormat:
     """Update QuantizedTensors, and quantize the results again.
 
         theta' = Q(theta + u)
@@ -77,21 +106,31 @@ def quantized_weights(*, rounding: Rounding = "stochastic") -> WeightFormat:
     ``weights`` to choose its rounding. Other leaves with fewer than 32 bits are then
     rounded to nearest.
 
+    With ``error_feedback="mu"``, the rounding error is added to the first moment, as in
+    :func:`lowbit_optax.stochastic_rounding`, and u is computed from the moments before
+    they are rounded. QuantizedTensors also follow ``stochastic_rounding`` with this
+    argument, so :func:`lowbit_optax.factored_adamw` with ``bits=0`` trains them.
+
     Args:
       rounding: ``"stochastic"``, with E[Q(x)] = x, or ``"nearest"``, which loses
         updates below half a step.
+      error_feedback: the field of the inner state that receives the rounding error, or
+        None; see :func:`lowbit_optax.stochastic_rounding`.
 
     Returns:
       A weight format. It needs no memory besides the codes and scales.
 
     Raises:
-      ValueError: if ``rounding`` has another value.
+      TypeError, ValueError: if an argument has a wrong type or value.
 
     References:
-      LPMM, Algorithm 1 and section 5.2, "Dynamic quantization".
+      LPMM, Algorithm 1 and section 5.2, "Dynamic quantization". ECO, 2026 (arXiv
+        2601.22101), for errors in the momentum.
 
     >>> quantized_weights(rounding="nearest")
-    QuantizedWeights(rounding='nearest')
+    QuantizedWeights(rounding='nearest', error_feedback=None)
     """
-    check_choice("quantized_weights", "rounding", rounding, Rounding)
-    return QuantizedWeights(rounding)
+    name = "quantized_weights"
+    check_choice(name, "rounding", rounding, Rounding)
+    check_field(name, error_feedback)
+    return QuantizedWeights(rounding, error_feedback)

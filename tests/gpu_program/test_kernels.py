@@ -162,6 +162,19 @@ def test_a_step_is_one_short_pass_in_place(name):
         assert wide / PARAMETERS > 0.97 * bounds.moved
 
 
+@pytest.mark.parametrize(("bits", "block_size"), [(8, 2048), (8, 64), (6, 64), (4, 64)])
+def test_errors_of_codes_enter_a_moment_of_4_bits_in_one_kernel(bits, block_size):
+    """Another kernel reads the gradient before, for its sums over rows and columns."""
+    tx = lowbit_optax.factored_adamw(1e-3, bits=0)
+    step = lower_lpmm_step(tx, leaf(SIDE, SIDE), bits=bits, block_size=block_size)
+    assert step.fused_launches == 2
+    scales = 2 * 4 / block_size
+    assert step.moved <= 2 * 2 + 2 * bits / 8 + 2 * 4 / 8 + 2 * 2 / 32 + scales + 0.16
+    assert step.temporary < 0.08  # the partial sums
+    assert step.in_place
+    assert_short(step, 94)
+
+
 @pytest.mark.parametrize("name", [*STEPS][:7])  # the aliases
 def test_update_and_apply_updates_write_and_read_one_bfloat16_more(name):
     # The update is the difference between the kernel's result and the parameter. It is

@@ -84,6 +84,7 @@ extra_bits(8, residual_rounding=None)
 extra_bits(sum_rounding='up')  # sum_rounding  'up'  'nearest'
 stochastic_rounding(sum_rounding='up')  # sum_rounding  'up'
 stochastic_rounding(error_feedback=1)  # error_feedback  1
+quantized_weights(error_feedback=1)  # error_feedback  1
 kahan(rounding='toward_zero')  # rounding  'toward_zero'  'nearest'
 kahan(residual_rounding='up')  # residual_rounding  'up'
 kahan(arithmetic='bfloat16')  # arithmetic  'bfloat16'  'param'

@@ -11,10 +11,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import lowbit_optax
-from lowbit_optax import lpmm_adam, lpmm_sgd
+from lowbit_optax import block_quantized, lowbit, lpmm_adam, lpmm_sgd
+from lowbit_optax.formats import quantized_weights
 from tests.helpers.optimizers import assert_same_bits, initial, random_grads
 from tests.helpers.quantized_weights import quantised, shrinking
 from tests.helpers.released import OPERATION_BY_OPERATION
@@ -79,6 +81,25 @@ def test_steps_of_sgd_have_the_same_bits(shape, bits, block_size, by):
         assert_same_bits(by_kernel, by_xla)
         assert (by_xla[0]["kernel"].codes != params["kernel"].codes).any()
         assert_same_bits(by_xla[0]["kernel"].scales, params["kernel"].scales)
+
+
+# The maxima of the moment depend on the errors, and so on the scales of the weights.
+@each_of(MORE_LEAVES)
+@pytest.mark.parametrize("moments", ["float32", "quantized"])
+def test_errors_enter_a_moment_with_the_same_bits(moments, shape, bits, block_size, by):
+    params = quantised(shape, bits, block_size)
+    series = [shrinking(params, 0), *(shrinking(params, 1) for _ in range(2))]
+    size = block_size if by == "tpu" else 32
+    moments = "float32" if moments == "float32" else block_quantized(8, block_size=size)
+    make = functools.partial(
+        lowbit,
+        optax.sgd(0.25, 0.5),
+        weights=quantized_weights(error_feedback="trace"),
+        moments=moments,
+    )
+    for by_kernel, by_xla in both(make, params, series, by):
+        assert_same_bits(by_kernel, by_xla)
+        assert (by_xla[0]["kernel"].codes != params["kernel"].codes).any()
 
 
 def powers_of_two(shape):
