@@ -29,7 +29,13 @@ from lowbit_optax._step.error_feedback import field_of, parts_for_errors
 from lowbit_optax._step.float32_params import warn_of_wide_params
 from lowbit_optax._step.guard import UNGUARDED, Guard
 from lowbit_optax._step.inner_update import trace_update
-from lowbit_optax._step.leaf import StoredLeaf, format_of, min_size_of_shard, widen
+from lowbit_optax._step.leaf import (
+    StoredLeaf,
+    beside_state,
+    format_of,
+    min_size_of_shard,
+    widen,
+)
 from lowbit_optax._step.moments import MomentChoice, MomentPlan, find_slots
 from lowbit_optax._step.param_shardings import ParamShardings, leaf_shardings
 from lowbit_optax._step.seeds import seed_of
@@ -204,6 +210,7 @@ class Lowbit(Stepper):
         check_state("lowbit", state, LowbitState)
         names, params, treedef = trees.named_leaves(params)
         leaves = self.stored_leaves(names, params, treedef, state.residual)
+        leaves = beside_state(leaves, (state.residual.tree, state.inner_state))
         grads = trees.parts_of(names, treedef, grads, "grads")
         leaves = list(map(StoredLeaf.with_grad, leaves, grads))
         plan = self.plan_of(leaves, treedef)

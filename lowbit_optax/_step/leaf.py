@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -58,8 +59,8 @@ class StoredLeaf:
       format: its weight format; None if the parameter is its own master.
       residual: the stored residual, or None.
       grad: the gradient that the user passed; None outside of a step.
-      spec_before: the user's PartitionSpec if :func:`on_whole_units` moved the
-        parameter, otherwise None.
+      spec_before: the user's PartitionSpec if :func:`on_whole_units` or
+        :func:`beside_state` moved the parameter, otherwise None.
       sharding: the sharding that the user passed as ``param_shardings``, or None.
     """
 
@@ -314,6 +315,36 @@ def on_whole_units(
         "multiples, use a mesh with automatic axes, or pass a larger min_size to "
         "lowbit"
     )
+
+
+def beside_state(leaves: Sequence[StoredLeaf], state) -> list[StoredLeaf]:
+    """Move parameters on explicit axes to the shards of their state.
+
+    A state may be sharded over more devices than its parameter (ZeRO-1). Each device
+    then updates the part whose state it stores, and the result of the step is moved
+    back. On automatic axes, :mod:`pallas_kernels.fused_update.shards` does the same.
+    """
+    arrays = [leaf.param for leaf in leaves if isinstance(leaf.param, jax.Array)]
+    if not any(map(shards.is_on_explicit_axes, arrays)):
+        return list(leaves)
+    owned: dict[str, list] = {leaf.name: [] for leaf in leaves}
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        path = jax.tree_util.keystr(path)
+        owner = max(filter(path.endswith, owned), key=len, default=None)
+        if owner is not None:
+            owned[owner].append(x)
+    return [_beside(leaf, owned[leaf.name]) for leaf in leaves]
+
+
+def _beside(leaf: StoredLeaf, state: Sequence) -> StoredLeaf:
+    if not isinstance(leaf.param, jax.Array):
+        return leaf
+    moved = shards.placed_beside(leaf.param, state)
+    if moved is leaf.param:
+        return leaf
+    before = leaf.spec_before
+    before = jax.typeof(leaf.param).sharding.spec if before is None else before
+    return dataclasses.replace(leaf, param=moved, spec_before=before)
 
 
 def axes_of_shards(leaf) -> tuple[str, ...]:

@@ -232,15 +232,16 @@ class MomentPlan:
 
     def placed(self, leaves: Sequence[StoredLeaf]) -> list[StoredLeaf]:
         """Return the leaves, moved if their shards would split words or blocks."""
-        placed = []
-        for leaf in leaves:
-            quantized = self.quantized[leaf.name]
-            bits = {x.bits for x in quantized}
-            if leaf.format is not None and leaf.format.width:
-                bits.add(leaf.format.width)
-            block_size = max((x.block_size for x in quantized), default=None)
-            placed.append(on_whole_units(leaf, tuple(sorted(bits)), block_size))
-        return placed
+        return [on_whole_units(leaf, *self.packed(leaf)) for leaf in leaves]
+
+    def packed(self, leaf: StoredLeaf) -> tuple[tuple[int, ...], int | None]:
+        """Return the widths of a leaf's packed fields, and the size of its blocks."""
+        quantized = self.quantized[leaf.name]
+        bits = {x.bits for x in quantized}
+        if leaf.format is not None and leaf.format.width:
+            bits.add(leaf.format.width)
+        block_size = max((x.block_size for x in quantized), default=None)
+        return tuple(sorted(bits)), block_size
 
     def encode(
         self, parts: Sequence, draws: Mapping[str, Draws], stored: Collection[int] = ()

@@ -1,6 +1,7 @@
 """Shard the optimizer state on a mesh, each array like its parameter."""
 
 import functools
+import math
 import typing
 from collections.abc import Callable, Container, Sequence
 
@@ -17,10 +18,14 @@ from lowbit_optax._step.param_shardings import (
 )
 from lowbit_optax._types import PyTree, Transformation
 from lowbit_optax.states.state_leaves import StateLeaf, state_leaves
+from pallas_kernels.fused_update.shards import axes_of, count_of
+from pallas_kernels.layout import layout_of
 
 Uneven = typing.Literal["error", "other_axis", "replicate"]
 
 _MOST_DOUBLINGS = 12
+
+_LEAST_DIVIDED = 2**16
 
 # Along an axis, shards of packed arrays may have to be multiples of a unit. No unit is
 # larger than this number: the rows of a block of 2048 in a folded axis, and a margin.
@@ -33,6 +38,7 @@ def state_shardings(
     shardings: PyTree = None,
     *,
     mesh: Mesh | AbstractMesh | None = None,
+    over: str | Sequence[str] = (),
     uneven: Uneven = "error",
 ):
     """Return shardings of the state for ``jax.jit(tx.init, out_shardings=...)``.
@@ -50,8 +56,15 @@ def state_shardings(
       params: tree of arrays or ShapeDtypeStructs. A QuantizedTensor is one leaf.
       shardings: tree of NamedShardings or PartitionSpecs, like ``params`` or a prefix
         of it. One sharding applies to all leaves below it. If None, the
-        ``param_shardings`` that were passed to ``tx``.
+        ``param_shardings`` that were passed to ``tx``; with ``over``, parameters are
+        replicated by default.
       mesh: mesh for PartitionSpecs; if None, the mesh of ``jax.set_mesh``.
+      over: one or several axes of the mesh that shard the state in addition to the axes
+        of its parameter (ZeRO-1), such as ``"data"``. A step then sums the gradients
+        into these shards, and gathers the new parameters in their own dtype. The axes
+        divide the rows of a matrix, or its columns if its rows do not divide, or the
+        layers of a stack. A leaf with fewer than 65,536 elements that does not divide
+        keeps the sharding of its parameter.
       uneven: what to do if an array of the state, such as the scales of a few rows,
         does not divide into the shards of its parameter, one of:
 
@@ -86,6 +99,9 @@ def state_shardings(
     check_choice("state_shardings", "uneven", uneven, Uneven)
     if mesh is None and not jax.sharding.get_mesh().empty:
         mesh = jax.sharding.get_mesh()
+    over = (over,) if isinstance(over, str) else tuple(over)
+    if shardings is None and over and not known_shardings(tx, params):
+        shardings = PartitionSpec()
     if shardings is None:
         shardings = _shardings_of_params(tx, params, mesh)
     advice = functools.partial(_advice, tx, params)
@@ -97,6 +113,8 @@ def state_shardings(
     replicated = NamedSharding(around, PartitionSpec())
     state = jax.eval_shape(tx.init, trees.abstract(params))
     parts = list(state_leaves(params, state))
+    if over:
+        placed = _divided(placed, parts, _units(tx, params), over, uneven, advice)
     if uneven == "other_axis":
         placed |= _on_other_axes(placed, parts)
 
@@ -137,10 +155,15 @@ def known_shardings(tx: Transformation, params: PyTree) -> dict[str, NamedShardi
         found.update(zip(trees.named_leaves(params)[0], known, strict=True))
         return config.start(params, {})
 
+    _start_with(start, tx, params)
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def _start_with(start: Callable, tx: Transformation, params: PyTree) -> None:
+    """Call ``start(config, params)`` for each ``lowbit`` in a transformation."""
     with context.changed(start=start):
         # Wrap tx.init, because JAX may have traced it on these shapes before.
         jax.eval_shape(lambda params: tx.init(params), trees.abstract(params))
-    return {name: x for name, x in found.items() if x is not None}
 
 
 def _shardings_of_params(tx: Transformation, params: PyTree, mesh):
@@ -162,16 +185,104 @@ def _shardings_of_params(tx: Transformation, params: PyTree, mesh):
 _Placed = dict[str, tuple[tuple[int, ...], NamedSharding]]
 
 
+Unit = Callable[[int], int]
+"""A function from an axis to the number that must divide a shard's length."""
+
+
+def _units(tx: Transformation, params: PyTree) -> dict[str, Unit]:
+    """Return the units of the words and blocks of parameters, by path."""
+    found: dict[str, Unit] = {}
+
+    def start(config, params):
+        names, given, treedef = trees.named_leaves(params)
+        leaves = config.leaves(names, given)
+        plan = config.plan_of(leaves, treedef)
+        for leaf in leaves:
+            bits, block_size = plan.packed(leaf)
+            if bits or block_size:
+                unit = layout_of(leaf.param.shape).unit
+                found[leaf.name] = functools.partial(
+                    unit, bits=bits, block_size=block_size
+                )
+        return config.start(params, {})
+
+    _start_with(start, tx, params)
+    return found
+
+
+def _divided(
+    placed: _Placed,
+    parts: Sequence[StateLeaf],
+    units: dict[str, Unit],
+    over: tuple[str, ...],
+    uneven: Uneven,
+    advice: Callable[..., str],
+) -> _Placed:
+    """Return the parameters with the shardings of their states, divided over more axes.
+
+    For the arguments, see :func:`state_shardings`, :func:`_units` and :func:`_advice`.
+    """
+    result = {}
+    for name, (shape, sharding) in placed.items():
+        for axis in over:
+            if axis not in sharding.mesh.axis_names:
+                raise ValueError(
+                    "state_shardings: over must name axes of the mesh "
+                    f"{sharding.mesh.axis_names}, got {axis!r}"
+                )
+        stored = _stored_shapes(parts, name, len(shape))
+        divided = _over(sharding, [shape, *stored], over, units.get(name, lambda _: 1))
+        if divided is None and uneven == "error" and math.prod(shape) >= _LEAST_DIVIDED:
+            shards = math.prod(sharding.mesh.shape[x] for x in over)
+            axis = max(len(shape) - 2, 0)
+            raise ValueError(
+                f"state_shardings: the state of params{name}, of shape {list(shape)}, "
+                f"must divide into {shards} shards over {' and '.join(over)} along an "
+                f"axis of the parameter. {advice(name, axis, shards)}; or pass "
+                "uneven='replicate', which keeps the sharding of the parameter"
+            )
+        result[name] = shape, sharding if divided is None else divided
+    return result
+
+
+def _over(
+    sharding: NamedSharding,
+    shapes: Sequence[tuple[int, ...]],
+    over: tuple[str, ...],
+    unit: Unit,
+) -> NamedSharding | None:
+    """Return a sharding that divides one axis over more axes of the mesh, or None.
+
+    The first of ``shapes`` is the parameter's; the others are of its state.
+    """
+    rank = len(shapes[0])
+    used = axes_of(sharding.spec, rank)
+    more = tuple(x for x in over if x not in sum(used, ()))
+    if not more:
+        return sharding
+    rows = max(rank - 2, 0)
+    for axis in sorted(range(rank), key=lambda axis: (axis - rows) % rank):
+        entries = [names or None for names in used]
+        entries[axis] = (*used[axis], *more)
+        tried = sharding.update(spec=PartitionSpec(*entries))
+        count = count_of(sharding.mesh, (*used[axis], *more))
+        is_whole = shapes[0][axis] % (count * unit(axis)) == 0
+        if is_whole and not any(uneven_axes(x, tried) for x in shapes):
+            return tried
+    return None
+
+
+def _stored_shapes(parts: Sequence[StateLeaf], owner: str, rank: int):
+    """Return the shapes of words, codes and scales of a parameter."""
+    own = (x for x in parts if x.owner == owner and x.kind not in (None, "blank"))
+    return [x.leaf.shape for x in own if len(x.leaf.shape) == rank]
+
+
 def _on_other_axes(placed: _Placed, parts: Sequence[StateLeaf]) -> _Placed:
     """Return the parameters whose state needs other axes, with their new shardings."""
-    shapes: dict[str, list[tuple[int, ...]]] = {}
-    for part in parts:
-        if part.owner is not None and part.kind not in (None, "blank"):
-            shapes.setdefault(part.owner, []).append(part.leaf.shape)
     moved = {}
-    for owner, stored in shapes.items():
-        shape, sharding = placed[owner]
-        stored = [x for x in stored if len(x) == len(shape)]
+    for owner, (shape, sharding) in placed.items():
+        stored = _stored_shapes(parts, owner, len(shape))
         if any(uneven_axes(x, sharding) for x in stored):
             moved[owner] = shape, _moved(sharding, [shape, *stored])
     return moved

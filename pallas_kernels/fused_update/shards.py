@@ -74,35 +74,40 @@ def over_shards(
         return whole(*args)
     mesh = jax.typeof(_anchor(leaves[0])).sharding.mesh
     devices = _MAX_DEVICES if mesh.empty else mesh.size
-    args = jax.tree.leaves((shared, [_with_placed_gradients(leaf) for leaf in leaves]))
+    leaves = [_with_placed_gradients(leaf, devices) for leaf in leaves]
+    args = jax.tree.leaves((shared, leaves))
     rule, sizes = _sharding_rule(leaves, args[:count], devices)
     return over_automatic_axes(whole, local_of, args, rule, **sizes)
 
 
-def _with_placed_gradients(leaf: Leaf) -> Leaf:
-    """Returns the leaf, with gradients sharded like the parameter if XLA may choose.
+def _with_placed_gradients(leaf: Leaf, devices: int) -> Leaf:
+    """Returns the leaf, with gradients sharded like its state if XLA may choose.
 
     The gradients of a sharded batch are then summed directly into shards. Otherwise,
     every device would store the whole sum, because :func:`_sharding_rule` names the
     axes of the gradient separately. A gradient with another sharding is not moved here.
     """
-    anchor = _anchor(leaf)
-    lead = anchor.ndim - len(leaf.shape)  # 1 for a stack of layers, otherwise 0
-    if anchor.shape[lead:] != leaf.shape:
-        return leaf
-    axes = [f"a{axis}" for axis in range(anchor.ndim)]
-    rule = f"{' '.join(axes[lead:])}, {' '.join(axes)} -> {' '.join(axes[lead:])}"
-    first = lambda x, _: [x]
+    anchors = [leaf.operands[i] for i in _anchors(leaf)]
+    sizes: dict[str, int] = {}
+    name = lambda like, stacked: _axes("a", leaf, like, stacked, devices, sizes)
+    rest = [name(x, leaf.stacked) for x in anchors]
+    first = lambda x, *_: [x]
 
     def local_of(arguments, mesh) -> Local:
         del mesh
-        spec, of_anchor = (x.sharding.spec for x in arguments)
-        return first, [spec, of_anchor], [spec]
+        specs = [x.sharding.spec for x in arguments]
+        return first, specs, specs[:1]
 
     arrays = leaf.arrays
-    for number, x in enumerate(arrays):
-        if number not in leaf.overwritten and x is not anchor and x.shape == leaf.shape:
-            (arrays[number],) = over_automatic_axes(first, local_of, [x, anchor], rule)
+    for number, operand in enumerate(leaf.operands):
+        x = operand.array
+        if number in _anchors(leaf) or x.shape != leaf.shape:
+            continue
+        own = name(operand, False)
+        rule = f"{', '.join([own, *rest])} -> {own}"
+        args = [x, *(anchor.array for anchor in anchors)]
+        split = _used_sizes(rule, sizes)
+        (arrays[number],) = over_automatic_axes(first, local_of, args, rule, **split)
     return leaf.with_arrays(arrays)
 
 
@@ -170,18 +175,27 @@ def _known_spec(leaf: Leaf) -> P:
     typed = jax.typeof(_anchor(leaf)).sharding.mesh
     if leaf.sharding is not None and not has_explicit_axes(typed):
         return leaf.sharding.spec
-    return _spec_of(jax.tree.map(jax.typeof, leaf))
-
-
-def _spec_of(leaf: Leaf) -> P:
-    """Returns the leaf's PartitionSpec, read from its first overwritten array."""
-    anchor: typing.Any = _anchor(leaf)
-    spec = anchor.sharding.spec
+    spec = jax.typeof(_anchor(leaf)).sharding.spec
     return P(*spec[1:]) if leaf.stacked else spec
 
 
+def _spec_of(leaf: Leaf) -> P:
+    """Returns the leaf's PartitionSpec: that of its most divided overwritten array.
+
+    This is the parameter, unless the state is sharded over more devices (ZeRO-1).
+    """
+    anchors: list[typing.Any] = [leaf.arrays[i] for i in _anchors(leaf)]
+    spec = _most_divided([x.sharding.spec for x in anchors], anchors[0].sharding.mesh)
+    return P(*spec[1:]) if leaf.stacked else spec
+
+
+def _anchors(leaf: Leaf) -> list[int]:
+    """Returns the operands whose sharding determines that of the leaf."""
+    return sorted(leaf.overwritten) or [0]
+
+
 def _anchor(leaf: Leaf):
-    return leaf.arrays[min(leaf.overwritten, default=0)]
+    return leaf.arrays[_anchors(leaf)[0]]
 
 
 def _all_specs(leaves, specs, shared: int) -> tuple[list[P], list[P]]:
@@ -222,24 +236,33 @@ def _sharding_rule(
     outside, sizes = [], {}
 
     def add(to: list[str], name: str, leaf: Leaf, like, stacked: bool) -> None:
-        axes = [
-            _factor(f"{name}a{axis}", axis, leaf, like, devices, sizes)
-            for axis in range(len(leaf.shape))
-        ]
-        to.append(" ".join([f"{name}s", *axes] if stacked else axes))
+        to.append(_axes(name, leaf, like, stacked, devices, sizes))
 
     for number, leaf in enumerate(leaves):
-        anchors = leaf.overwritten or {0}
+        anchors = _anchors(leaf)
         for i, operand in enumerate(leaf.operands):
             name = f"l{number}" if i in anchors else f"l{number}o{i}"
             add(inside, name, leaf, operand, i in leaf.in_stacks)
         for result in leaf.results:
             stacked = result.overwrites in leaf.in_stacks
             add(outside, f"l{number}", leaf, result, stacked)
-    # If a factor is a whole axis of another array, that axis determines its size.
-    whole = {name for axes in (*inside, *outside) for name in axes.split()}
-    sizes = {name: size for name, size in sizes.items() if name not in whole}
-    return f"{', '.join(inside)} -> {', '.join(outside)}", sizes
+    rule = f"{', '.join(inside)} -> {', '.join(outside)}"
+    return rule, _used_sizes(rule, sizes)
+
+
+def _used_sizes(rule: str, sizes: dict[str, int]) -> dict[str, int]:
+    """Returns the sizes of factors that are not a whole axis of any array."""
+    whole = set(rule.replace(",", " ").split())
+    return {name: size for name, size in sizes.items() if name not in whole}
+
+
+def _axes(name: str, leaf: Leaf, like, stacked: bool, devices: int, sizes) -> str:
+    """Returns the names of the axes of an array of the leaf; adds to ``sizes``."""
+    axes = [
+        _factor(f"{name}a{axis}", axis, leaf, like, devices, sizes)
+        for axis in range(len(leaf.shape))
+    ]
+    return " ".join([f"{name}s", *axes] if stacked else axes)
 
 
 def _factor(
@@ -358,6 +381,27 @@ def axes_of(spec: P, rank: int) -> list[tuple[str, ...]]:
         () if e in (None, P.UNCONSTRAINED) else (e,) if isinstance(e, str) else tuple(e)
         for e in entries
     ]
+
+
+def is_on_explicit_axes(x: jax.Array) -> bool:
+    """Return whether the type of an array contains its sharding."""
+    return has_explicit_axes(jax.typeof(x).sharding.mesh)
+
+
+def placed_beside(x: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
+    """Reshard an array like the most divided of some arrays, on explicit axes."""
+    if not is_on_explicit_axes(x):
+        return x
+    here, others = jax.typeof(x).sharding, [o for o in others if o.ndim == x.ndim]
+    specs = [here.spec, *(jax.typeof(other).sharding.spec for other in others)]
+    spec = _most_divided(specs, here.mesh)
+    return x if spec is here.spec else moved([x], [spec], here.mesh)[0]
+
+
+def _most_divided(specs: Sequence[P], mesh: Mesh | AbstractMesh) -> P:
+    """Returns the first PartitionSpec with the largest number of shards."""
+    names = lambda spec: sum(axes_of(spec, len(spec)), ())
+    return max(specs, key=lambda spec: count_of(mesh, names(spec)))
 
 
 def count_of(mesh: Mesh | AbstractMesh, names: Sequence[str]) -> int:

@@ -1,0 +1,176 @@
+"""States are sharded over more devices than their parameters (ZeRO-1)."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import lowbit_optax
+from tests.helpers.optimizers import ALIASES, apply, assert_same_bits, initial, train
+
+pytestmark = pytest.mark.standard_promotion
+
+AXES = pytest.mark.parametrize(
+    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
+)
+SHAPES = {
+    "rows": (512, 64),
+    "columns": (7, 512),
+    "stack": (3, 128, 64),
+    "bias": (64,),
+    "odd": (7,),
+    "scalar": (),
+}
+OPTIMIZERS = {
+    name: ALIASES[name]()
+    for name in (
+        "lowbit_adamw",
+        "kahan_adamw",
+        "sr_adamw",
+        "extra_bits_adamw_8",
+        "lowbit_lion",
+    )
+    if name in ALIASES
+} | {
+    "master": lowbit_optax.lowbit(
+        optax.adamw(1e-2), weights=lowbit_optax.master_copy(), moments="float32"
+    ),
+    "fed back": lowbit_optax.sr_adamw(1e-2, error_feedback="mu"),
+}
+
+
+def _mesh(axis_type, shape=(8,), names=("data",)):
+    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape))
+
+
+@functools.cache
+def _numbers():
+    random = np.random.default_rng(0)
+    params = {name: random.standard_normal(shape) for name, shape in SHAPES.items()}
+    grads = [
+        {name: 0.1 * random.standard_normal(shape) for name, shape in SHAPES.items()}
+        for _ in range(2)
+    ]
+    return params, grads
+
+
+def _arrays():
+    as_bf16 = lambda x: jnp.asarray(x, jnp.bfloat16)
+    return jax.tree.map(as_bf16, _numbers())
+
+
+WHOLE = jax.P()
+
+
+def _placed(tx, params, mesh, specs=WHOLE):
+    """Returns parameters with these specs, and a state that is divided over "data"."""
+    shardings = lowbit_optax.state_shardings(tx, params, specs, mesh=mesh, over="data")
+    place = lambda spec: jax.NamedSharding(mesh, spec)
+    params = jax.device_put(params, jax.tree.map(place, specs))
+    return params, jax.jit(tx.init, out_shardings=shardings)(params), shardings
+
+
+def _step(tx, params, state, advance):
+    """Returns a jitted step that keeps the places of its results."""
+    places = jax.tree.map(lambda x: x.sharding, (params, state))
+    step = lambda params, state, grads: advance(tx, params, state, grads)
+    return jax.jit(step, out_shardings=places, donate_argnums=(0, 1))
+
+
+@AXES
+@pytest.mark.parametrize("advance", [lowbit_optax.step, apply], ids=["step", "update"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_divided_steps_are_one_devices_steps(name, advance, axis_type):
+    tx = OPTIMIZERS[name]
+    params, series = _arrays()
+    want = train(tx, params, initial(tx, params), series, advance)
+    mesh = _mesh(axis_type)
+    with jax.set_mesh(mesh):
+        params, state, _ = _placed(tx, params, mesh)
+        places = jax.tree.map(lambda x: x.sharding, (params, state))
+        step = _step(tx, params, state, advance)
+        for grads in series:
+            grads = jax.device_put(grads, jax.NamedSharding(mesh, jax.P()))
+            params, state = step(params, state, grads)
+    assert_same_bits((params, state), want)
+    assert jax.tree.map(lambda x: x.sharding, (params, state)) == places
+
+
+@AXES
+def test_each_device_stores_its_part_of_the_state(axis_type):
+    tx = lowbit_optax.lowbit_adamw(1e-2)
+    params, _ = _arrays()
+    mesh = _mesh(axis_type)
+    with jax.set_mesh(mesh):
+        _, state, _ = _placed(tx, params, mesh)
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        name = jax.tree_util.keystr(path)
+        here = math.prod(x.addressable_shards[0].data.shape)
+        is_divided = x.ndim and "odd" not in name and x.dtype.itemsize * x.size > 64
+        assert here * (8 if is_divided else 1) == x.size, name
+
+
+@AXES
+def test_parameters_may_be_sharded_over_other_axes(axis_type):
+    tx = lowbit_optax.lowbit_adamw(1e-2)
+    params, series = _arrays()
+    params = {name: params[name] for name in ("rows", "stack")}
+    series = [{name: grads[name] for name in params} for grads in series]
+    want = train(tx, params, initial(tx, params), series, lowbit_optax.step)
+    mesh = _mesh(axis_type, (4, 2), ("data", "model"))
+    specs = {"rows": jax.P("model"), "stack": jax.P(None, None, "model")}
+    with jax.set_mesh(mesh):
+        params, state, _ = _placed(tx, params, mesh, specs)
+        mu = jax.tree.leaves(state.inner_state[0].mu)
+        assert {
+            math.prod(x.sharding.shard_shape(x.shape)) * 8 // x.size for x in mu
+        } == {1}
+        step = _step(tx, params, state, lowbit_optax.step)
+        for grads in series:
+            grads = jax.device_put(grads, jax.tree.map(lambda x: x.sharding, params))
+            params, state = step(params, state, grads)
+    assert_same_bits((params, state), want)
+
+
+@AXES
+def test_functions_that_start_and_convert_accept_divided_states(axis_type):
+    tx = lowbit_optax.lowbit_adamw(1e-2)
+    other = lowbit_optax.kahan_adamw(1e-2)
+    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), _numbers()[0])
+    want = lowbit_optax.from_master(tx, wide)
+    mesh = _mesh(axis_type)
+    with jax.set_mesh(mesh):
+        wide = jax.device_put(wide, jax.NamedSharding(mesh, jax.P()))
+        start = lambda x: lowbit_optax.from_master(tx, x)
+        params, state = jax.eval_shape(start, wide)
+        places = lowbit_optax.state_shardings(tx, params, mesh=mesh, over="data")
+        whole = jax.tree.map(lambda _: jax.NamedSharding(mesh, jax.P()), params)
+        params, state = jax.jit(start, out_shardings=(whole, places))(wide)
+        assert_same_bits((params, state), want)
+        masters = lowbit_optax.master_weights(params, state)
+        assert_same_bits(masters, lowbit_optax.master_weights(*want))
+        got = lowbit_optax.convert(params, state, tx, other)
+        assert_same_bits(got, lowbit_optax.convert(*want, tx, other))
+
+
+def test_an_axis_that_the_mesh_does_not_have_is_refused():
+    tx, mesh = lowbit_optax.lowbit_adamw(1e-2), _mesh(AxisType.Auto)
+    with pytest.raises(ValueError, match=r"over must name axes.*'data'.*got 'model'"):
+        lowbit_optax.state_shardings(tx, jnp.ones((64, 64)), mesh=mesh, over="model")
+
+
+def test_a_large_leaf_that_does_not_divide_is_refused_unless_it_may_be_whole():
+    tx, mesh = lowbit_optax.lowbit_adamw(1e-2), _mesh(AxisType.Auto)
+    params = {"emb": jax.ShapeDtypeStruct((5001, 70), jnp.bfloat16)}
+    divided = functools.partial(
+        lowbit_optax.state_shardings, tx, params, mesh=mesh, over="data"
+    )
+    with pytest.raises(ValueError, match=r"params\['emb'\].*such as 4992 or 5056"):
+        divided()
+    specs = {x.spec for x in jax.tree.leaves(divided(uneven="replicate"))}
+    assert not any(map(any, specs))
