@@ -1,5 +1,7 @@
 """Place the optimizer state in host memory, except for counts and other scalars."""
 
+from collections.abc import Sequence
+
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
@@ -15,7 +17,13 @@ from lowbit_optax.states.state_leaves import (
 )
 
 
-def host_shardings(tx: Transformation, params: PyTree, shardings: PyTree = None):
+def host_shardings(
+    tx: Transformation,
+    params: PyTree,
+    shardings: PyTree = None,
+    *,
+    over: str | Sequence[str] = (),
+):
     """Return shardings that place the state of parameters in host memory.
 
     The moments, residuals, packed words and scales of parameters are in ``pinned_host``
@@ -32,9 +40,9 @@ def host_shardings(tx: Transformation, params: PyTree, shardings: PyTree = None)
     Args:
       tx: an optax transformation.
       params: tree of arrays or ShapeDtypeStructs. A QuantizedTensor is one leaf.
-      shardings: see :func:`lowbit_optax.state_shardings`. If neither shardings nor a
-        mesh is known, the state is on the device of the parameters, or on the first
-        device for ShapeDtypeStructs.
+      shardings, over: see :func:`lowbit_optax.state_shardings`. If neither shardings
+        nor a mesh is known, the state is on the device of the parameters, or on the
+        first device for ShapeDtypeStructs.
 
     Returns:
       A tree of shardings like ``tx.init(params)``.
@@ -56,9 +64,9 @@ def host_shardings(tx: Transformation, params: PyTree, shardings: PyTree = None)
     shapes = {name: tuple(x.shape) for name, x in trees.by_path(params).items()}
     state = jax.eval_shape(tx.init, trees.abstract(params))
     devices = _devices(params)
-    is_sharded = shardings is not None or len(devices) > 1
+    is_sharded = shardings is not None or bool(over) or len(devices) > 1
     if is_sharded or not jax.sharding.get_mesh().empty or known_shardings(tx, params):
-        placed = state_shardings(tx, params, shardings)
+        placed = state_shardings(tx, params, shardings, over=over)
     else:
         one = SingleDeviceSharding(next(iter(devices), jax.devices()[0]))
         placed = jax.tree.map(lambda _: one, state)

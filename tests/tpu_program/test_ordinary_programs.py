@@ -81,6 +81,24 @@ def test_automatic_axes_that_are_told_have_kernels(target):
     _assert_by_kernels(_compiled(tx, _rows(mesh)), LEAF.size / count)
 
 
+@pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_state_that_is_divided_over_more_chips_has_kernels(axis):
+    mesh = tpu_mesh("v6e:4x4", (16,))
+    mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(axis,))
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("d"))
+    told = {"param_shardings": rows} if axis == AxisType.Auto else {}
+    tx = lowbit_optax.lowbit_adamw(1e-3, **told)
+    places = lowbit_optax.state_shardings(tx, LEAF, whole, over="d")
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    state = jax.tree.map(place, jax.eval_shape(tx.init, LEAF), places)
+    step = functools.partial(lowbit_optax.step, tx)
+    with jax.set_mesh(mesh):
+        jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(whole, places))
+        compiled = jitted.lower(place(LEAF, whole), state, place(LEAF, whole)).compile()
+    assert compiled.as_text().count('"tpu_custom_call"') == 1
+    assert hlo.exchanged(compiled) == {"all-gather": 2 * LEAF.size}
+
+
 def test_accumulators_and_quantised_weights_are_told_too():
     mesh = tpu_mesh("v6e:2x2", (4,))
     told = {"param_shardings": NamedSharding(mesh, P("d"))}

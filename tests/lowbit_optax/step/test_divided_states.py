@@ -174,3 +174,26 @@ def test_a_large_leaf_that_does_not_divide_is_refused_unless_it_may_be_whole():
         divided()
     specs = {x.spec for x in jax.tree.leaves(divided(uneven="replicate"))}
     assert not any(map(any, specs))
+
+
+@AXES
+def test_divided_states_may_be_in_host_memory(axis_type):
+    tx = lowbit_optax.lowbit_adamw(1e-2)
+    # XLA:CPU contracts products and sums of small leaves differently in this program.
+    packed = lambda tree: {name: tree[name] for name in ("rows", "stack")}
+    params, series = _arrays()
+    params, series = packed(params), list(map(packed, series))
+    want = train(tx, params, initial(tx, params), series, lowbit_optax.step)
+    mesh = _mesh(axis_type)
+    with jax.set_mesh(mesh):
+        whole = jax.NamedSharding(mesh, WHOLE)
+        params = jax.device_put(params, whole)
+        places = lowbit_optax.host_shardings(tx, params, whole, over="data")
+        init = jax.jit(lambda params: jax.device_put(tx.init(params), places))
+        state, results = init(params), (jax.tree.map(lambda _: whole, params), places)
+        step = jax.jit(functools.partial(lowbit_optax.step, tx), out_shardings=results)
+        for grads in series:
+            params, state = step(params, state, jax.device_put(grads, whole))
+    assert_same_bits((params, state), want)
+    words = state.residual.tree["rows"].sharding
+    assert (words.spec[0], words.memory_kind) == ("data", "pinned_host")
