@@ -5,6 +5,7 @@ the batch. Parameters and state are donated.
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import lowbit_optax
 from tools.gpu_program.release_steps import (
     compile_placed,
     to_float32,
@@ -35,6 +37,9 @@ MESHES: dict[str, Callable[[], Mesh]] = {
 }
 
 GIB = 2**30
+BLOCK_SIZE = 64
+"""The number of quantized weights that share a step size."""
+
 MEMORY = {"H200": 139 * GIB, "v6e": 31.25 * GIB}
 """The memory that programs can use on a device, in bytes.
 
@@ -50,15 +55,36 @@ class Case:
       make_step: ``release_steps.plain``, ``usual_mixed_precision``, or
         ``release.value_and_update``.
       tx: the optimizer.
+      bits: the number of bits of quantized weights; None for arrays.
     """
 
     make_step: Callable
     tx: typing.Any
+    bits: int | None = None
 
     def params(self, model: Llama):
         """Return the parameters, as ShapeDtypeStructs."""
         shapes = model.shapes()
+        if self.bits is not None:
+            return quantized(model, self.bits)
         return to_float32(shapes) if self.make_step is usual_mixed_precision else shapes
+
+
+def quantized(model: Llama, bits: int):
+    """Return the shapes of a model with quantized matrices, in blocks of 64."""
+    quantize = functools.partial(
+        lowbit_optax.lpmm.quantize_params,
+        bits=bits,
+        block_size=BLOCK_SIZE,
+        stacked=is_stacked,
+        min_size=2**20,  # scales of norms stay float32
+    )
+    return jax.eval_shape(quantize, to_float32(model.shapes()))
+
+
+def is_stacked(path: str) -> bool:
+    """Return whether the first axis of a leaf is a stack of layers."""
+    return "layers" in path
 
 
 def device_bytes(case: Case, model: Llama, where: str) -> dict[str, int]:

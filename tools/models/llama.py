@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+import lowbit_optax
+
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 
@@ -64,14 +66,15 @@ class Llama(NamedTuple):
         """Return the mean loss in nats per token of predicting each next token.
 
         Args:
-            params: arrays with the shapes of `shapes`.
+            params: arrays or quantized weights with the shapes of `shapes`.
             tokens: int32 [batch, length + 1]; `piece` divides the length.
         """
+        params = {k: x if k == "layers" else opened(x) for k, x in params.items()}
         x = whole(params["embedding"]).at[tokens[:, :-1]].get(out_sharding=_rows())
 
         @jax.checkpoint
         def body(x, layer):
-            return self._block(x, jax.tree.map(whole, layer)), None
+            return self._block(x, jax.tree.map(whole, opened(layer))), None
 
         x, _ = jax.lax.scan(body, x, params["layers"])
         x, head = rms_norm(x, whole(params["norm"])), whole(params["head"])
@@ -126,6 +129,11 @@ def by_rows(path, x) -> P:
     if "norm" in path[-1].key:
         return P()
     return P(None, "d") if x.ndim == 3 else P("d")
+
+
+def opened(layer):
+    """Dequantize quantized weights."""
+    return lowbit_optax.lpmm.dequantize(layer, BF16)
 
 
 def whole(x: jax.Array) -> jax.Array:
