@@ -8,6 +8,7 @@ the inner update, and ``landed`` to store the result.
 import dataclasses
 import functools
 import math
+import operator
 import typing
 from collections.abc import Sequence
 
@@ -144,14 +145,17 @@ class StoredLeaf:
 
     def moved_like_param(self, x):
         """Move an array of the parameter's shape to the parameter's sharding."""
-        return x if self.spec_before is None else shards.placed_like(x, self.param)
+        if self.spec_before is None:
+            return x
+        return shards.placed_like(x, jax.tree.leaves(self.param)[0])
 
     def moved_back(self, x):
         """Move an array to the sharding that the user's parameter had."""
         if self.spec_before is None:
             return x
-        mesh = jax.typeof(self.param).sharding.mesh
-        return shards.moved([x], [self.spec_before], mesh)[0]
+        mesh = jax.typeof(jax.tree.leaves(self.param)[0]).sharding.mesh
+        back = lambda array: shards.moved([array], [self.spec_before], mesh)[0]
+        return jax.tree.map(back, x)
 
     def master(self):
         """Return the weight that the inner transformation sees."""
@@ -324,7 +328,7 @@ def beside_state(leaves: Sequence[StoredLeaf], state) -> list[StoredLeaf]:
     then updates the part whose state it stores, and the result of the step is moved
     back. On automatic axes, :mod:`pallas_kernels.fused_update.shards` does the same.
     """
-    arrays = [leaf.param for leaf in leaves if isinstance(leaf.param, jax.Array)]
+    arrays = jax.tree.leaves([leaf.param for leaf in leaves])
     if not any(map(shards.is_on_explicit_axes, arrays)):
         return list(leaves)
     owned: dict[str, list] = {leaf.name: [] for leaf in leaves}
@@ -337,14 +341,16 @@ def beside_state(leaves: Sequence[StoredLeaf], state) -> list[StoredLeaf]:
 
 
 def _beside(leaf: StoredLeaf, state: Sequence) -> StoredLeaf:
-    if not isinstance(leaf.param, jax.Array):
+    arrays, treedef = jax.tree.flatten(leaf.param)
+    moved = [shards.placed_beside(x, state) for x in arrays]
+    if all(map(operator.is_, arrays, moved)):
         return leaf
-    moved = shards.placed_beside(leaf.param, state)
-    if moved is leaf.param:
-        return leaf
-    before = leaf.spec_before
-    before = jax.typeof(leaf.param).sharding.spec if before is None else before
-    return dataclasses.replace(leaf, param=moved, spec_before=before)
+    spec = jax.typeof(arrays[0]).sharding.spec
+    return dataclasses.replace(
+        leaf,
+        param=treedef.unflatten(moved),
+        spec_before=spec if leaf.spec_before is None else leaf.spec_before,
+    )
 
 
 def axes_of_shards(leaf) -> tuple[str, ...]:

@@ -101,6 +101,35 @@ def test_divided_steps_are_one_devices_steps(name, advance, axis_type):
     assert jax.tree.map(lambda x: x.sharding, (params, state)) == places
 
 
+QUANTIZED = functools.partial(lowbit_optax.lpmm.quantize_params, bits=12, block_size=64)
+PREPARED = {
+    "lpmm": (lowbit_optax.lpmm_sgd(0.1, 0.9, block_size=64), QUANTIZED),
+    "block-scaled": (
+        lowbit_optax.lowbit(optax.sgd(0.1, 0.9)),
+        lowbit_optax.block_scaling.block_scale,
+    ),
+}
+
+
+@AXES
+@pytest.mark.parametrize("name", PREPARED)
+def test_quantized_weights_may_have_divided_states(name, axis_type):
+    tx, prepared = PREPARED[name]
+    random = np.random.default_rng(0)
+    params = prepared({"w": jnp.asarray(random.standard_normal((512, 512)))})
+    series = [{"w": jnp.asarray(random.standard_normal((512, 512)), jnp.bfloat16)}]
+    want = train(tx, params, initial(tx, params), series, lowbit_optax.step)
+    mesh = _mesh(axis_type)
+    with jax.set_mesh(mesh):
+        whole = jax.NamedSharding(mesh, WHOLE)
+        places = lowbit_optax.state_shardings(tx, params, mesh=mesh, over="data")
+        params = jax.device_put(params, whole)
+        state = jax.jit(tx.init, out_shardings=places)(params)
+        step = _step(tx, params, state, lowbit_optax.step)
+        got = step(params, state, jax.device_put(series[0], whole))
+    assert_same_bits(got, want)
+
+
 @AXES
 def test_each_device_stores_its_part_of_the_state(axis_type):
     tx = lowbit_optax.lowbit_adamw(1e-2)
