@@ -151,11 +151,11 @@ class StoredLeaf:
 
     def moved_back(self, x):
         """Move an array to the sharding that the user's parameter had."""
-        if self.spec_before is None:
+        spec = self.spec_before
+        if spec is None:
             return x
         mesh = jax.typeof(jax.tree.leaves(self.param)[0]).sharding.mesh
-        back = lambda array: shards.moved([array], [self.spec_before], mesh)[0]
-        return jax.tree.map(back, x)
+        return jax.tree.map(lambda array: shards.moved([array], [spec], mesh)[0], x)
 
     def master(self):
         """Return the weight that the inner transformation sees."""
