@@ -225,7 +225,7 @@ class MomentPlan:
                         f"lowbit: moment {fields[1]!r} of params{name} must not be "
                         f"coarser than {fields[0]!r}, whose root divides it, got "
                         f"{first.format} and {second.format or 'float32'}. Updates "
-                        "next to large gradients would be many times too long. Pass "
+                        "of small gradients would be many times too long. Pass "
                         "one format for both, such as lowbit_optax.block_quantized(8), "
                         "or use lowbit_optax.factored_adamw, with 4 bits or more"
                     )
@@ -545,8 +545,8 @@ def _leaves(node, owner: Slot) -> Iterator:
         yield from _leaves(child, within)
 
 
-_LARGEST_ZERO = 1e-6
-"""Smaller second moments may become 0: those of gradients below 1e-3."""
+_LARGEST_ZERO = 1e-12
+"""Smaller second moments may become 0, such as (1 - b2) g^2 for g = 3e-5."""
 
 
 def _check_small(field: str, format_: MomentFormat) -> None:

@@ -55,9 +55,9 @@ def cast(
 
     Args:
       dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2. bfloat16 is the usual
-        choice, because squared gradients easily leave the range of float16. Second
-        moments cannot be float8, in which those of gradients below 0.04 (e4m3fn) or
-        0.004 (e5m2) are 0: ``lowbit`` then raises an error in ``init``.
+        choice. ``lowbit`` raises an error in ``init`` for second moments in float16 or
+        float8, in which those of small gradients are 0, and for first moments in
+        float8 that the root of a second moment divides, as in Adam.
       rounding: ``"stochastic"`` or ``"nearest"``. With nearest rounding, a bfloat16
         second moment stops moving: with b2 = 0.999, a step changes it by less than half
         of its last bit.

@@ -163,8 +163,9 @@ def is_coarser(first: MomentFormat | None, second: MomentFormat | None) -> bool:
 
     The two formats lose values below a share of the largest value. Updates of gradients
     that are up to 1,000 times smaller than their neighbors become too long if the
-    first moment loses much larger values than the root of the second moment. None
-    stands for float32.
+    first moment loses much larger values than the root of the second moment. Formats
+    without scales lose values below a fixed size, which is too large for gradients of
+    any size in float8. None stands for float32.
 
     >>> from lowbit_optax.formats import block_quantized
     >>> four = block_quantized(4)
@@ -172,6 +173,8 @@ def is_coarser(first: MomentFormat | None, second: MomentFormat | None) -> bool:
     >>> is_coarser(mu, nu), is_coarser(mu, None)
     (False, True)
     """
+    if first is not None and not first.has_scales:
+        return first.smallest_share > 1e-6
     size = lambda format_: getattr(format_, "block_size", 1)
     # In larger blocks, a large value has more neighbors.
     is_larger = size(first) > size(second)

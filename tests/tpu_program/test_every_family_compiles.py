@@ -37,7 +37,7 @@ pytest.importorskip("libtpu", reason="needs the tpu-program extra")
 from tools.tpu_program.steps import lower_lpmm_step, lower_step
 from tools.tpu_program.targets import TARGETS, tpu_mesh
 
-FLOAT8 = {"mu": cast(jnp.float8_e5m2), "nu": cast(jnp.bfloat16)}
+FLOAT8 = cast(jnp.float8_e5m2)
 FOUR_BITS = {"mu": block_quantized(8), "nu": block_quantized(4)}
 STOCHASTIC = extra_bits(8, rounding="stochastic", sum_rounding="stochastic")
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -48,7 +48,7 @@ FAMILIES = {
     "moments of 4 bits": lowbit_adamw(1e-3, moments=block_quantized(4, code="dynamic")),
     "logarithms": lowbit_adamw(1e-3, moments={"nu": block_quantized(8, code="log")}),
     "blocks of 2048": lowbit_adamw(1e-3, moments=block_quantized(8, block_size=2048)),
-    "float8 moments": lowbit_adamw(1e-3, moments=FLOAT8),
+    "float8 moments": lowbit_lion(1e-3, moments=FLOAT8),
     **{f"{n} extra bits": extra_bits_adamw(1e-3, bits=n) for n in (1, 5, 10, 16)},
     "stochastic extra bits": lowbit(optax.adamw(1e-3), weights=STOCHASTIC),
     "kahan_adamw": kahan_adamw(1e-3),

@@ -136,12 +136,12 @@ def test_sgd_weight_decay_is_added_to_the_gradient(alias):
     np.testing.assert_array_equal(np.asarray(moved, np.float32), 2 - 0.25 * (1 + 1))
 
 
-@pytest.mark.parametrize("moments", [{"nu": lowbit_optax.cast("float16")}, {}])
+@pytest.mark.parametrize("moments", [{"nu": lowbit_optax.cast("bfloat16")}, {}])
 def test_moments_without_a_format_are_float32(moments):
     tx = lowbit_optax.kahan_adamw(1e-3, moments=moments)
     adam = tx.init(jnp.ones(64, jnp.bfloat16)).inner_state[0]
     assert adam.mu.dtype == "float32"
-    assert adam.nu.dtype == ("float16" if moments else "float32")
+    assert adam.nu.dtype == ("bfloat16" if moments else "float32")
 
 
 @pytest.mark.parametrize("name", ["lowbit_sgd", "lowbit_adamw", "lowbit_lion"])

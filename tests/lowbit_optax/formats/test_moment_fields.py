@@ -217,7 +217,8 @@ COARSER = {
         ADAMW, {"mu": block_quantized(4, block_size=64), "nu": FOUR}
     ),
     "linear and float": (ADAMW, {"mu": block_quantized(8, code="linear"), "nu": EIGHT}),
-    "float8 and bfloat16": (ADAMW, {"mu": cast("float8_e4m3fn"), "nu": BFLOAT16}),
+    "float8 and bfloat16": (ADAMW, {"mu": cast("float8_e5m2"), "nu": BFLOAT16}),
+    "float8 and 4 bits": (ADAMW, {"mu": cast("float8_e4m3fn"), "nu": FOUR}),
     "maxima": (optax.amsgrad(1e-3), FOUR),
     "differences": (ADAN, {"m": EIGHT, "v": FOUR, "n": EIGHT}),
     "of a chain": (optax.chain(optax.trace(0.9), ADAMW), {"mu": FOUR, "nu": EIGHT}),
@@ -238,9 +239,9 @@ def test_a_first_moment_coarser_than_its_second_raises_an_error(inner, moments):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16"])
 @pytest.mark.parametrize("inner", [ADAMW, optax.rmsprop(1e-3), optax.amsgrad(1e-3)])
-def test_second_moments_in_float8_raise_an_error(inner, dtype):
+def test_second_moments_without_small_values_raise_an_error(inner, dtype):
     tx = lowbit_optax.lowbit(inner, moments={"nu": cast(dtype)})
     with pytest.raises(ValueError, match=f"'nu'.*{dtype}.*cast\\('bfloat16'\\)"):
         jax.eval_shape(tx.init, PARAMS)
@@ -253,6 +254,7 @@ FINE_ENOUGH = {
     "finer": (ADAMW, {"mu": EIGHT, "nu": FOUR}),
     "8 bits and float32": (ADAMW, {"mu": EIGHT}),
     "bfloat16": (ADAMW, {"mu": BFLOAT16}),
+    "float16": (ADAMW, {"mu": cast("float16"), "nu": EIGHT}),
     "large blocks": (ADAMW, {"mu": block_quantized(8, block_size=2048), "nu": EIGHT}),
     "divided gradients": (FACTORED, {"mu": FOUR, "nu": EIGHT}),
     "not divided": (optax.lion(1e-3), FOUR),
