@@ -134,7 +134,8 @@ def lowbit_muon(
     check_numbers("lowbit_muon", beta=beta, weight_decay=weight_decay)
     arguments = adam_rate, adam_b1, adam_b2, _EPS, 0.0, None, adam_weight_decay
     adam = checked("lowbit_muon", moments, optax.adamw, *arguments, nesterov=nesterov)
-    dtype = jnp.dtype(ns_dtype)
+    # optax.inject_hyperparams turns dtypes into arrays.
+    dtype = jnp.dtype(getattr(ns_dtype, "dtype", ns_dtype))
     if dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(
             f"lowbit_muon: ns_dtype must be float32 or bfloat16, got {dtype}"

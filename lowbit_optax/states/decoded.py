@@ -80,7 +80,8 @@ def recorded_nodes(
         names, _, treedef = trees.named_leaves(params)
         return Recorded(config, names, treedef)
 
-    with context.changed(start=record):
+    # optax.inject_hyperparams calls its function with tracers, which a config contains.
+    with context.changed(start=record), jax.check_tracer_leaks(False):
         # Wrap tx.init, because JAX may have cached its result outside of this context.
         state = jax.eval_shape(lambda params: tx.init(params), trees.abstract(params))
     is_recorded = lambda x: isinstance(x, Recorded)

@@ -72,6 +72,8 @@ def test_injected_hyperparameters_do_not_leak(make):
         state = jax.eval_shape(tx.init, params)
         step = functools.partial(lowbit_optax.step, tx)
         jax.eval_shape(step, params, state, params)
+        run = lowbit_optax.from_master(tx, params)
+        lowbit_optax.convert(*run, tx, make(0.01))
 
 
 @pytest.mark.parametrize("switch", [jax.debug_nans, jax.debug_infs])
