@@ -108,8 +108,8 @@ def lowbit_muon(
       An optax transformation. Apply it with :func:`lowbit_optax.step`, or as in optax.
 
     Raises:
-      TypeError, ValueError: if an argument has a wrong type or value. ``init`` raises a
-        ValueError if ``is_matrix`` selects a leaf with fewer than two axes.
+      TypeError, ValueError: if an argument has a wrong type or value. ``init`` raises
+        one if ``is_matrix`` selects a complex leaf or one with fewer than two axes.
 
     References:
       Jordan 2024, "Muon: An optimizer for hidden layers in neural networks".
@@ -193,6 +193,11 @@ def _labels(is_matrix: IsMatrix | None, params):
     labels = []
     for name, leaf in zip(names, leaves, strict=True):
         labels.append("muon" if is_matrix(name, leaf) else "adam")
+        if labels[-1] == "muon" and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"lowbit_muon: params{name} must be real to be updated by Muon, got "
+                f"{trees.describe(leaf)}; pass an is_matrix that leaves it to AdamW"
+            )
         if labels[-1] == "muon" and leaf.ndim < 2:
             raise ValueError(
                 f"lowbit_muon: is_matrix selects params{name} of shape "

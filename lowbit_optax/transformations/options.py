@@ -9,7 +9,9 @@ import typing
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
+from lowbit_optax._arguments import brief
 from lowbit_optax._step.param_shardings import ParamShardings
 from pallas_kernels.platforms import Implementation
 
@@ -68,6 +70,13 @@ def takes_options(function: _Function) -> _Function:
                     f"{function.__name__}: {name} cannot be {given}. "
                     "optax.inject_hyperparams calls functions as schedules, and turns "
                     f"numbers into arrays, so add {name} to its static_args"
+                )
+            is_flag = lambda x: jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.bool_)
+            is_mask = callable(value) or all(map(is_flag, jax.tree.leaves(value)))
+            if name == "mask" and not is_mask:
+                raise TypeError(
+                    f"{function.__name__}: mask must be a tree of bools, a function of "
+                    f"the parameters that returns one, or None, got {brief(value)}"
                 )
         return function(*args, **kwargs)
 

@@ -153,6 +153,12 @@ def guarded(
     except (AttributeError, KeyError, TypeError, ValueError):
         # Wrappers raise many errors for the state of another transformation.
         check_made_by("step: tx", tx, params, state)
+        names, _, treedef = trees.named_leaves(params)
+        parts = trees.parts_of(names, treedef, grads, "step: grads")
+        for name, grad in zip(names, parts, strict=True):
+            if grad is None:
+                message = f"step: gradient of params{name} must be an array, got None"
+                raise TypeError(message) from None
         raise
 
 

@@ -159,7 +159,10 @@ lowbit(ADAM, moments={'nu': cast(BF16), 'trace': 'float32'}).init(W)
 kahan_sgd(0.1, moments={'mu': cast(BF16)}).init(W)  # 'mu'  []
 lowbit_muon(0.02, ns_dtype=F16)  # ns_dtype  float16
 lowbit_muon(0.02, beta=None)  # beta  None
+kahan_adamw(0.1, mask='w')  # mask  bools  'w'
+extra_bits_adamw(0.1, mask=['w'])  # mask  bools  ['w']
 lowbit_muon(0.02, is_matrix=lambda *_: True).init(MASTER)  # is_matrix  params['bias']
+lowbit_muon(0.02).init({'c': W * 1j})  # params['c']  complex64[64, 64]  is_matrix
 """,
     "arguments of another kind": r"""
 memory_report(LOW, LOW.init(W))  # params  LowbitState

@@ -110,6 +110,24 @@ def test_a_bad_gradient_behind_a_wrapper(bad, advance):
         _fail(tx, advance, _grads(bias=bad))
 
 
+def test_a_missing_gradient_behind_a_wrapper_that_reads_it():
+    tx = optax.MultiSteps(lowbit_optax.kahan_adamw(0.1), 2)
+    with pytest.raises(TypeError, match=f"gradient of params{BIAS}.*None"):
+        lowbit_optax.step(tx, _params(), tx.init(_params()), _grads(bias=None))
+
+
+@ADVANCES
+@pytest.mark.parametrize("field", ["count", "seed"])
+@pytest.mark.parametrize(
+    "bad", [jnp.zeros(2, jnp.uint32), 1.5, jax.random.key(0)], ids=str
+)
+def test_a_count_or_seed_that_is_no_integer(field, bad, advance):
+    tx = lowbit_optax.kahan_adamw(0.1)
+    state = tx.init(_params())._replace(**{field: bad})
+    with pytest.raises(TypeError, match=f"state.{field} must be an integer"):
+        _fail(tx, advance, _grads(), state=state)
+
+
 @pytest.mark.parametrize(
     ("dtype", "bits", "most"),
     [
@@ -165,7 +183,7 @@ OTHERS = [
         (BITS, _with(extra_bits(8, rounding="toward_zero")), "toward_zero.*nearest_8_"),
         (KAHAN, BITS, "nearest_8_bits.*compensation"),
         (STOCHASTIC, _with(master_copy()), "master.*None"),
-        (_adamw(BFLOAT16), _adamw(cast("float16")), MOMENT),
+        (_adamw({"mu": BFLOAT16}), _adamw({"mu": cast("float16")}), MOMENT),
         (_adamw("float32"), _adamw(BFLOAT16), MOMENT),
         (_adamw({"nu": BFLOAT16}), _adamw(BFLOAT16), MOMENT),
         (_adamw(BFLOAT16), _adamw({"nu": BFLOAT16}), MOMENT),
