@@ -303,6 +303,20 @@ def _large_models(record):
     yield f"needs {peak(master)} per device with a float32 master, and {peak(released)}"
 
 
+def _fine_tuning_memory(record):
+    gib = lambda size: f"{size / 2**30:.1f}"
+    for bits, step in record["compiled"].items():
+        small, large = (record["stored"][x][bits] for x in ("8B", "70B"))
+        yield {
+            (
+                f"{bits} bits",
+                "bytes per parameter",
+            ): f"{small['bytes_per_parameter']:.2f}",
+            (f"{bits} bits", "GiB of an 8B step"): gib(step["peak"] - step["carries"]),
+            (f"{bits} bits", "GiB of the 70B model"): gib(large["stored"]),
+        }
+
+
 def _large_training(record):
     of = lambda name: record["steps"][f"8 H200s, {name}"]
     gib = lambda size: f"{size / 2**30:.2f} GiB"
@@ -575,6 +589,7 @@ FIGURES = [
     ("training/best_rates", "reinforcement", _best_rates),
     ("training/equivalence", "accuracy", _equivalence),
     ("programs/large_models", "memory", _large_models),
+    ("programs/fine_tuning_memory", "fine_tuning", _fine_tuning_memory),
     ("programs/large_training", "large_model", _large_training),
     ("programs/precision_memory", "ideas/precision", _precision_memory),
 ]
