@@ -8,7 +8,8 @@
 The protocol was written before the first run:
 
 - *Start*: for each seed, a GPT with 217,664 parameters is trained in float32 on
-  Python's standard library, as the row ``float32`` of ``compute_optimal``.
+  Python's standard library, with the optimizer, the learning rates and the number of
+  steps of ``compute_optimal``.
 - *Fine-tuning*: all rows of a seed start from these weights, and use the same 1,000
   batches of 16 windows of 64 bytes of FILE, which was Shakespeare (``tinyshakespeare``
   of nanoGPT). There is no weight decay. Gradients are clipped to a norm of 1, and the
