@@ -67,7 +67,8 @@ def with_loss_scale(
     Raises:
       TypeError: if ``inner`` is not a transformation, or ``scaling`` is not a scaling.
       ValueError: from ``init`` if this function is inside ``optax.MultiSteps``, whose
-        accumulator never recovers from an overflow. Put it around ``optax.MultiSteps``.
+        accumulator never recovers from an overflow. Put it around ``optax.MultiSteps``;
+        or if ``inner`` contains another loss scale.
 
     References:
       Micikevicius et al. 2018, section 3.2; OpenSeq2Seq, "Automatic Loss Scaling".
@@ -164,8 +165,13 @@ class LossScaled(Stepper):
         """Return the initial state, with the first scale."""
         check_multi_steps_around(params, "with_loss_scale")
         scale, scaling_state = self.scaling.init()
-        skipped = jnp.zeros([], jnp.int32)
-        return LossScaleState(scale, scaling_state, skipped, self.inner.init(params))
+        skipped, inner_state = jnp.zeros([], jnp.int32), self.inner.init(params)
+        if trees.all_of(LossScaleState, inner_state):
+            raise ValueError(
+                "with_loss_scale: inner must not contain another with_loss_scale, "
+                "because both would unscale the gradients"
+            )
+        return LossScaleState(scale, scaling_state, skipped, inner_state)
 
     def after(self, state: LossScaleState, inner_state, sizes: Sizes) -> LossScaleState:
         """Return the state after a step.

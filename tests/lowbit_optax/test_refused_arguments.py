@@ -191,6 +191,7 @@ step(lowbit(ADAM, moments='float32'), W, EMA.init(W), W)
 step(SUMS, W, EMA.init(W), W)  # LowbitState  AccumulationState
 with_loss_scale(MASTER, static_scale())  # inner  dict  optax
 with_loss_scale(SGD, static_scale()).update(W, SGD.init(W), W)  # LossScaleState
+with_loss_scale(optax.chain(SCALED), static_scale()).init(W)  # inner  with_loss_scale
 accumulate_gradients(SGD, 2).update(MASTER, IN_FLOAT32.init(MASTER), MASTER)
     # params['kernel']
 release.value_and_update(jnp.sum, SGD, max_grad_norm=0.0)  # max_grad_norm  0.0
