@@ -12,7 +12,7 @@ The protocol was written before the first run:
   steps of ``compute_optimal``.
 - *Fine-tuning*: all rows of a seed start from these weights, and use the same 1,000
   batches of 16 windows of 64 bytes of FILE, which was Shakespeare (``tinyshakespeare``
-  of nanoGPT). There is no weight decay. Gradients are clipped to a norm of 1, and the
+  of nanoGPT). The weight decay is 0. Gradients are clipped to a norm of 1, and the
   learning rate warms up over 2% of the steps and decays to a thousandth in a cosine.
 - *Figure*: the loss at the end on held-out text, the last twentieth of FILE, in nats
   per byte.
@@ -22,7 +22,7 @@ The protocol was written before the first run:
   errors to a first moment of 4 bits. In ``8 bits, errors lost``, they are rounded
   stochastically instead.
 - *LoRA*: AdamW trains float32 factors of the matrices of the layers. The other weights
-  are codes of 8 bits that do not change. The rank is the smallest one with which
+  are codes of 8 bits that do not change. The rank is the smallest one whose
   weights and state need at least the bytes of the row ``8 bits``.
 - *Learning rates*: each row is trained at the three rates 1e-5, 1e-4 and 1e-3, and LoRA
   at rates ten times as high. No run is left out.
@@ -201,7 +201,7 @@ def lora(rank: int) -> Row:
 
 
 def rank_of(model: GPT) -> int:
-    """Return the smallest rank with which LoRA needs the bytes of ``8 bits``."""
+    """Return the smallest rank whose LoRA needs the bytes of ``8 bits``."""
     room, rank = bytes_of(FULL["8 bits"], model), 1
     while bytes_of(lora(rank), model) < room:
         rank += 1

@@ -1,4 +1,4 @@
-"""Shard the optimizer state on a mesh, each array like its parameter."""
+"""Shard the optimizer state on a mesh, like its parameters or over more devices."""
 
 import functools
 import math
@@ -62,9 +62,10 @@ def state_shardings(
       over: one or several axes of the mesh that shard the state in addition to the axes
         of its parameter (ZeRO-1), such as ``"data"``. A step then sums the gradients
         into these shards, and gathers the new parameters in their own dtype. The axes
-        divide the rows of a matrix, or its columns if its rows do not divide, or the
-        layers of a stack. A leaf with fewer than 65,536 elements that does not divide
-        keeps the sharding of its parameter.
+        divide the rows of a matrix, otherwise its columns, and otherwise the layers of
+        a stack. If no axis divides into whole words and blocks, the state of a leaf
+        with fewer than 65,536 elements is sharded like its parameter, and a larger leaf
+        raises an error unless ``uneven`` is ``"replicate"``.
       uneven: what to do if an array of the state, such as the scales of a few rows,
         does not divide into the shards of its parameter, one of:
 
@@ -227,12 +228,16 @@ def _divided(
         for axis in over:
             if axis not in sharding.mesh.axis_names:
                 raise ValueError(
-                    "state_shardings: over must name axes of the mesh "
+                    "state_shardings: each of over must be an axis of the mesh "
                     f"{sharding.mesh.axis_names}, got {axis!r}"
                 )
         stored = _stored_shapes(parts, name, len(shape))
         divided = _over(sharding, [shape, *stored], over, units.get(name, lambda _: 1))
-        if divided is None and uneven == "error" and math.prod(shape) >= _LEAST_DIVIDED:
+        if (
+            divided is None
+            and uneven != "replicate"
+            and math.prod(shape) >= _LEAST_DIVIDED
+        ):
             shards = math.prod(sharding.mesh.shape[x] for x in over)
             axis = max(len(shape) - 2, 0)
             raise ValueError(
@@ -253,7 +258,7 @@ def _over(
 ) -> NamedSharding | None:
     """Return a sharding that divides one axis over more axes of the mesh, or None.
 
-    The first of ``shapes`` is the parameter's; the others are of its state.
+    The first shape is the shape of the parameter, and the others are of its state.
     """
     rank = len(shapes[0])
     used = axes_of(sharding.spec, rank)

@@ -1,4 +1,4 @@
-"""What a step exchanges if the state is sharded over more devices than the weights."""
+"""Data that devices exchange if only the state is sharded over them."""
 
 import jax
 import jax.numpy as jnp

@@ -40,6 +40,7 @@ OPTIMIZERS = {
     "master": lowbit_optax.lowbit(
         optax.adamw(1e-2), weights=lowbit_optax.master_copy(), moments="float32"
     ),
+    "summed": lowbit_optax.accumulate_gradients(lowbit_optax.kahan_adamw(1e-2), 2),
     "fed back": lowbit_optax.sr_adamw(1e-2, error_feedback="mu"),
 }
 
@@ -130,6 +131,51 @@ def test_quantized_weights_may_have_divided_states(name, axis_type):
     assert_same_bits(got, want)
 
 
+def _loss(params, x):
+    x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])[0]
+    return jnp.mean((x @ params["head"]).astype(jnp.float32) ** 2)
+
+
+@AXES
+def test_released_steps_accept_divided_states(axis_type):
+    tx, mesh = lowbit_optax.lowbit_adamw(1e-2), _mesh(axis_type)
+    random = np.random.default_rng(0)
+    shapes = {"layers": (2, 64, 64), "head": (64, 64)}
+    arrays = {name: 0.1 * random.standard_normal(x) for name, x in shapes.items()}
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), arrays)
+    x = jnp.asarray(random.standard_normal((8, 64)), jnp.bfloat16)
+    step = jax.jit(lowbit_optax.release.value_and_update(_loss, tx))
+    want = step(params, tx.init(params), x)
+    with jax.set_mesh(mesh):
+        params, state, _ = _placed(tx, params, mesh)
+        # A replicated batch has the same gradients.
+        x = jax.device_put(x, jax.NamedSharding(mesh, WHOLE))
+        got = step(params, state, x)
+    assert_same_bits(got, want)
+
+
+@AXES
+def test_metadata_of_nnx_divides_the_state(axis_type):
+    nnx = pytest.importorskip("flax.nnx")
+    from lowbit_optax.training import nnx_optimizer
+
+    mesh = _mesh(axis_type)
+    specs = {"out_sharding": (None, None), "optimizer_sharding": ("data", None)}
+    with jax.set_mesh(mesh):
+        init = nnx.with_metadata(nnx.initializers.lecun_normal(), **specs)
+        model = nnx.Linear(256, 64, kernel_init=init, rngs=nnx.Rngs(0))
+        optimizer = nnx_optimizer(model, lowbit_optax.lowbit_adamw(1e-2))
+
+        @nnx.jit
+        def train_step(model, optimizer, x):
+            loss = lambda model: jnp.mean(model(x).astype(jnp.float32) ** 2)
+            optimizer.update(model, nnx.grad(loss)(model))
+
+        train_step(model, optimizer, jnp.ones((8, 256), jnp.bfloat16))
+        words = optimizer.opt_state.residual.tree["kernel"]
+        assert words[...].sharding.spec[0] == "data"
+
+
 @AXES
 def test_each_device_stores_its_part_of_the_state(axis_type):
     tx = lowbit_optax.lowbit_adamw(1e-2)
@@ -189,7 +235,7 @@ def test_functions_that_start_and_convert_accept_divided_states(axis_type):
 
 def test_an_axis_that_the_mesh_does_not_have_is_refused():
     tx, mesh = lowbit_optax.lowbit_adamw(1e-2), _mesh(AxisType.Auto)
-    with pytest.raises(ValueError, match=r"over must name axes.*'data'.*got 'model'"):
+    with pytest.raises(ValueError, match=r"over must be an axis.*'data'.*got 'model'"):
         lowbit_optax.state_shardings(tx, jnp.ones((64, 64)), mesh=mesh, over="model")
 
 
