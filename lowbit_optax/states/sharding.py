@@ -258,7 +258,7 @@ def _over(
 ) -> NamedSharding | None:
     """Return a sharding that divides one axis over more axes of the mesh, or None.
 
-    The first shape is the shape of the parameter, and the others are of its state.
+    The first shape belongs to the parameter, and the other shapes to its state.
     """
     rank = len(shapes[0])
     used = axes_of(sharding.spec, rank)
