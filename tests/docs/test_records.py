@@ -12,7 +12,9 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from scipy import stats
 
 import lowbit_optax
 from benchmarks.papers.lpmm_states import CODES
@@ -21,6 +23,7 @@ from benchmarks.records import gaps, shown
 from benchmarks.training import (
     best_rates,
     digit_moments,
+    equivalence,
     pareto,
     reinforcement,
     rounding_errors,
@@ -488,11 +491,11 @@ def _best_rates(record):
 
 
 def _equivalence(record):
-    row = record["rows"]["lowbit_adamw"]
-    low, high = row["interval"]
-    yield f"{len(row['pairs'])} of {row['planned']} pairs, `lowbit_adamw` ends "
-    yield f"ends {-row['mean']:.4f} below float32, with a 95% interval from {low:.4f} "
-    yield f"interval from {low:.4f} to {high:.4f}."
+    yield from equivalence.text(record).splitlines()
+    pairs = record["rows"]["lowbit_adamw"]["pairs"]
+    low, high = stats.ttest_1samp(pairs, 0).confidence_interval(0.9)
+    yield f"from {low:.4f} to {high:+.4f}"
+    yield f"standard deviation of {np.std(pairs, ddof=1):.4f}."
 
 
 def _muon_momentum(record):
