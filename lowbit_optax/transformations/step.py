@@ -153,13 +153,18 @@ def guarded(
     except (AttributeError, KeyError, TypeError, ValueError):
         # Wrappers raise many errors for the state of another transformation.
         check_made_by("step: tx", tx, params, state)
-        names, _, treedef = trees.named_leaves(params)
-        parts = trees.parts_of(names, treedef, grads, "step: grads")
-        for name, grad in zip(names, parts, strict=True):
-            if grad is None:
-                message = f"step: gradient of params{name} must be an array, got None"
-                raise TypeError(message) from None
+        _check_not_none(params, grads)
         raise
+
+
+def _check_not_none(params, grads) -> None:
+    """Raise a TypeError if the gradient of a parameter is None."""
+    names, is_none = trees.named_leaves(params)[0], lambda x: x is None
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_none):
+        name = jax.tree_util.keystr(path)
+        if grad is None and name in names:
+            message = f"step: gradient of params{name} must be an array, got None"
+            raise TypeError(message) from None
 
 
 def _by_update(tx, params, state, grads, guard, landing: Landing, extra_args):
