@@ -8,6 +8,9 @@ rounded, it ends close to the float32 loss. The problem is the same as in the pa
 dimensions, inputs with unit variance, weights from [0, 100), labels with noise of
 standard deviation 0.5, learning rate 0.01, and one example per step. Two more runs use
 stochastic rounding and Kahan summation.
+
+Figure 5: the more weights use Kahan summation instead of stochastic rounding, the
+better. ``shares`` has the loss by the number of coordinates that use it.
 """
 
 import functools
@@ -22,6 +25,9 @@ from benchmarks import pictures, records
 
 DIMENSIONS, EXAMPLES, NOISE, RATE = 10, 1000, 0.5, 0.01
 POINTS = 100
+
+SHARES = (0, 2, 5, 8, 10)
+"""The numbers of coordinates that use Kahan summation; all others round randomly."""
 
 # The weights, and whether activations and gradients are rounded too.
 RUNS = {
@@ -58,24 +64,54 @@ def gradient(w, x, y, rounded: bool):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def train(name: str, steps: int, seed):
-    """Return the mean loss over the data at ``POINTS`` equally spaced steps."""
+    """Return the losses of a run; see :func:`losses`."""
     weights, rounded = RUNS[name]
-    key, order = jax.random.split(jax.random.key(seed))
-    x, y = problem(key)
     tx = optax.sgd(RATE)
     params = jnp.zeros(DIMENSIONS)
     if weights is not None:
         tx = lowbit_optax.lowbit(tx, weights=weights)
         params = params.astype(jnp.bfloat16)
+    return losses(tx, params, rounded, steps, seed)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def train_share(count: int, steps: int, seed):
+    """Return the losses of a run in which ``count`` weights use Kahan summation."""
+    formats = {
+        "Kahan": lowbit_optax.kahan(),
+        "stochastic": lowbit_optax.stochastic_rounding(),
+    }
+    sizes = {"Kahan": count, "stochastic": DIMENSIONS - count}
+    params = {k: jnp.zeros(n, jnp.bfloat16) for k, n in sizes.items() if n}
+    each = {k: lowbit_optax.lowbit(optax.sgd(RATE), weights=formats[k]) for k in params}
+    tx = optax.partition(each, {k: k for k in params})
+    return losses(tx, params, True, steps, seed)
+
+
+def losses(tx, params, rounded: bool, steps: int, seed):
+    """Return the mean loss over the data at ``POINTS`` equally spaced steps.
+
+    The weights are the leaves of ``params``, one after the other.
+    """
+    key, order = jax.random.split(jax.random.key(seed))
+    x, y = problem(key)
+    leaves, structure = jax.tree.flatten(params)
+    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
+
+    def weights(params):
+        return jnp.concatenate(
+            [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(params)]
+        )
 
     def body(carry, index):
         params, state = carry
-        grads = gradient(params.astype(jnp.float32), x[index], y[index], rounded)
+        grads = gradient(weights(params), x[index], y[index], rounded)
+        grads = structure.unflatten(jnp.split(grads, ends))
         return lowbit_optax.step(tx, params, state, grads), None
 
     def part(carry, indices):
         carry, _ = jax.lax.scan(body, carry, indices)
-        error = x @ carry[0].astype(jnp.float32) - y
+        error = x @ weights(carry[0]) - y
         return carry, jnp.mean(error**2) / 2
 
     indices = jax.random.randint(order, (POINTS, steps // POINTS), 0, EXAMPLES)
@@ -89,8 +125,19 @@ def measure(args) -> dict:
         for name in RUNS
     }
     # Average the last fifth, because one example per step leaves noise.
-    ends = {name: runs[:, -POINTS // 5 :].mean(1) for name, runs in curves.items()}
-    return {"final": records.spreads(ends), "curves": curves}
+    end = lambda runs: runs[:, -POINTS // 5 :].mean(1)
+    ends = {name: end(runs) for name, runs in curves.items()}
+    by_share = {
+        str(count): end(
+            jax.vmap(functools.partial(train_share, count, args.steps))(seeds)
+        )
+        for count in SHARES
+    }
+    return {
+        "final": records.spreads(ends),
+        "shares": records.spreads(by_share),
+        "curves": curves,
+    }
 
 
 @pictures.panels(4.2, (1, 1))

@@ -63,6 +63,8 @@ def _weights_text(format_):
         "ExtraBits": f"+{get('bits')} {both}",
         "QuantizedWeights": get("rounding"),
     }[kind]
+    significand = get("significand")
+    found += f", {9 + significand.bits} bits" if significand else ""
     found += f", error into {get('error_feedback')}" if get("error_feedback") else ""
     return found + ", exact sums" * (get("sum_rounding") == "stochastic")
 
@@ -218,6 +220,7 @@ STARTS = {
     "papers.lpmm_states": (lambda m, x: _noisy(*m.cases(1.0, 20)[x]), 1),
     "papers.lpmm_text": (lambda m, x: _encoder(m, 1e-3, x), 1),
     "papers.microbatches": (_microbatches, 1),
+    "papers.narrow_clicks": (_clicks, 1),
     "papers.regularizers": (lambda m, x: m.train(x, 1e-3, *NOISY), 1),
     "papers.sixteen_bit_network": (lambda m, x: m.train(m.runs_of("SGD")[x], 20, 0), 1),
     "papers.text_roundings": (lambda m, x: _encoder(m, "encoder", 1e-3, x), 1),

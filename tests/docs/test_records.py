@@ -17,6 +17,7 @@ import pytest
 from scipy import stats
 
 import lowbit_optax
+from benchmarks.papers import narrow_clicks
 from benchmarks.papers.lpmm_states import CODES
 from benchmarks.papers.microbatches import SMALL
 from benchmarks.records import gaps, shown
@@ -126,8 +127,19 @@ def _least_squares(record):
         "stochastic": of("weights stochastic"),
     }
     yield {(row, "least squares: loss"): figure for row, figure in rows.items()}
+    shares = record["shares"].items()
+    yield {("loss", count): shown(found, 2) for count, found in shares}
     ends = f"the loss ends at {of('nearest: all but weights', 3)}"
     yield f"float32 weights, but rounded activations and gradients, {ends}"
+
+
+def _narrow_clicks(record):
+    gaps = record["gaps_to_float32"]["auc"]
+    yield {
+        (f"{bits}", method): _percent(gaps[f"{method}, {bits} bits"], 2)
+        for bits in narrow_clicks.BITS
+        for method in narrow_clicks.METHODS
+    }
 
 
 def _sixteen_bit_network(record):
@@ -315,9 +327,10 @@ def _fine_tuning_memory(record):
                 f"{bits} bits",
                 "bytes per parameter",
             ): f"{small['bytes_per_parameter']:.2f}",
-            (f"{bits} bits", "GiB of an 8B step"): gib(step["peak"] - step["carries"]),
-            (f"{bits} bits", "GiB of the 70B model"): gib(large["stored"]),
+            (f"{bits} bits", "8B: peak of a step, GiB"): gib(step["peak"]),
+            (f"{bits} bits", "70B: weights and state, GiB"): gib(large["stored"]),
         }
+        yield f"contains {gib(step['carries'])} GiB of activations"
 
 
 def _large_training(record):
@@ -559,8 +572,8 @@ ANSWERS = {
 PAGES = {
     "memory_efficient": "memory_profile operator_bytes forward_error float8_weights "
     "float16_clicks digit_gan t5_release",
-    "bfloat16": "least_squares kahan_parts cancelled_updates text_roundings "
-    "sixteen_bit_network",
+    "bfloat16": "least_squares narrow_clicks kahan_parts cancelled_updates "
+    "text_roundings sixteen_bit_network",
     "assignments": "demotion_orders",
     "lpmm": "bin_changes microbatches lpmm_states lpmm_text",
     "openseq2seq": "loss_scales regularizers",
