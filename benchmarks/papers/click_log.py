@@ -139,6 +139,32 @@ def train(tx, dtype, params, log: Log, order, counts: int = 1):
     return carry[0], shares
 
 
+def trainer(runs: dict, dtype, args):
+    """Return a function that trains one row with one seed, and the held-out log.
+
+    Args:
+      runs: weight formats by the name of the row; None for SGD in float32.
+      dtype: the dtype of the parameters and activations of all other rows.
+      args: the learning rate and the number of steps.
+
+    Returns:
+      A function of the name of a row and a seed, which returns parameters; the log.
+    """
+    log, held_out = both()
+    sgd = optax.sgd(args.learning_rate)
+    optimizers = {
+        name: lowbit_optax.lowbit(sgd, weights=weights, min_size=0) if weights else sgd
+        for name, weights in runs.items()
+    }
+
+    def trained(name: str, seed: int) -> dict:
+        start, order = init(jax.random.key(seed)), order_of(seed, args.steps, log)
+        kind = jnp.dtype(dtype if runs[name] else "float32")
+        return train(optimizers[name], kind, start, log, order)[0]
+
+    return trained, held_out
+
+
 def area_under_curve(params: dict, log: Log) -> float:
     """Compute the area under the receiver operating characteristic from ranks."""
     scores = np.asarray(jax.jit(logits_of)(params, log.categories, log.dense))

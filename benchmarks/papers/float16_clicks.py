@@ -9,8 +9,6 @@ weight and its last extra bit are rounded to nearest; the paper cuts the weight 
 """
 
 import jax
-import jax.numpy as jnp
-import optax
 
 import lowbit_optax
 from benchmarks import pictures, records
@@ -29,18 +27,10 @@ PARTS = {
 
 
 def measure(args) -> dict:
-    log, held_out = click_log.both()
-    sgd = optax.sgd(args.learning_rate)
-    optimizers = {
-        name: lowbit_optax.lowbit(sgd, weights=weights, min_size=0) if weights else sgd
-        for name, weights in RUNS.items()
-    }
+    trained, held_out = click_log.trainer(RUNS, "float16", args)
 
     def of(name: str, seed: int) -> dict:
-        dtype = jnp.dtype("float16" if RUNS[name] else "float32")
-        start = click_log.init(jax.random.key(seed))
-        order = click_log.order_of(seed, args.steps, log)
-        params, _ = click_log.train(optimizers[name], dtype, start, log, order)
+        params = trained(name, seed)
         loss = jax.jit(click_log.loss_fn)(params, *held_out)
         return {"auc": click_log.area_under_curve(params, held_out), "loss": loss}
 

@@ -9,10 +9,6 @@ in the paper, only weights have fewer bits here; activations are bfloat16. The c
 is generated, and SGD has a constant rate.
 """
 
-import jax
-import jax.numpy as jnp
-import optax
-
 import lowbit_optax
 from benchmarks import pictures, records
 from benchmarks.papers import click_log
@@ -33,19 +29,10 @@ RUNS = {"float32": None} | {
 
 
 def measure(args) -> dict:
-    log, held_out = click_log.both()
-    sgd = optax.sgd(args.learning_rate)
-    optimizers = {
-        name: lowbit_optax.lowbit(sgd, weights=weights, min_size=0) if weights else sgd
-        for name, weights in RUNS.items()
-    }
+    trained, held_out = click_log.trainer(RUNS, "bfloat16", args)
 
     def of(name: str, seed: int) -> dict:
-        dtype = jnp.dtype("bfloat16" if RUNS[name] else "float32")
-        start = click_log.init(jax.random.key(seed))
-        order = click_log.order_of(seed, args.steps, log)
-        params, _ = click_log.train(optimizers[name], dtype, start, log, order)
-        return {"auc": click_log.area_under_curve(params, held_out)}
+        return {"auc": click_log.area_under_curve(trained(name, seed), held_out)}
 
     found = records.of_seeds(RUNS, args.seeds, of)
     spreads, gaps = records.compared(found, "float32")

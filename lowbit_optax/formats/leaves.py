@@ -36,7 +36,8 @@ def join_leaf(
     """
     join = functools.partial(_joined, format_)
     if isinstance(param, jax.Array) and isinstance(residual, jax.Array):
-        param = shards.placed_beside(param, [residual])  # instead of gathering bits
+        # Otherwise, every device would gather the residual of a sharded state.
+        param = shards.placed_beside(param, [residual])
     return straight_through(join)(param, residual)
 
 
