@@ -74,7 +74,7 @@ MATRICES = ("qkv", "out", "up", "down")
 class Plan(NamedTuple):
     """The sizes of all runs."""
 
-    model: GPT = SIZES["small"].model
+    model: GPT = SIZES["small"].model._replace(is_unrolled=True)
     first_steps: int = SIZES["small"].steps
     first_rate: float = SIZES["small"].learning_rate
     steps: int = 1000

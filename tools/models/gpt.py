@@ -35,6 +35,8 @@ class GPT(NamedTuple):
         dtype: the dtype of the computation. Weights are cast to it where they are used.
         vocabulary: the number of rows of the embedding.
         dropout: the share of values that dropout sets to 0, if the loss gets a key.
+        is_unrolled: whether to compile each layer separately, and GELU apart from the
+            matrix products. On a CPU, small models then train 1.5 times as fast.
     """
 
     layers: int
@@ -45,6 +47,7 @@ class GPT(NamedTuple):
     dtype: Any = jnp.float32
     vocabulary: int = BYTES
     dropout: float = 0.0
+    is_unrolled: bool = False
 
     def init(self, key: jax.Array, dtype: Any = jnp.float32) -> dict:
         """Return random parameters: matrices in `dtype`, norm scales in float32."""
@@ -87,7 +90,8 @@ class GPT(NamedTuple):
         positions = self._weights(params["positions"])
         key, of_sum = _split(key, 2)
         x = self._dropped(embedding[tokens] + positions[: tokens.shape[1]], of_sum)
-        (x, _), _ = jax.lax.scan(body, (x, key), params["layers"])
+        unroll = self.layers if self.is_unrolled else 1
+        (x, _), _ = jax.lax.scan(body, (x, key), params["layers"], unroll=unroll)
         x = _norm(x, self._weights(params["norm"]))
         # The head is the embedding, whose gradient is the sum of both gradients.
         return (x @ embedding.T).astype(jnp.float32)
@@ -120,7 +124,10 @@ class GPT(NamedTuple):
         of_weights, of_attention, of_mlp = keys
         mixed = self._attention(_norm(x, layer["norm_1"]), layer, of_weights)
         x = x + self._dropped(mixed, of_attention)
-        hidden = jax.nn.gelu(_norm(x, layer["norm_2"]) @ layer["up"])
+        # XLA:CPU computes GELU again for each use in a matrix product, unless a barrier
+        # stands between them.
+        apart = jax.lax.optimization_barrier if self.is_unrolled else lambda x: x
+        hidden = apart(jax.nn.gelu(apart(_norm(x, layer["norm_2"]) @ layer["up"])))
         return x + self._dropped(hidden @ layer["down"], of_mlp)
 
     def _attention(self, x: jax.Array, layer: dict, key) -> jax.Array:
