@@ -105,6 +105,16 @@ def unless_rounded(x: jax.Array, rounded: jax.Array) -> jax.Array:
 
 
 @operation
+def differing(old: jax.Array, new: jax.Array) -> jax.Array:
+    """Return 1 where two arrays with elements of 16 bits differ in any bit, else 0.
+
+    >>> differing(jnp.bfloat16([0, 0, 1]), jnp.bfloat16([0, -0.0, 1]))
+    Array([0, 1, 0], dtype=uint32)
+    """
+    return jnp.minimum(_bits(old) ^ _bits(new), jnp.uint32(1))
+
+
+@operation
 def keep_nan(x: jax.Array) -> jax.Array:
     """Return the bit pattern of a float32. NaNs are changed to survive adding 0x8000.
 

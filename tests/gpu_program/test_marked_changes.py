@@ -10,9 +10,9 @@ from tools.gpu_program.steps import fast, leaf, lower_step
 from tools.gpu_program.targets import gpu_mesh
 
 OPTIMIZERS = {
-    "lowbit_adamw": (lowbit_optax.lowbit_adamw(1e-3), 5.6),
-    "sr_adamw": (lowbit_optax.sr_adamw(1e-3), 3.2),
-    "kahan_adamw": (lowbit_optax.kahan_adamw(1e-3), 3.4),
+    "lowbit_adamw": (lowbit_optax.lowbit_adamw(1e-3), 3.0),
+    "sr_adamw": (lowbit_optax.sr_adamw(1e-3), 1.5),
+    "kahan_adamw": (lowbit_optax.kahan_adamw(1e-3), 1.5),
 }
 """Optimizers, and the most instructions that marking may add."""
 

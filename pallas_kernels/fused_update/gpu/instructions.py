@@ -39,6 +39,15 @@ class Byte:
     number: int = dataclasses.field(metadata={"static": True})
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A field of 1 bit that is still two elements of 16 bits, which may differ."""
+
+    old: jax.Array
+    new: jax.Array
+
+
 class Instructions:
     """Elementwise operations of a launcher's kernels, written with PTX instructions.
 
@@ -55,6 +64,7 @@ class Instructions:
             operations.multiply_add: self.multiply_add,
             operations.round_to_bfloat16: self.round_to_bfloat16,
             operations.unless_rounded: self.unless_rounded,
+            operations.differing: Difference,
             operations.keep_nan: self.keep_nan,
             operations.pattern_with_one_nan: self.pattern_with_one_nan,
             operations.ordered_pattern: self.ordered_pattern,
@@ -228,6 +238,31 @@ class Instructions:
             jnp.int32,
         )
         return lax.bitcast_convert_type(word, jnp.uint32)
+
+    def put_differences(self, fields: Sequence[Difference]) -> jax.Array:
+        """Return int16 fields with a bit for each of up to 8 rows.
+
+        Two columns need one difference, two comparisons and two conditional additions
+        of a bit. Otherwise, each weight would first need a register of its own.
+        """
+        to_int16 = lambda x: lax.bitcast_convert_type(x, jnp.int16)
+        marks = jnp.zeros(fields[0].old.shape, jnp.int16)
+        for row, field in enumerate(fields):
+            marks = self.elementwise(
+                "{ .reg .b32 both, low; .reg .pred first, second;"
+                " xor.b32 both, $2, $3;"
+                " and.b32 low, both, 0xffff;"
+                " setp.ne.u32 first, low, 0;"
+                " setp.gt.u32 second, both, 0xffff;"
+                " mov.b32 $0, $1;"
+                f" @first or.b32 $0, $0, {1 << row};"
+                f" @second or.b32 $0, $0, {1 << row + 16}; }}",
+                "=r,r,r,r",
+                [marks, to_int16(field.old), to_int16(field.new)],
+                jnp.int16,
+                pack=2,
+            )
+        return marks
 
     def opaque(self, x: jax.Array, mark: int) -> jax.Array:
         """Copy an array with an instruction whose text contains ``mark``.

@@ -28,6 +28,7 @@ from pallas_kernels.bitfields import get_field, join_fields
 from pallas_kernels.fused_update import xla
 from pallas_kernels.fused_update.gpu.instructions import (
     Byte,
+    Difference,
     Instructions,
     by_branches,
 )
@@ -239,11 +240,12 @@ class Packed:
         """Return stores of the words that a chunk fills, and any partly filled word."""
         if carry is not None:
             return self._full_words(chunk, fields, carry)
+        given = typing.cast(Instructions, self.lanes.arrangement.instructions)
         if isinstance(fields[0], Byte):
-            given = self.lanes.arrangement.instructions
-            put_bytes = typing.cast(Instructions, given).put_bytes
             fours = range(0, len(fields), 4)
-            words = [put_bytes(fields[first : first + 4]) for first in fours]
+            words = [given.put_bytes(fields[first : first + 4]) for first in fours]
+        elif isinstance(fields[0], Difference):
+            words = [given.put_differences(fields).astype(jnp.uint32)]
         else:
             words = join_fields(fields, self._width)
         words = self._without_padding(chunk, words)

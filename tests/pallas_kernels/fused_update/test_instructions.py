@@ -15,7 +15,7 @@ from jax.extend import core
 
 from pallas_kernels import operations
 from pallas_kernels.bitfields import put_fields
-from pallas_kernels.fused_update.gpu.instructions import Byte
+from pallas_kernels.fused_update.gpu.instructions import Byte, Difference
 from pallas_kernels.fused_update.gpu.peephole import (
     with_peephole_rules as by_instructions,
 )
@@ -76,7 +76,10 @@ MEANINGS = {
     "xor.b32": lambda a, b: a ^ b,
     "shl.b32": lambda a, b: a << b,
     "mov.b32": lambda a: a,
+    "or.b32": lambda a, b: a | b,
     "setp.eq.u32": lambda a, b: a == b,
+    "setp.ne.u32": lambda a, b: a != b,
+    "setp.gt.u32": lambda a, b: a > b,
     "selp.b32": lambda a, b, p: np.where(p, a, b),
 }
 
@@ -90,9 +93,13 @@ def execute(asm, *inputs, results=1):
 
     for line in re.sub(r"[{}]", "", asm).split(";"):
         if line.strip() and not line.strip().startswith(".reg"):
-            opcode, operands = line.strip().split(None, 1)
+            condition, line = re.fullmatch(r"(?:@(\w+) )?(.*)", line.strip()).groups()
+            opcode, operands = line.split(None, 1)
             target, *sources = operands.replace(" ", "").split(",")
-            registers[target] = MEANINGS[opcode](*map(value, sources))
+            result = MEANINGS[opcode](*map(value, sources))
+            if condition:
+                result = np.where(registers[condition], result, registers[target])
+            registers[target] = result
     return [registers[f"${i}"] for i in range(results)]
 
 
@@ -137,6 +144,25 @@ def test_four_bytes_become_a_word(numbers):
     (got,) = execute(assembly(put, *[np.uint32] * 4), *words)
     fields = [x >> U32(8 * n) & U32(255) for x, n in zip(words, numbers, strict=True)]
     np.testing.assert_array_equal(got, np.uint32(put_fields(fields, 8)[0]))
+
+
+@pytest.mark.parametrize("row", [0, 7])
+def test_a_bit_is_set_for_each_of_two_elements_that_differ(row):
+    def put(old, new):
+        same = Difference(old, old)
+        return instructions.put_differences([same] * row + [Difference(old, new)])
+
+    asm = assemblies(put, jnp.bfloat16, jnp.bfloat16)[row]
+    old = np.arange(2**16, dtype=U32)
+    for other in (old, old ^ U32(0x8000)):
+        pair, before = old | other << U32(16), np.full_like(old, 0x00400040)
+        for flipped in U32(1) << np.arange(16, dtype=U32):
+            (got,) = execute(asm, before, pair, pair ^ flipped)
+            np.testing.assert_array_equal(got, before | U32(1 << row))
+            (got,) = execute(asm, before, pair, pair ^ flipped << U32(16))
+            np.testing.assert_array_equal(got, before | U32(1 << row + 16))
+        (got,) = execute(asm, before, pair, pair)
+        np.testing.assert_array_equal(got, before)
 
 
 def test_a_master_stays_only_if_it_rounds_to_the_parameter():
