@@ -7,6 +7,7 @@ rows of one table, whose figures are then in one column.
 """
 
 import collections
+import itertools
 import json
 import re
 
@@ -18,6 +19,7 @@ from scipy import stats
 
 import lowbit_optax
 from benchmarks.papers import narrow_clicks
+from benchmarks.papers.halted_descent import RATES
 from benchmarks.papers.lpmm_states import CODES
 from benchmarks.papers.microbatches import SMALL
 from benchmarks.records import gaps, shown
@@ -131,6 +133,75 @@ def _least_squares(record):
     yield {("loss", count): shown(found, 2) for count, found in shares}
     ends = f"the loss ends at {of('nearest: all but weights', 3)}"
     yield f"float32 weights, but rounded activations and gradients, {ends}"
+
+
+def _halted_descent(record):
+    weights, passes = record["weights"], record["passes"]
+    row = lambda d, bits: [weights[f"{d}, {bits} bits, {x}"] for x in RATES]
+    ratios = lambda d, bits: [
+        x for each in row(d, bits) for x in each["distance to bound"]["values"]
+    ]
+    for bits in narrow_clicks.BITS:
+        one, of_one = row(1, bits), ratios(1, bits)
+        starts = [each["starts"] for each in one]
+        moved = sum(x["changed"] for x in starts) / sum(x["all"] for x in starts)
+        corrected = [each["distance to corrected bound"] for each in one]
+        cells = {
+            "1 weight: below bound": f"{np.mean(np.less(of_one, 1)):.0%}",
+            "moved within R": f"{moved:.0%}",
+            "distance / bound": f"{min(of_one):.2f}",
+            "/ corrected bound": f"{min(corrected):.2f}",
+            "10 weights: distance / bound": f"{min(ratios(10, bits)):.1f}",
+        }
+        for rate in (RATES[0], RATES[-1]):
+            name = f"10, {bits} bits, {rate}"
+            found, mean = weights[name]["distance"], passes[name]["distance"]["mean"]
+            yield {
+                (f"{bits}", f"weights rounded, a = {rate}"): shown(found, 3),
+                (f"{bits}", f"passes rounded, a = {rate}"): _power(mean),
+            }
+        yield {(f"{bits}", head): figure for head, figure in cells.items()}
+    yield f"{record['options']['seeds']} seeds"
+    rounded = [x["most"] for name, x in passes.items() if "32 bits" not in name]
+    yield f"The largest ratio to this bound is {max(rounded):.2f}."
+    for each in weights.values():
+        assert each["distance to corrected bound"] > 1
+        assert each["starts, corrected"]["changed"] == 0
+
+
+def _power(x):
+    return f"{x:.1e}".replace("e-0", "e-")
+
+
+def _lpmm_bounds(record):
+    rows, lemma = record["theorem"], record["lemma"]
+    ratios = lambda rounding, loss: [
+        each[loss]["mean"] / each["bound"] for each in rows[rounding].values()
+    ]
+    nearest = ratios("nearest", "of the average")
+    yield f"none of {len(rows['stochastic'])} combinations"
+    of_average = max(ratios("stochastic", "of the average"))
+    yield f"which the theorem bounds, is at most {of_average:.1%}"
+    of_iterates = max(ratios("stochastic", "of the iterates"))
+    yield f"which the proof also bounds, is at most {of_iterates:.0%}"
+    above = f"{sum(x > 1 for x in nearest)} of the {len(nearest)} combinations"
+    yield f"{above} exceed the bound, by a factor of up to {max(nearest):.0f}"
+    for bits, n in itertools.product((*BITS, 6), (1, 16)):
+        name = f"{bits} bits, N={n}, b=0, a={1 / 72:.4g}"
+        bound = rows["stochastic"][name]["bound"]
+        loss = {x: found[name]["of the iterates"]["mean"] for x, found in rows.items()}
+        cells = {"bound": bound, **loss}
+        yield {(f"{bits}", f"N = {n}: {x}"): f"{y:.4f}" for x, y in cells.items()}
+    errors = {n: x["error of the mean"] for n, x in lemma.items()}
+    errors = {n: x / (lemma[n]["standard error"] or 1) for n, x in errors.items()}
+    stochastic = [name for name in lemma if "stochastic" in name]
+    square = max(lemma[x]["mean square divided by its bound"] for x in stochastic)
+    most = f"at most {max(errors[x] for x in stochastic):.1f} standard errors"
+    yield f"differs by {most}, and their mean square is at most {square:.0%}"
+    largest = max(x for n, x in errors.items() if "nearest, N=16" in n)
+    yield f"of 16 gradients differs by up to {largest:.0f} standard errors"
+    yield f"after {record['options']['steps']:,} updates"
+    yield f"{record['options']['seeds']} seeds"
 
 
 def _narrow_clicks(record):
@@ -572,10 +643,10 @@ ANSWERS = {
 PAGES = {
     "memory_efficient": "memory_profile operator_bytes forward_error float8_weights "
     "float16_clicks digit_gan t5_release",
-    "bfloat16": "least_squares narrow_clicks kahan_parts cancelled_updates "
-    "text_roundings sixteen_bit_network",
+    "bfloat16": "least_squares halted_descent narrow_clicks kahan_parts "
+    "cancelled_updates text_roundings sixteen_bit_network",
     "assignments": "demotion_orders",
-    "lpmm": "bin_changes microbatches lpmm_states lpmm_text",
+    "lpmm": "bin_changes microbatches lpmm_states lpmm_text lpmm_bounds",
     "openseq2seq": "loss_scales regularizers",
 }
 PAGE_OF = {name: page for page, names in PAGES.items() for name in names.split()}
