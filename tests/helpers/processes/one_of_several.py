@@ -1,5 +1,7 @@
 """A process for ``test_several_processes.py`` that trains, saves and resumes.
 
+A process that resumes also writes patches of the weights that each step changed.
+
     python tests/helpers/processes/one_of_several.py RANK COUNT PORT FOLDER save|resume
 
 The eight devices of a run are divided among its COUNT processes.
@@ -25,6 +27,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowbit_optax
+from lowbit_optax import patches
 from lowbit_optax.states.checkpoints import check_storage_formats, storage_formats
 
 MADE = {
@@ -44,10 +47,10 @@ def weights(seed: int = 0):
     }
 
 
-def step(tx, params, state, target):
+def step(tx, params, state, target, run=lowbit_optax.step):
     """A step towards a target, whose gradients need no sums, which might round."""
     grads = jax.tree.map(lambda p, t: p.astype(t.dtype) - t, params, target)
-    return lowbit_optax.step(tx, params, state, grads)
+    return run(tx, params, state, grads)
 
 
 def views(tx, params, state, target):
@@ -63,6 +66,21 @@ def train(tx, params, state, target):
     for _ in range(STEPS):
         params, state = advance(params, state, target)
     return params, state
+
+
+def train_with_patches(tx, params, state, target, folder: Path):
+    """Train for half of the run, and write a patch of this process for each step."""
+    advance = jax.jit(functools.partial(step, tx, run=patches.step))
+    stamp = patches.start(params)
+    for number in range(STEPS):
+        params, state, changed = advance(params, state, target)
+        patch, stamp = patches.pack(params, changed, stamp)
+        path_of_patch(folder, jax.process_index(), number).write_bytes(patch)
+    return params, state
+
+
+def path_of_patch(folder: Path, process: int, number: int) -> Path:
+    return folder / f"process_{process}_step_{number}.patch"
 
 
 def _targets(tx, mesh):
@@ -106,7 +124,9 @@ def _run(folder: Path, action: str) -> None:
             check_storage_formats(stored, tx, targets[0])
             run = checkpointer.restore(folder / name, targets)
             assert jax.tree.map(lambda x: x.sharding, run) == places
-            run = train(tx, *run, target)
+            sent = folder / f"{name}_patches"
+            sent.mkdir(exist_ok=True)
+            run = train_with_patches(tx, *run, target, sent)
             seen = jax.jit(functools.partial(views, tx))(*run, target)
             checkpointer.save(folder / f"{name}_end", (run, seen))
 

@@ -1,4 +1,4 @@
-"""A run continues in another number of processes, bit for bit."""
+"""A run continues in another number of processes, bit for bit, and sends patches."""
 
 import functools
 import os
@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import lowbit_optax
+from lowbit_optax import patches
 from tests.helpers.optimizers import assert_same_bits
 from tests.helpers.places import ROOT
 from tests.helpers.processes import one_of_several as program
@@ -85,6 +86,21 @@ def test_a_run_continues_in_another_number_of_processes(tmp_path, before, after)
         assert_same_bits(run, want[0])
         assert_same_bits(seen[:2], want[1][:2])
         jax.tree.map(np.testing.assert_allclose, seen[2], want[1][2])
+        assert_same_bits(_sampled(name, tmp_path, after), want[0][0])
+
+
+def _sampled(name: str, folder: Path, count: int):
+    """Apply the patches of all processes to the weights in the middle of the run."""
+    tx = program.MADE[name]
+    start = jax.jit(functools.partial(lowbit_optax.from_master, tx))
+    params, _ = program.train(tx, *start(program.weights()), program.weights(1))
+    stamps = [patches.start(params)] * count
+    for number in range(program.STEPS):
+        for process in range(count):
+            path = program.path_of_patch(folder / f"{name}_patches", process, number)
+            patch, stamp = path.read_bytes(), stamps[process]
+            params, stamps[process] = patches.apply(params, patch, stamp)
+    return params
 
 
 def test_the_program_trains():
