@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
         found = figures(kept_runs.complete(folder, recorded), Plan().model)
         records.save(path, args, records.ran_here(), **found)
     record = records.load(path)
-    print(text(record))
+    print(text(record), verdicts(record), sep="\n\n")
     draw(record, pictures.picture_of(path.stem))
 
 
@@ -404,9 +404,9 @@ def _difference(key: str, own: dict[int, dict], base: dict[int, dict]) -> dict:
 
 
 def text(record: dict) -> str:
-    """Return a table of the differences."""
-    head = [f"minus float32 at {rate:g}" for rate in RATES]
-    columns = ["row", "bytes per parameter", *head, "minus LoRA, best rates"]
+    """Return a table of the differences, with their 95% intervals."""
+    head = [f"minus float32, rate {rate:g}" for rate in RATES]
+    columns = ["weights", "bytes per parameter", *head, "minus LoRA, best rates"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, row in record["rows"].items():
         cells = [name, f"{row['bytes_per_parameter']:.2f}"]
@@ -416,11 +416,22 @@ def text(record: dict) -> str:
     return "\n".join(lines)
 
 
+def verdicts(record: dict) -> str:
+    """Return the number of pairs of each row at each rate, and the verdicts."""
+    lines = []
+    for name, row in record["rows"].items():
+        for rate, each in row["rates"].items():
+            gap = each.get("gap", {"pairs": [], "verdict": "no pairs"})
+            count = f"{len(gap['pairs'])} of {SEEDS} pairs"
+            lines.append(f"{name}, rate {rate}: {count}, {gap['verdict']}")
+    return "\n".join(lines)
+
+
 def _cell(found: dict | None) -> str:
     if found is None:
         return ""
     low, high = found["interval"]
-    return f"{found['mean']:+.4f} ({low:+.4f} to {high:+.4f}), {found['verdict']}"
+    return f"{found['mean']:+.4f} ({low:+.4f} to {high:+.4f})"
 
 
 @pictures.panels(4.5)

@@ -17,6 +17,10 @@ The protocol was written before the first run:
 - *Extrapolation*: the value of the line at 124 million parameters, the size of GPT-2,
   with the 95% interval of the line. No such model was trained.
 
+All runs use the same mathematics. Runs with 100 bytes per parameter or more, and those
+with more than 217,664 parameters, are compiled with ``is_unrolled``, which rounds in
+another way. With 50 bytes per parameter, some runs of a pair differ in this, too.
+
 A complete run is stored in its own file, and is not repeated. Several processes may
 train at the same time, and you can interrupt them. ``--gather`` trains nothing, and
 writes the record of all runs that are complete.
@@ -171,11 +175,17 @@ def _lines(found: kept_runs.Runs, points: Sequence[Point], size, at=None) -> dic
             for p in points
         }
         pairs = {x: gaps for x, gaps in pairs.items() if gaps}
-        planned = {size(p): p.pairs for p in points}
+        planned = {size(p): _planned(p, name) for p in points}
         lines[name] = {"pairs": pairs, "planned": planned}
         if len(pairs) > 2:
             lines[name] |= line(pairs, at)
     return lines
+
+
+def _planned(point: Point, name: str) -> int:
+    if point.model == _OF_EQUIVALENCE:
+        return len(equivalence.SEEDS[name])
+    return point.pairs
 
 
 def line(pairs: dict[float, Sequence[float]], at: float | None = None) -> dict:
