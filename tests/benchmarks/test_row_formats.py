@@ -222,6 +222,7 @@ STARTS = {
     "papers.microbatches": (_microbatches, 1),
     "papers.narrow_clicks": (_clicks, 1),
     "papers.regularizers": (lambda m, x: m.train(x, 1e-3, *NOISY), 1),
+    "papers.sixteen_bit_clicks": (_clicks, 1),
     "papers.sixteen_bit_network": (lambda m, x: m.train(m.runs_of("SGD")[x], 20, 0), 1),
     "papers.text_roundings": (lambda m, x: _encoder(m, "encoder", 1e-3, x), 1),
     "training.digit_moments": (lambda m, x: m.train(x, ARGS), 1),

@@ -213,6 +213,14 @@ def _narrow_clicks(record):
     }
 
 
+def _sixteen_bit_clicks(record):
+    found = record["gaps_to_float32"]["auc"]
+    yield {(name, "AUC"): _percent(gap, 2) for name, gap in found.items()}
+    assert len(found["nearest"]["values"]) == 10
+    assert max(found["nearest"]["values"]) < min(found["stochastic"]["values"])
+    assert all(x["std"] > abs(x["mean"]) for n, x in found.items() if n != "nearest")
+
+
 def _sixteen_bit_network(record):
     found = record["optimizers"].items()
     gaps = {name: each["gaps_to_float32"] for name, each in found}
@@ -644,7 +652,7 @@ PAGES = {
     "memory_efficient": "memory_profile operator_bytes forward_error float8_weights "
     "float16_clicks digit_gan t5_release",
     "bfloat16": "least_squares halted_descent narrow_clicks kahan_parts "
-    "cancelled_updates text_roundings sixteen_bit_network",
+    "cancelled_updates text_roundings sixteen_bit_clicks sixteen_bit_network",
     "assignments": "demotion_orders",
     "lpmm": "bin_changes microbatches lpmm_states lpmm_text lpmm_bounds",
     "openseq2seq": "loss_scales regularizers",
