@@ -250,23 +250,32 @@ def draw(record: dict, *axes) -> str:
     labels = {"by size": "parameters", "by length": "bytes of text per parameter"}
     looks = pictures.looks(["lowbit", "Kahan", "nearest"])
     looks = dict(zip(FORMATS, looks.values(), strict=True))
+    shifts = dict(zip(FORMATS, (0.96, 1, 1.04), strict=True))
     for panel, (trend, label) in zip(axes, labels.items(), strict=True):
         for name, found in record[trend].items():
+            shift = shifts[name]  # so that the formats do not hide each other
             look = looks[name] | {"ls": "", "mew": 0, "alpha": 0.6}
             for size, gaps in found["pairs"].items():
-                panel.plot([float(size)] * len(gaps), gaps, **look)
+                panel.plot([shift * float(size)] * len(gaps), gaps, **look)
             if "slope" in found:
                 sizes = np.array(list(map(float, found["pairs"])))
                 values = found["intercept"] + found["slope"] * np.log10(sizes)
                 panel.plot(sizes, values, color=look["color"], label=name)
         panel.axhline(0, color="black", lw=1)
-        panel.set(xscale="log", xlabel=label)
+        panel.set(xscale="log", xlabel=label, ylim=_limits(record))
         pairs = [x for found in record[trend].values() for x in found["pairs"]]
         ticks = sorted(set(map(float, pairs)))
         panel.set_xticks(ticks, map(_short, ticks))
         panel.minorticks_off()
-    axes[0].set(ylabel="loss minus float32's, nats per byte")
-    return "Distance from float32's loss against size and length; lower is better"
+    axes[0].set(ylabel="loss minus the float32 loss, nats per byte")
+    return "Difference from the float32 loss against size and length; lower is better"
+
+
+def _limits(record: dict) -> tuple[float, float]:
+    lines = [*record["by size"].values(), *record["by length"].values()]
+    gaps = [x for found in lines for each in found["pairs"].values() for x in each]
+    room = 0.05 * (max(gaps) - min(gaps))
+    return min(gaps) - room, max(gaps) + room
 
 
 def _short(size: float) -> str:
