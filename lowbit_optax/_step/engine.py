@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from lowbit_optax._jaxprs.compiling import not_folded
@@ -208,14 +207,7 @@ class Lowbit(Stepper):
                 "lowbit: update needs params, got None. Call tx.update(grads, state, "
                 "params)"
             )
-        check_state("lowbit", state, LowbitState)
-        for field, number in (("count", state.count), ("seed", state.seed)):
-            kind = getattr(number, "dtype", type(number))
-            if np.shape(number) or not jnp.issubdtype(kind, jnp.integer):
-                raise TypeError(
-                    f"lowbit: state.{field} must be an integer, got "
-                    f"{trees.describe(number)}"
-                )
+        check_state("lowbit", state, LowbitState, integers=("count", "seed"))
         names, params, treedef = trees.named_leaves(params)
         leaves = self.stored_leaves(names, params, treedef, state.residual)
         leaves = beside_state(leaves, (state.residual.tree, state.inner_state))

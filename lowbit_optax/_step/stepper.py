@@ -29,6 +29,8 @@ import typing
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.extend.core import Primitive
@@ -181,8 +183,8 @@ def split_extra_args(extra_args: dict) -> tuple[dict, dict]:
     return traced, static
 
 
-def check_state(function: str, state, kind: type) -> None:
-    """Raise a TypeError unless a state has the type that ``init`` returns."""
+def check_state(function: str, state, kind: type, integers: Sequence[str] = ()) -> None:
+    """Raise a TypeError unless a state and its integers have the types of ``init``."""
     if not isinstance(state, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise TypeError(
@@ -190,6 +192,14 @@ def check_state(function: str, state, kind: type) -> None:
             f"{type(state).__name__}. Pass the state that this transformation's init "
             "returned"
         )
+    for field in integers:
+        number = getattr(state, field)
+        dtype = getattr(number, "dtype", type(number))
+        if np.shape(number) or not jnp.issubdtype(dtype, jnp.integer):
+            raise TypeError(
+                f"{function}: state.{field} must be an integer, got "
+                f"{trees.describe(number)}"
+            )
 
 
 def _is_in_conditional() -> bool:
