@@ -420,7 +420,8 @@ def _large_training(record):
     of = lambda name: record["steps"][f"8 H200s, {name}"]
     gib = lambda size: f"{size / 2**30:.2f} GiB"
     temporary = lambda name: gib(of(name)["temporary"])
-    exchanged = lambda name: gib(sum(of(name)["exchanged"].values()))
+    total = lambda name: sum(of(name)["exchanged"].values())
+    exchanged = lambda name: f"{total(name) / 2**30:.1f} GiB"
     yield f"`lowbit_adamw` step needs {temporary('lowbit_adamw')} of temporary memory"
     yield f"released step needs {temporary('lowbit_adamw_released')}, because"
     both = temporary("float32"), exchanged("float32")
