@@ -25,7 +25,8 @@ The protocol was written before the first run:
   are codes of 8 bits that do not change. The rank is the smallest one whose
   weights and state need at least the bytes of the row ``8 bits``.
 - *Learning rates*: each row is trained at the three rates 1e-5, 1e-4 and 1e-3, and LoRA
-  at rates ten times as high. No run is left out.
+  at rates ten times as high. No run is left out. The rate 0 stands for the loss before
+  fine-tuning, which shows the effect of rounding the weights at the start.
 - *Pairs*: ten seeds, from 0 to 9. A row is compared with float32 at the same rate, and
   LoRA at the corresponding rate, by the differences of the losses of each seed. A row
   is also compared with LoRA, each at the rate with its lowest mean loss.
@@ -56,6 +57,9 @@ from benchmarks.training.text import kept_runs, optimal_rows, stdlib_text
 from benchmarks.training.text.optimal_rows import B1, B2, CLIP, SIZES
 from lowbit_optax import lpmm
 from tools.models.gpt import GPT
+
+BEFORE = 0.0
+"""The learning rate of the runs that show the loss before fine-tuning."""
 
 RATES = (1e-5, 1e-4, 1e-3)
 LORA_RATES = 10.0
@@ -228,7 +232,15 @@ def main(argv: list[str] | None = None) -> None:
         if not args.gather:
             known = kept_runs.complete(folder, recorded)
             texts = stdlib_text.load_whole(), stdlib_text.load_file(args.text)
-            train_all(Plan(), args.rows or NAMES, RATES, SEEDS, folder, known, texts)
+            train_all(
+                Plan(),
+                args.rows or NAMES,
+                (BEFORE, *RATES),
+                SEEDS,
+                folder,
+                known,
+                texts,
+            )
         # These options select runs, and do not describe the record.
         del args.rows, args.text, args.gather
         found = figures(kept_runs.complete(folder, recorded), Plan().model)
@@ -291,6 +303,8 @@ def tuned(plan: Plan, row: Row, rate: float, seed: int, weights, text) -> float:
     """Return the held-out loss after fine-tuning from these weights."""
     program = _program(plan.model, row, row.factor * rate, plan.steps)
     batches = _batches(plan, text, (seed, 1), plan.steps)
+    if rate == BEFORE:
+        batches = batches[:0]
     trained, fixed = program.train(weights, batches)
     windows = compute_optimal.held_out_windows(plan.model, text)
     return float(program.losses(trained, fixed, windows).mean())
@@ -358,7 +372,7 @@ def figures(found: kept_runs.Runs, model: GPT) -> dict:
     made = {}
     for name, row in rows.items():
         rates = {}
-        for rate in RATES:
+        for rate in (BEFORE, *RATES):
             own = found.get(run_name(name, rate))
             if own:
                 base = found.get(run_name(BASE, rate), {}) if name != BASE else {}
@@ -404,13 +418,14 @@ def _difference(key: str, own: dict[int, dict], base: dict[int, dict]) -> dict:
 
 
 def text(record: dict) -> str:
-    """Return a table of the differences, with their 95% intervals."""
-    head = [f"minus float32, rate {rate:g}" for rate in RATES]
-    columns = ["weights", "bytes per parameter", *head, "minus LoRA, best rates"]
+    """Return a table of the differences from float32, with their 95% intervals."""
+    head = [f"rate {rate:g}" for rate in RATES]
+    columns = ["weights", "bytes", "before", *head, "minus LoRA"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rates = (BEFORE, *RATES)
     for name, row in record["rows"].items():
         cells = [name, f"{row['bytes_per_parameter']:.2f}"]
-        cells += [_cell(row["rates"].get(f"{x:g}", {}).get("gap")) for x in RATES]
+        cells += [_cell(row["rates"].get(f"{x:g}", {}).get("gap")) for x in rates]
         cells.append(_cell(row.get("minus_lora")))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -442,7 +457,9 @@ def draw(record: dict, axes) -> str:
     rows = {name: row for name, row in record["rows"].items() if name != BASE}
     for at, (name, row) in enumerate(rows.items()):
         found = {
-            rate: each["gap"] for rate, each in row["rates"].items() if "gap" in each
+            rate: each["gap"]
+            for rate, each in row["rates"].items()
+            if "gap" in each and float(rate)
         }
         x = np.log10([float(rate) for rate in found]) + 0.06 * (at - len(rows) / 2)
         means = np.array([each["mean"] for each in found.values()])

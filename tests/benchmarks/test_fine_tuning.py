@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.training import fine_tuning
+from benchmarks.training.compute_optimal import held_out_windows
 from benchmarks.training.text import kept_runs
 from benchmarks.training.text.stdlib_text import Text
 from lowbit_optax import lpmm
@@ -37,6 +38,17 @@ def test_runs_are_complete_and_none_is_repeated(tmp_path):
     run(found)
     assert {x: x.stat().st_mtime_ns for x in tmp_path.iterdir()} == times
     assert len(list(tmp_path.glob("start_*.npz"))) == 2
+
+
+def test_the_rate_0_shows_the_loss_before_fine_tuning():
+    weights, loss = PLAN.model.init(jax.random.key(0)), jax.jit(PLAN.model.loss)
+    windows = held_out_windows(PLAN.model, words(1))
+    rounded = lpmm.dequantize(fine_tuning.quantized(4, weights))
+    for name, of_row in (("float32", weights), ("4 bits", rounded)):
+        row = fine_tuning.FULL[name]
+        found = fine_tuning.tuned(PLAN, row, 0.0, 0, weights, words(1))
+        wanted = np.mean([loss(of_row, tokens) for tokens in windows])
+        assert found == pytest.approx(wanted, rel=1e-6)
 
 
 def test_runs_are_paired_by_rate_and_seed():
