@@ -31,7 +31,7 @@ NOISE = 0.5
 
 
 class Steps(NamedTuple):
-    """The loss, the largest overflow of a tensor and the low ratio of each step."""
+    """The loss, the overflow ratio of each tensor and the low ratio of each step."""
 
     loss: jax.Array
     overflow: jax.Array
@@ -111,11 +111,11 @@ def train(
             (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(
                 params, images, labels
             )
-            return grads, None, Steps(loss, jnp.float32(0), jnp.float32(0))
+            return grads, None, Steps(loss, jnp.zeros(1), jnp.float32(0))
         rounded = precision.apply(loss_fn, assignment, has_aux=True)
         scaled = lowbit_optax.scaled_value_and_grad(rounded, has_aux=True)
         (loss, (_, overflow)), grads = scaled(params, state, images, labels)
-        found = Steps(loss, overflow.max(), assignment.low_ratio)
+        found = Steps(loss, overflow, assignment.low_ratio)
         promoted = precision.promote(assignment, overflow)
         choose = lambda new, old: jnp.where(promotes, new, old)
         return grads, jax.tree.map(choose, promoted, assignment), found
@@ -179,7 +179,7 @@ def summary(runs: list) -> dict:
     """Summarise an assignment, given the accuracy and the steps of each seed."""
     accuracy = [100 * float(right) for right, _ in runs]
     loss = np.stack([steps.loss for _, steps in runs])
-    overflow = np.stack([steps.overflow for _, steps in runs])
+    overflow = np.stack([steps.overflow.max(1) for _, steps in runs])
     parts = lambda x: x.reshape(len(runs), POINTS, -1)
     return {
         "accuracy": records.spread(accuracy),

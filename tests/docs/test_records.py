@@ -315,6 +315,43 @@ def _demotion_orders(record):
     assert diverged == [0, 0, 0, 0, 0, 1, record["options"]["seeds"], 0]
 
 
+OVERFLOW_HEADS = {
+    "1": "first",
+    "2": "second",
+    "3": "third",
+    "4": "fourth",
+    "5": "fifth",
+}
+
+
+def _overflow_spikes(record):
+    cases = dict(record["cases"])
+    trained = cases.pop("decreasing, 0.6")
+    seeds, first = record["options"]["seeds"], []
+    for name, found in cases.items():
+        assert found["diverged"] == seeds
+        row = name.partition(", 0.")[0]
+        cells = {head: found["from 1%"].get(k) for k, head in OVERFLOW_HEADS.items()}
+        cells |= {
+            "10%": found["from 10%"],
+            "lowest loss": found["from the lowest loss"],
+        }
+        yield {(row, x): shown(y, 0) if y else "" for x, y in cells.items()}
+        yield {(row, "step"): shown(found["step"], 0)}
+        first += found["first"]
+        assert min(found["from 1%"]["2"]["values"]) > 0
+    assert set(first) == {"dot_general.4", "dot_general.5"}
+    yield f"In all {len(first)} runs, two tensors exceed 1% before training diverges"
+    yield "The first one is always the output of layer 5 or 6"
+    least = min(min(x["from 1%"]["1"]["values"]) for x in cases.values())
+    yield f"at least {least:.0f} steps before"
+    ratios = trained["largest ratio"]["values"]
+    assert trained["diverged"] == 0
+    large = sum(x > 0.1 for x in ratios)
+    exceeds = f"although a ratio exceeds 10% in {large} of {seeds} runs"
+    yield f"{exceeds}, and reaches {max(ratios):.0%} in one"
+
+
 def _microbatches(record):
     found, head = record["held_out"], "Table 2: loss"
     yield {("float32", head): shown(found["float32, N=1"])}
@@ -658,7 +695,7 @@ PAGES = {
     "float16_clicks digit_gan t5_release",
     "bfloat16": "least_squares halted_descent narrow_clicks kahan_parts "
     "cancelled_updates text_roundings sixteen_bit_clicks sixteen_bit_network",
-    "assignments": "demotion_orders",
+    "assignments": "demotion_orders overflow_spikes",
     "lpmm": "bin_changes microbatches lpmm_states lpmm_text lpmm_bounds",
     "openseq2seq": "loss_scales regularizers",
 }
