@@ -383,6 +383,23 @@ def _lpmm_states(found):
     yield f"stores {text['Adam, 8 bits']} {instead}, which is {less}"
 
 
+def _largest_gpt(record):
+    times: dict[str, list[float]] = {}
+    for search, found in record["largest"].items():
+        what = {"depth": "layers", "width": "width"}[search]
+        base = found["float32"]["parameters"]
+        for row, each in found.items():
+            assert each["peak"] <= record["room"] < each["peak of the next"]
+            ratio = each["parameters"] / base
+            times.setdefault(row, []).append(ratio)
+            cell = f"{each['parameters'] / 1e9:.2f} ({ratio:.1f} times)"
+            yield {(row, f"largest {what}"): f"{each[what]:,}"}
+            yield {(row, f"{search}: billion parameters"): cell}
+    least = {row: f"at least {min(x):.1f} times" for row, x in times.items()}
+    yield f"With 8-bit weights, the model is {least['LPMM, 8 bits']} as large"
+    yield f"with gradient release, {least['LPMM, 8 bits, release']}"
+
+
 def _lpmm_text(record):
     loss = record["gaps_to_float32"]["loss"]
     for x in ("nearest", "stochastic"):
@@ -696,7 +713,7 @@ PAGES = {
     "bfloat16": "least_squares halted_descent narrow_clicks kahan_parts "
     "cancelled_updates text_roundings sixteen_bit_clicks sixteen_bit_network",
     "assignments": "demotion_orders overflow_spikes",
-    "lpmm": "bin_changes microbatches lpmm_states lpmm_text lpmm_bounds",
+    "lpmm": "bin_changes microbatches lpmm_states lpmm_text lpmm_bounds largest_gpt",
     "openseq2seq": "loss_scales regularizers",
 }
 PAGE_OF = {name: page for page, names in PAGES.items() for name in names.split()}
