@@ -418,7 +418,7 @@ def _difference(key: str, own: dict[int, dict], base: dict[int, dict]) -> dict:
 
 
 def text(record: dict) -> str:
-    """Return a table of the differences from float32, with their 95% intervals."""
+    """Return a table of the differences from float32, with the spread of the seeds."""
     head = [f"rate {rate:g}" for rate in RATES]
     columns = ["weights", "bytes", "before", *head, "minus LoRA"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
@@ -432,21 +432,23 @@ def text(record: dict) -> str:
 
 
 def verdicts(record: dict) -> str:
-    """Return the number of pairs of each row at each rate, and the verdicts."""
+    """Return the interval, the number of pairs and the verdict of each difference."""
     lines = []
     for name, row in record["rows"].items():
         for rate, each in row["rates"].items():
-            gap = each.get("gap", {"pairs": [], "verdict": "no pairs"})
-            count = f"{len(gap['pairs'])} of {SEEDS} pairs"
-            lines.append(f"{name}, rate {rate}: {count}, {gap['verdict']}")
+            if "gap" in each:
+                gap = each["gap"]
+                interval = "{:+.4f} to {:+.4f}".format(*gap["interval"])
+                count = f"{len(gap['pairs'])} of {SEEDS} pairs"
+                verdict = f"{interval}, {count}, {gap['verdict']}"
+                lines.append(f"{name}, rate {rate}: {verdict}")
     return "\n".join(lines)
 
 
 def _cell(found: dict | None) -> str:
     if found is None:
         return ""
-    low, high = found["interval"]
-    return f"{found['mean']:+.4f} ({low:+.4f} to {high:+.4f})"
+    return f"{found['mean']:+.4f} ± {np.std(found['pairs'], ddof=1):.4f}"
 
 
 @pictures.panels(4.5)
