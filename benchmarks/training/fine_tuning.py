@@ -190,6 +190,15 @@ FULL = {
 
 NAMES = (*FULL, LORA)
 
+LABELS = {
+    "float32": (0, 8, "center"),
+    "float32, factored": (0, -16, "center"),
+    "float8": (-6, -12, "right"),
+    "6 bits": (-6, 4, "right"),
+    "8 bits": (6, -14, "left"),
+}
+"""Where the picture has the labels of rows: the distance from the point, in points."""
+
 
 def bytes_of(row: Row, model: GPT) -> int:
     """Return the bytes of weights and state, from shapes."""
@@ -451,26 +460,25 @@ def _cell(found: dict | None) -> str:
     return f"{found['mean']:+.4f} ± {np.std(found['pairs'], ddof=1):.4f}"
 
 
-@pictures.panels(4.5)
+@pictures.panels(4)
 def draw(record: dict, axes) -> str:
-    """Draw the intervals of each row and rate."""
-    axes.axhline(0, color="black", lw=1)
-    axes.axhspan(-record["margin"], record["margin"], color="0.9", label="margin")
-    rows = {name: row for name, row in record["rows"].items() if name != BASE}
-    for at, (name, row) in enumerate(rows.items()):
-        found = {
-            rate: each["gap"]
-            for rate, each in row["rates"].items()
-            if "gap" in each and float(rate)
-        }
-        x = np.log10([float(rate) for rate in found]) + 0.06 * (at - len(rows) / 2)
-        means = np.array([each["mean"] for each in found.values()])
-        ends = np.array([each["interval"] for each in found.values()]).reshape(-1, 2)
-        axes.errorbar(x, means, abs(ends.T - means), fmt="o", ms=3, label=name)
-    axes.set_xticks(np.log10(RATES), [f"{rate:g}" for rate in RATES])
-    axes.set(xlabel="learning rate of the rows that train all weights")
-    axes.set(ylabel="held-out loss minus float32's, nats per byte")
-    last = f"{RATES[-1]:g}"
-    gaps = {n: row["rates"].get(last, {}).get("gap") for n, row in rows.items()}
-    shown = [f"{n}: {gap['mean']:+.3f}" for n, gap in gaps.items() if gap]
-    return f"Minus float32 at {last}: " + "; ".join(shown)
+    """Draw the loss of each row at its best rate, against its bytes per parameter."""
+    rows = record["rows"]
+    best = {
+        name: np.array(row["rates"][row["best"]]["losses"])
+        for name, row in rows.items()
+    }
+    for name, losses in best.items():
+        size = rows[name]["bytes_per_parameter"]
+        axes.plot([size] * len(losses), losses, ".", color="0.7")
+        axes.plot(size, losses.mean(), "o", color="C1" if name == LORA else "C0")
+        right, up, side = LABELS.get(name, (6, 4, "left"))
+        place = {"xytext": (right, up), "textcoords": "offset points", "ha": side}
+        axes.annotate(name, (size, losses.mean()), **place)
+    axes.axhline(best[BASE].mean(), color="black", lw=1)
+    axes.set(xscale="log", xlabel="bytes per parameter of weights and state")
+    axes.set(ylabel="held-out loss, nats per byte")
+    axes.set_xticks([1, 2, 4, 8, 12], ["1", "2", "4", "8", "12"])
+    axes.minorticks_off()
+    above = lambda name: f"{best[name].mean() - best[BASE].mean():.3f} above float32"
+    return f"8-bit weights end {above('8 bits')}, and LoRA {above(LORA)}"
