@@ -253,7 +253,9 @@ def main(argv: list[str] | None = None) -> None:
         # These options select runs, and do not describe the record.
         del args.rows, args.text, args.gather
         found = figures(kept_runs.complete(folder, recorded), Plan().model)
-        records.save(path, args, records.ran_here(), **found)
+        weights = started(Plan(), 0, folder, stdlib_text.load_whole())
+        sizes = update_sizes(Plan(), weights)
+        records.save(path, args, records.ran_here(), **sizes, **found)
     record = records.load(path)
     print(text(record), verdicts(record), sep="\n\n")
     draw(record, pictures.picture_of(path.stem))
@@ -306,6 +308,33 @@ def started(plan: Plan, seed: int, folder: pathlib.Path, text):
     with np.load(path) as arrays:
         found = [jnp.asarray(arrays[f"arr_{i}"]) for i in range(len(leaves))]
     return treedef.unflatten(found)
+
+
+def update_sizes(plan: Plan, weights) -> dict:
+    """Return what decides whether an update is lost.
+
+    Args:
+      plan: the sizes of all runs.
+      weights: float32 weights before fine-tuning.
+
+    Returns:
+      ``spacings``, the median spacing of the codes of each number of bits, and
+      ``sums of rates``, the sum of the learning rates of all steps for each peak. AdamW
+      moves a weight by about this sum if its gradients all have the same sign.
+    """
+    spacings = {}
+    for bits in (8, 6, 4):
+        codes = quantized(bits, weights)
+        is_quantized = lambda x: isinstance(x, lpmm.QuantizedTensor)
+        leaves = filter(is_quantized, jax.tree.leaves(codes, is_leaf=is_quantized))
+        each = [x.scales.view(jnp.float32).ravel() for x in leaves]
+        spacings[f"{bits} bits"] = float(np.median(np.concatenate(each)))
+    steps = np.arange(plan.steps)
+    sums = {
+        f"{rate:g}": compute_optimal.schedule(rate, plan.steps)(steps).sum().item()
+        for rate in RATES
+    }
+    return {"spacings": spacings, "sums of rates": sums}
 
 
 def tuned(plan: Plan, row: Row, rate: float, seed: int, weights, text) -> float:
