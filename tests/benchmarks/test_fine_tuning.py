@@ -54,8 +54,8 @@ def test_the_rate_0_shows_the_loss_before_fine_tuning():
 def test_updates_are_compared_with_the_spacing_of_codes():
     weights = {"w": jnp.ones((64, 64))}
     sizes = fine_tuning.update_sizes(PLAN._replace(steps=1000), weights)
-    assert sizes["spacings"]["8 bits"] == pytest.approx(1 / 127, rel=0.02)
-    assert sizes["spacings"]["4 bits"] == pytest.approx(1 / 7, rel=0.02)
+    assert sizes["spacings"]["6 bits"] == pytest.approx(1 / 31, rel=0.01)
+    assert sizes["spacings"]["4 bits"] == pytest.approx(1 / 7, rel=0.01)
     assert sizes["sums of rates"]["0.001"] == pytest.approx(0.5, rel=0.01)
 
 
