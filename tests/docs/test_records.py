@@ -28,9 +28,11 @@ from benchmarks.training import (
     best_rates,
     digit_moments,
     equivalence,
+    fine_tuning,
     pareto,
     reinforcement,
     rounding_errors,
+    trends,
     weight_patches,
 )
 from tests.helpers.places import ROOT
@@ -649,6 +651,40 @@ def _equivalence(record):
     yield f"standard deviation of {np.std(pairs, ddof=1):.4f}."
 
 
+def _trends(record):
+    yield from trends.text(record).splitlines()
+    (low, high) = record["by size"]["lowbit_adamw"]["interval of value"]
+    yield f"from {low:+.3f} to {high:+.3f} for `lowbit_adamw`"
+
+
+def _fine_tuning(record):
+    yield from fine_tuning.text(record).splitlines()
+    rows, sums = record["rows"], record["sums of rates"]
+    gap = lambda name, rate: rows[name]["rates"][rate]["gap"]
+    mean = lambda name, rate: gap(name, rate)["mean"]
+    apart = lambda name, rate: mean(name, rate) - mean("float32, factored", rate)
+    yield f"factors of rank {record['rank']}, keeps"
+    yield f"weights of 8 bits end {mean('8 bits', '0.001'):.4f} nats above float32"
+    low, high = gap("8 bits", "0.001")["interval"]
+    best = f"{mean('8 bits', '0.001'):.4f} above float32 at the best rate"
+    yield f"**8 bits** end {best} (95% interval {low:.4f} to {high:.4f})"
+    yield f"and {-rows['8 bits']['minus_lora']['mean']:.2f} below LoRA, which"
+    both = mean("6 bits", "0.001"), mean("float8", "0.001")
+    yield f"**float8** end {both[0]:.3f} and {both[1]:.3f} above float32"
+    yield f"raises the loss by {mean('4 bits', '0'):.2f} before the first step"
+    yield f"and by {mean('4 bits', '0.001'):.2f} after"
+    lost = mean("8 bits, errors lost", "0.001") - mean("8 bits", "0.001")
+    yield f"it ends {lost:.4f} higher"
+    yield f"it is {sums['1e-05']:.3f} here"
+    of = record["spacings"]
+    yield f"{of['8 bits']:.4f} with 8 bits, {of['6 bits']:.4f} with 6 bits"
+    yield f"and {of['4 bits']:.2f} with 4 bits"
+    small = [apart(f"{bits} bits", "1e-05") for bits in (8, 6, 4)]
+    yield f'8 bits end {small[0]:.3f} above "float32, factored", 6 bits {small[1]:.3f}'
+    yield f"and 4 bits {small[2]:.2f}."
+    assert {row["best"] for row in rows.values()} == {"0.001"}
+
+
 def _muon_momentum(record):
     gap = {n: shown(x["gaps"]["held-out loss"], 4) for n, x in record["runs"].items()}
     yield f"the loss ends {gap['8 bits, the default']} above float32"
@@ -742,6 +778,8 @@ FIGURES = [
     ("training/weight_patches", "patches", _weight_patches),
     ("training/best_rates", "reinforcement", _best_rates),
     ("training/equivalence", "accuracy", _equivalence),
+    ("training/trends", "accuracy", _trends),
+    ("training/fine_tuning", "fine_tuning", _fine_tuning),
     ("programs/large_models", "memory", _large_models),
     ("programs/fine_tuning_memory", "fine_tuning", _fine_tuning_memory),
     ("programs/large_training", "large_model", _large_training),
