@@ -3,13 +3,14 @@
     .venv/bin/python -m benchmarks overflow_spikes
 
 Lee, Sharma and Aiken, figure 6(b): shortly before training diverges, the overflow
-ratios of a few tensors rise, and those of other tensors follow. The overflow ratio of a
-tensor is the share of its elements above the largest number of its format. The network
-and the assignments are those of ``demotion_orders``, without promotion. A tensor
-overflows from the first step at which its ratio exceeds 1%, above which promotion would
-move it to the higher precision. The loss is smoothed: it is the mean of a step and the
-next 15 steps. A run diverges at the first step from which this loss stays above 1.5
-nats. If all classes have the same probability, the loss is 2.3 nats.
+ratios of a few tensors rise, and then the ratios of other tensors. The overflow ratio
+of a tensor is the share of its elements above the largest number of its format. The
+benchmark uses the network and the assignments of ``demotion_orders``, without
+promotion. A tensor overflows from the first step at which its ratio exceeds 1%, above
+which promotion would move it to the higher precision. The loss is smoothed: it is the
+mean of a step and the next 15 steps. A run diverges at the first step from which this
+loss stays above 1.5 nats. If all classes have the same probability, the loss is 2.3
+nats.
 """
 
 from typing import NamedTuple

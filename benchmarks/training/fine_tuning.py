@@ -509,5 +509,6 @@ def draw(record: dict, axes) -> str:
     axes.set(ylabel="held-out loss, nats per byte")
     axes.set_xticks([1, 2, 4, 8, 12], ["1", "2", "4", "8", "12"])
     axes.minorticks_off()
+    axes.margins(y=0.12)
     above = lambda name: f"{best[name].mean() - best[BASE].mean():.3f} above float32"
     return f"8-bit weights end {above('8 bits')}, and LoRA {above(LORA)}"
