@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 import lowbit_optax
+from benchmarks import records
 
 TABLES, ROWS, WIDTH, DENSE = 6, 500, 16, 8
 BATCH = 128
@@ -163,6 +164,26 @@ def trainer(runs: dict, dtype, args):
         return train(optimizers[name], kind, start, log, order)[0]
 
     return trained, held_out
+
+
+def areas(runs: dict, args) -> dict:
+    """Train all rows in bfloat16, and return their areas under the curve.
+
+    Args:
+      runs: weight formats by the name of the row; None for the row ``float32``.
+      args: the learning rate, the number of steps, and the number of seeds.
+
+    Returns:
+      The figures of each row, and their differences from ``float32``.
+    """
+    trained, held_out = trainer(runs, "bfloat16", args)
+
+    def of(name: str, seed: int) -> dict:
+        return {"auc": area_under_curve(trained(name, seed), held_out)}
+
+    found = records.of_seeds(runs, args.seeds, of)
+    spreads, gaps = records.compared(found, "float32")
+    return {**spreads, "gaps_to_float32": gaps}
 
 
 def area_under_curve(params: dict, log: Log) -> float:

@@ -50,7 +50,7 @@ def largest(
     extra: float = 0,
     limit: int = 1024,
 ) -> tuple[int, float]:
-    """Find the largest number whose bytes fit, where those of the next do not fit.
+    """Find the largest number whose bytes fit; the bytes of the next one do not fit.
 
     The bytes of the last number tried show how much must be added to their prediction.
     The next number to try is the largest one that then fits, among the numbers that are

@@ -29,21 +29,14 @@ RUNS = {"float32": None} | {
 
 
 def measure(args) -> dict:
-    trained, held_out = click_log.trainer(RUNS, "bfloat16", args)
-
-    def of(name: str, seed: int) -> dict:
-        return {"auc": click_log.area_under_curve(trained(name, seed), held_out)}
-
-    found = records.of_seeds(RUNS, args.seeds, of)
-    spreads, gaps = records.compared(found, "float32")
-    return {**spreads, "gaps_to_float32": gaps}
+    return click_log.areas(RUNS, args)
 
 
 @pictures.panels(3)
 def draw(record: dict, axes) -> str:
     gaps = record["gaps_to_float32"]["auc"]
     found = {name: gaps[name] for name in RUNS if name != "float32"}
-    text = "AUC minus float32's, percentage points"
+    text = "AUC minus the float32 AUC, percentage points"
     pictures.each_seed(axes, found, text, 100, 2, "higher")
     lost = {m: -100 * gaps[f"{m}, 10 bits"]["mean"] for m in METHODS}
     return (
