@@ -25,8 +25,9 @@ The protocol was written before the first run:
   are codes of 8 bits that do not change. The rank is the smallest one whose
   weights and state need at least the bytes of the row ``8 bits``.
 - *Learning rates*: each row is trained at the three rates 1e-5, 1e-4 and 1e-3, and LoRA
-  at rates ten times as high. No run is left out. The rate 0 stands for the loss before
-  fine-tuning, which shows the effect of rounding the weights at the start.
+  at rates ten times as high. No run is left out. The rate 0, which was added after the
+  runs of two seeds, stands for the loss before fine-tuning. It shows the effect of
+  rounding the weights at the start.
 - *Pairs*: ten seeds, from 0 to 9. A row is compared with float32 at the same rate, and
   LoRA at the corresponding rate, by the differences of the losses of each seed. A row
   is also compared with LoRA, each at the rate with its lowest mean loss.
