@@ -28,6 +28,8 @@ def _cost(tx, make_step):
     (kernel,) = (
         x for name, x in step.machine_code.items() if name.startswith("fused_update")
     )
+    assert kernel.spill_stores == kernel.spill_loads == 0
+    assert kernel.registers <= 216
     instructions = instructions_per_parameter(kernel, step.parameters)
     return step.moved, step.temporary, instructions
 
