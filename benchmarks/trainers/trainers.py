@@ -104,7 +104,7 @@ def bytes_stored(rows: dict[str, dict]) -> str:
         size = least if least == most else f"{least} to {most}"
         parts.append(f"{size} with `{name}`")
     return (
-        "Parameters and optimizer state need this number of bytes per parameter: "
+        "Bytes per parameter of parameters and optimizer state: "
         f"{', '.join(parts[:-1])}, and {parts[-1]}."
     )
 

@@ -44,8 +44,8 @@ def lowbit(
     ``update`` returns such updates, as with ``match_grad_dtype``. The inner
     transformation decides what a non-finite gradient does.
 
-    If you change a parameter outside of the optimizer, so that it no longer matches its
-    residual, the parameter is used and the residual is ignored.
+    If you change a parameter outside of the optimizer, the next step adds the old
+    residual to the new parameter, or ignores a residual that is too large for it.
 
     Args:
       inner: an optax transformation.
