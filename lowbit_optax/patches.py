@@ -22,6 +22,7 @@ Equal stamps therefore mean equal weights at the start and the same patches in t
 order.
 """
 
+import collections
 import struct
 import typing
 import zlib
@@ -113,7 +114,10 @@ def step(
         new, state = steps.step(tx, params, opt_state, grads, **extra_args)
     _, before, treedef = trees.named_leaves(params)
     pairs = zip(before, trees.named_leaves(new)[1], strict=True)
-    each = [found[id(x)] if id(x) in found else diff(x, y) for x, y in pairs]
+    # An array that is several leaves has several new values.
+    leaves_of = collections.Counter(map(id, before))
+    is_found = lambda x: id(x) in found and leaves_of[id(x)] == 1
+    each = [found[id(x)] if is_found(x) else diff(x, y) for x, y in pairs]
     return new, state, treedef.unflatten(each)
 
 

@@ -359,6 +359,14 @@ def test_kernels_mark_weights_of_other_dtypes(dtype):
         assert_same_bits(changed, expected)
 
 
+def test_one_array_may_be_several_leaves():
+    tx, x = lowbit_optax.kahan_sgd(1.0), jnp.ones(4, jnp.bfloat16)
+    params = {"a": x, "b": x}
+    grads = {"a": jnp.array([1.0, 0, 0, 0]), "b": jnp.array([0, 0, 1.0, 1.0])}
+    new, _, changed = patches.step(tx, params, tx.init(params), grads)
+    assert_same_bits(changed, patches.diff(params, new))
+
+
 SKIPPING = {
     "conditional": lambda tx: optax.apply_if_finite(tx, 5),
     "guard": lambda tx: lowbit_optax.with_loss_scale(
