@@ -22,7 +22,7 @@ def read(data, flat: np.ndarray) -> np.ndarray:
     >>> read(jnp.arange(6).reshape(2, 3), np.array([1, 5])).tolist()
     [1, 5]
     """
-    places = np.unravel_index(flat, data.shape or (1,))
+    places = [x.astype(np.int32) for x in np.unravel_index(flat, data.shape or (1,))]
     bytes_moved = flat.size * (4 * len(places) + data.dtype.itemsize)
     if isinstance(data, jax.Array) and bytes_moved < data.nbytes:
         return np.asarray(_gather(data, _padded(places, 0)))[: flat.size]
@@ -52,7 +52,7 @@ def written(leaf, places: Sequence[np.ndarray], values: np.ndarray):
         inside, local = np.ones(values.size, bool), []
         for x, (first, last) in zip(places, bounds or [(0, 1)], strict=True):
             inside &= (x >= first) & (x < last)
-            local.append(x - first)
+            local.append((x - first).astype(np.int32))
         if inside.any():
             local = _padded([x[inside] for x in local], max(data.shape or (1,)))
             data = _scatter(data, local, _padded([values[inside]], 0)[0])
@@ -64,9 +64,7 @@ def _padded(arrays: Sequence[np.ndarray], value: int) -> tuple[np.ndarray, ...]:
     """Pad arrays to a power of two, so that few lengths are compiled."""
     size = arrays[0].size
     missing = max(_LEAST, 2 ** (size - 1).bit_length()) - size
-    narrow = lambda x: x.astype(np.int32) if x.dtype == np.int64 else x
-    pad = lambda x: np.concatenate([x, np.full(missing, value, x.dtype)])
-    return tuple(pad(narrow(x)) for x in arrays)
+    return tuple(np.concatenate([x, np.full(missing, value, x.dtype)]) for x in arrays)
 
 
 def _bits(x: jax.Array) -> jax.Array:

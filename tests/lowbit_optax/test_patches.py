@@ -166,6 +166,15 @@ def test_nans_and_zeros_are_compared_as_bits(dtype):
         assert (np.asarray(got["w"]).view(unsigned) == new["w"].view(unsigned)).all()
 
 
+def test_integers_of_64_bits_are_exact():
+    with jax.enable_x64(True):
+        old = jnp.zeros(8, jnp.int64)
+        new = old.at[3].set(2**40 + 3)
+        patch, _ = _patch(old, new)
+        got, _ = patches.apply(old, patch, patches.start(old))
+        assert_same_bits(got, new)
+
+
 def test_weights_that_did_not_change_cost_no_bytes():
     old = _params()
     nothing, _ = _patch(old, old)
