@@ -249,6 +249,11 @@ def _arrays(function: str, tree: PyTree) -> tuple[list[str], list]:
     leaves = [leaf for _, leaf in with_path]
     for name, leaf in zip(names, leaves, strict=True):
         trees.check_plain(function, name, leaf)
+        if trees.abstract(leaf).dtype != leaf.dtype:  # JAX would drop its low bits
+            raise ValueError(
+                f"{function}: params{name} must have at most 32 bits per number unless "
+                f"jax_enable_x64 is set, got {trees.describe(leaf)}"
+            )
     return names, leaves
 
 

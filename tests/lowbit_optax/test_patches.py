@@ -282,6 +282,10 @@ BAD = {
         lambda p: patches.diff(p, {"w": jnp.ones(8)}),
         r"diff: new\['w'\] must be float32\[64\], as in old, got float32\[8\]",
     ),
+    "64 bits": (
+        lambda _: patches.diff({"w": np.zeros(64)}, {"w": np.full(64, 1e-60)}),
+        r"diff: params\['w'\] must have at most 32 bits .* got float64\[64\]",
+    ),
     "bitmap": (
         lambda p: patches.pack(p, p, patches.start(p)),
         r"pack: changed\['w'\] must be uint8\[32\] for float32\[64\], got float32",
