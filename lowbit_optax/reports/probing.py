@@ -47,7 +47,8 @@ class LeafProbe(typing.NamedTuple):
     Args:
       error: ``|c - b| / |b - a|``, the distance from the float32 weights relative to
         the distance that these have moved.
-      margin: half the length of the 95% interval of ``error`` for the whole leaf.
+      margin: half the length of the 95% interval of ``error`` for the whole leaf; 0 if
+        the sample is the whole leaf, and infinity if it is one or two blocks of more.
       lost: ``1 - <c - a, b - a> / <b - a, b - a>``, the share of the movement that was
         lost; negative if the run has moved too far.
       moved: ``|b - a|`` per square root of the number of elements.
@@ -369,20 +370,21 @@ def _compared(master, blocks: Blocks, start, wide) -> LeafProbe:
     spread = jnp.sum((errors - ratio * squares) ** 2) / safe**2
     spread = spread * (1 - min(of_all, 1.0)) * count / max(count - 1, 1)
     error = jnp.sqrt(ratio)
-    margin = _t_quantile(count - 1) * jnp.sqrt(spread)
-    margin = margin / jnp.maximum(2 * error, jnp.float32(1e-30))
+    if count > 2:
+        margin = _t_quantile(count - 1) * jnp.sqrt(spread)
+        margin = margin / jnp.maximum(2 * error, jnp.float32(1e-30))
+    else:
+        margin = jnp.float32(math.inf if of_all < 1 else 0)
     lost = jnp.where(total > 0, 1 - jnp.sum(along) / safe, jnp.float32(0))
     return LeafProbe(error, margin, lost, jnp.sqrt(total / own.size))
 
 
 def _t_quantile(freedom: int) -> float:
-    """Return the 0.975 quantile of Student's t, or infinity if it is above 4.4.
+    """Return the 0.975 quantile of Student's t, for two or more degrees of freedom.
 
     References:
       Abramowitz and Stegun 1964, equation 26.7.5, with the first three terms.
     """
-    if freedom < 2:
-        return math.inf
     z = 1.959964
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     return z + first / freedom + second / freedom**2

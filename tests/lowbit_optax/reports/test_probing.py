@@ -126,6 +126,17 @@ def test_a_sample_of_everything_is_the_whole_twin():
         assert float(leaf.margin) == 0
 
 
+def test_the_margin_of_few_blocks_is_infinite_or_zero():
+    tx = lowbit_optax.kahan_sgd(0.1)
+    shapes = {"one of many": (64, 64), "whole": (32,), "s": ()}
+    params = {name: jnp.ones(x, jnp.bfloat16) for name, x in shapes.items()}
+    state = tx.init(params)
+    sample = probe(tx, params, state).follow(tx, params, state, params)
+    after = sample.report(*lowbit_optax.step(tx, params, state, params)).leaves
+    margins = {name: float(leaf.margin) for name, leaf in after.items()}
+    assert margins == {"['one of many']": np.inf, "['whole']": 0, "['s']": 0}
+
+
 def test_lost_updates_are_counted():
     # bfloat16 numbers near 1 are 2^-7 apart, so updates of 2^-12 are lost.
     params, state = {"w": jnp.ones((64, 64), jnp.bfloat16)}, None
