@@ -27,6 +27,7 @@ from lowbit_optax._step.step import Step
 from lowbit_optax._step.stepper import with_extra_args
 from lowbit_optax._tables import Table, Tabular
 from lowbit_optax._types import OptState, PyTree, Transformation
+from lowbit_optax.lpmm.sums import zeros
 from lowbit_optax.states.masters import master_weights
 from lowbit_optax.states.state_leaves import state_leaves
 from pallas_kernels.fused_update.shards import has_explicit_axes
@@ -240,7 +241,7 @@ def probe(
         _check_elementwise(step, update, twin)
         return {twin.names: twin}
 
-    grads = jax.tree.map(jnp.zeros_like, params)
+    grads = jax.tree.map(zeros, params, is_leaf=trees.is_quantized)
     return Probe(
         list(_reported(measure, tx, params, state, grads, extra_args).values())
     )

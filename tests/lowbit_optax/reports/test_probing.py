@@ -151,6 +151,16 @@ def test_lost_updates_are_counted():
     assert "['w']/lost" in after.scalars()
 
 
+def test_quantized_weights_have_a_sample():
+    tx = lowbit_optax.lpmm_adam(1e-3)
+    params = lowbit_optax.lpmm.quantize_params({"w": normal((64, 64))}, bits=8)
+    state, grads = tx.init(params), {"w": normal((64, 64), seed=1)}
+    sample = probe(tx, params, state, share=0.5).follow(tx, params, state, grads)
+    report = sample.report(*lowbit_optax.step(tx, params, state, grads))
+    # The first update of Adam is the learning rate.
+    assert float(report.leaves["['w']"].moved) == pytest.approx(1e-3, rel=1e-2)
+
+
 WRAPPERS = {
     "clipped": lambda tx: optax.chain(optax.clip_by_global_norm(0.1), tx),
     "scaled": lambda tx: lowbit_optax.with_loss_scale(tx, static_scale(8.0)),
