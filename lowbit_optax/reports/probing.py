@@ -325,7 +325,7 @@ def _moved(master, update):
 
 
 def _check_elementwise(step: Step, update: Callable, twin: _Twin) -> None:
-    """Refuse an update in which one gradient changes the update of another element."""
+    """Refuse an update that depends on gradients or weights of other elements."""
     few = lambda x: x[..., :1, :8] if x.ndim > 1 else x[:8] if x.ndim else x
     masters = list(map(few, twin.masters))
     inner_state = jax.tree.map(
@@ -337,22 +337,23 @@ def _check_elementwise(step: Step, update: Callable, twin: _Twin) -> None:
         for key, x, grad in zip(keys, masters, step.grads, strict=True)
     ]
     is_first = [jnp.arange(x.size).reshape(x.shape) == 0 for x in masters]
-    larger = [
-        jnp.where(at, 1e4 * x, x) if trees.is_inexact(x) else x
-        for at, x in zip(is_first, grads, strict=True)
+    larger = lambda leaves: [
+        jnp.where(at, 1e4 * x + 1, x) if trees.is_inexact(x) else x
+        for at, x in zip(is_first, leaves, strict=True)
     ]
 
-    def updates(grads):
+    def updates(grads, masters):
         given = step.tree(grads), inner_state, step.tree(masters)
         return step.parts_of_updates(update(*given)[0])
 
-    pairs = zip(updates(grads), updates(larger), strict=True)
+    pairs = updates(grads, masters), updates(*map(larger, (grads, masters)))
+    pairs = zip(*pairs, strict=True)
     for name, at, (x, y) in zip(twin.names, is_first, pairs, strict=True):
         if not bool(jnp.all((x == y) | at | (jnp.isnan(x) & jnp.isnan(y)))):
             raise ValueError(
                 "probe: the inner transformation must be elementwise, but the update "
-                f"of params{name} depends on other gradients. Move clipping by a "
-                "global norm out of lowbit, as in optax.chain(optax."
+                f"of params{name} depends on other gradients or weights. Move clipping "
+                "by a global norm out of lowbit, as in optax.chain(optax."
                 "clip_by_global_norm(1.0), lowbit_optax.lowbit_adamw(...))"
             )
 

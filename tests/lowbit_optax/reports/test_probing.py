@@ -238,6 +238,12 @@ def test_on_a_mesh_the_report_is_the_same(kind):
             ),
             "depends on other gradients",
         ),
+        (
+            lowbit_optax.lowbit(
+                optax.chain(optax.sgd(1e-3), optax.scale_by_param_block_rms())
+            ),
+            "depends on other gradients or weights",
+        ),
         (lowbit_optax.lowbit_muon(1e-3), "must be elementwise"),
         (
             lowbit_optax.factored_adamw(1e-3, min_dim_size_to_factor=16),
@@ -245,7 +251,7 @@ def test_on_a_mesh_the_report_is_the_same(kind):
         ),
         (optax.adamw(1e-3), "must contain a lowbit"),
     ],
-    ids=["clip inside", "muon", "factored", "no lowbit"],
+    ids=["clip inside", "scale of weights", "muon", "factored", "no lowbit"],
 )
 def test_other_transformations_are_refused(tx, message):
     params = {"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones(64, jnp.bfloat16)}
