@@ -132,7 +132,7 @@ class _Twin:
         return {
             name: _compared(masters[name], blocks, start, master)
             for name, blocks, start, master in each
-            if trees.is_inexact(master)
+            if trees.is_inexact(master) and master.size
         }
 
 
@@ -362,9 +362,9 @@ def _compared(master, blocks: Blocks, start, wide) -> LeafProbe:
     """Return the comparison of a leaf, with the interval of a ratio of sums."""
     own = _sampled(master, blocks)
     width = min(BLOCK, own.shape[-1]) if own.ndim else 1
-    by_block = lambda x: jnp.sum(x.reshape(-1, width), axis=1)
+    dot = lambda x, y: jnp.sum((x * jnp.conj(y)).real.reshape(-1, width), axis=1)
     away, went, moved = own - wide, own - start, wide - start
-    squares, along, errors = map(by_block, (moved**2, went * moved, away**2))
+    squares, along, errors = dot(moved, moved), dot(went, moved), dot(away, away)
     total, count = jnp.sum(squares), squares.size
     safe = jnp.where(total > 0, total, jnp.float32(1))
     ratio = jnp.sum(errors) / safe

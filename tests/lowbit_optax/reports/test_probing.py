@@ -151,6 +151,17 @@ def test_lost_updates_are_counted():
     assert "['w']/lost" in after.scalars()
 
 
+def test_complex_and_empty_leaves_are_reported():
+    tx = lowbit_optax.lowbit(optax.sgd(0.1))
+    params = {"w": jnp.ones(64, jnp.complex64), "empty": jnp.ones(0, jnp.bfloat16)}
+    state = tx.init(params)
+    sample = probe(tx, params, state).follow(tx, params, state, params)
+    report = sample.report(*lowbit_optax.step(tx, params, state, params))
+    assert list(report.leaves) == ["['w']"]
+    assert float(report.leaves["['w']"].moved) == pytest.approx(0.1)
+    assert "['w']" in str(report)
+
+
 def test_quantized_weights_have_a_sample():
     tx = lowbit_optax.lpmm_adam(1e-3)
     params = lowbit_optax.lpmm.quantize_params({"w": normal((64, 64))}, bits=8)
