@@ -176,7 +176,7 @@ def _placed(tx, params, state, batch, shardings):
 def _abstract(x) -> jax.ShapeDtypeStruct:
     sharding = getattr(x, "sharding", None)
     named = sharding if isinstance(sharding, jax.NamedSharding) else None
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named)
+    return trees.abstract(x).update(sharding=named)
 
 
 def _local_bytes(x) -> int:
