@@ -165,12 +165,20 @@ class Probe:
         Args:
           tx, params, state, grads: the arguments of the step, before it happens.
           **extra_args: passed to ``tx.update``.
+
+        Raises:
+          ValueError: if ``tx`` updates other leaves than in :func:`probe`.
         """
-        twins = iter(self.twins)
+        twins = {twin.names: twin for twin in self.twins}
 
         def measure(step: Step, update: Callable, _) -> dict:
-            twin = next(twins)
-            return {twin.names: twin.after(step, update)}
+            names = tuple(step.names)
+            if names not in twins:
+                raise ValueError(
+                    "follow: tx must update the same params as in probe, got "
+                    f"{', '.join(names)}"
+                )
+            return {names: twins[names].after(step, update)}
 
         found = _reported(measure, tx, params, state, grads, extra_args)
         return Probe(list(found.values()))

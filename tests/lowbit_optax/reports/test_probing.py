@@ -151,6 +151,19 @@ def test_lost_updates_are_counted():
     assert "['w']/lost" in after.scalars()
 
 
+def test_groups_without_leaves_are_followed():
+    groups = {name: lowbit_optax.kahan_sgd(0.1) for name in "abc"}
+    tx = optax.partition(groups, {"w": "b"})
+    params = {"w": jnp.ones(64, jnp.bfloat16)}
+    state = tx.init(params)
+    sample = probe(tx, params, state).follow(tx, params, state, params)
+    report = sample.report(*lowbit_optax.step(tx, params, state, params))
+    assert float(report.leaves["['w']"].moved) == pytest.approx(0.1)
+    other = {"v": params["w"]}
+    with pytest.raises(ValueError, match=r"same params as in probe, got \['v'\]"):
+        sample.follow(groups["a"], other, groups["a"].init(other), other)
+
+
 def test_complex_and_empty_leaves_are_reported():
     tx = lowbit_optax.lowbit(optax.sgd(0.1))
     params = {"w": jnp.ones(64, jnp.complex64), "empty": jnp.ones(0, jnp.bfloat16)}
