@@ -232,7 +232,8 @@ def _divided(
                     f"{sharding.mesh.axis_names}, got {axis!r}"
                 )
         stored = _stored_shapes(parts, name, len(shape))
-        divided = _over(sharding, [shape, *stored], over, units.get(name, lambda _: 1))
+        unit = units.get(name, lambda _: 1)
+        divided = _over(sharding, [shape, *stored], over, unit)
         if (
             divided is None
             and uneven != "replicate"
@@ -240,11 +241,14 @@ def _divided(
         ):
             shards = math.prod(sharding.mesh.shape[x] for x in over)
             axis = max(len(shape) - 2, 0)
+            used = axes_of(sharding.spec, len(shape))
+            more = (x for x in over if x not in sum(used, ()))
+            count = count_of(sharding.mesh, (*used[axis], *more))
             raise ValueError(
                 f"state_shardings: the state of params{name}, of shape {list(shape)}, "
                 f"must divide into {shards} shards over {' and '.join(over)} along an "
-                f"axis of the parameter. {advice(name, axis, shards)}; or pass "
-                "uneven='replicate', which keeps the sharding of the parameter"
+                f"axis of the parameter. {advice(name, axis, count, unit(axis))}; or "
+                "pass uneven='replicate', which keeps the sharding of the parameter"
             )
         result[name] = shape, sharding if divided is None else divided
     return result
@@ -330,16 +334,19 @@ def _by_parameter(params, shardings, mesh, advice: Callable[..., str]):
     return placed
 
 
-def _advice(tx, params, owner: str, axis: int, shards: int) -> str:
+def _advice(tx, params, owner: str, axis: int, shards: int, unit: int = 1) -> str:
     """Return advice for an axis of a parameter or its state that does not divide.
 
-    The sizes that divide depend on the format, so they are found by trying shapes.
+    The sizes that divide depend on the format, so they are found by trying shapes. The
+    length of each shard must be a multiple of ``unit``.
     """
     names, shapes, treedef = trees.named_leaves(trees.abstract(params))
     leaves = dict(zip(names, shapes, strict=True))
     old = leaves[owner]
 
     def fits(length: int) -> bool:
+        if length % (shards * unit):
+            return False
         try:
             leaves[owner] = _with_length(old, axis, length)
         except ValueError:  # no whole blocks

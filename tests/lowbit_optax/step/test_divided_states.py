@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -249,6 +250,24 @@ def test_a_large_leaf_that_does_not_divide_is_refused_unless_it_may_be_whole():
         divided()
     specs = {x.spec for x in jax.tree.leaves(divided(uneven="replicate"))}
     assert not any(map(any, specs))
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"), [((70_000,), jax.P()), ((5004, 70), jax.P("model"))]
+)
+def test_the_sizes_that_an_error_names_divide(shape, spec):
+    mesh = _mesh(AxisType.Auto, (4, 2), ("data", "model"))
+
+    def divided(length):
+        params = jax.ShapeDtypeStruct((length, *shape[1:]), jnp.bfloat16)
+        return lowbit_optax.state_shardings(
+            lowbit_optax.lowbit_adamw(1e-2), params, spec, mesh=mesh, over="data"
+        )
+
+    with pytest.raises(ValueError, match=r"such as \d+ or \d+") as error:
+        divided(shape[0])
+    for size in re.search(r"such as (\d+) or (\d+)", str(error.value)).groups():
+        divided(int(size))
 
 
 @AXES
