@@ -301,14 +301,14 @@ def _chosen(x, share: float, seed: Sequence[int]) -> Blocks:
     if not x.size or not x.ndim or not trees.is_inexact(x):
         return None
     total = math.prod(_grid(x.shape))
-    count = min(total, max(1, round(share * x.size / min(BLOCK, x.shape[-1]))))
+    count = max(1, round(share * total))
     chosen = np.random.default_rng(seed).choice(total, count, replace=False)
     return jnp.asarray(np.sort(chosen), jnp.int32)
 
 
 def _grid(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the number of blocks along each axis."""
-    return (*shape[:-1], shape[-1] // min(BLOCK, shape[-1]))
+    """Return the number of blocks along each axis. The last block may overlap."""
+    return (*shape[:-1], -(-shape[-1] // BLOCK))
 
 
 def _sampled(x, blocks: Blocks):
@@ -321,7 +321,8 @@ def _sampled(x, blocks: Blocks):
         return x
     width = min(BLOCK, x.shape[-1])
     *rows, block = jnp.unravel_index(blocks, _grid(x.shape))
-    columns = block[:, None] * width + jnp.arange(width, dtype=jnp.int32)
+    first = jnp.minimum(block * width, x.shape[-1] - width)
+    columns = first[:, None] + jnp.arange(width, dtype=jnp.int32)
     mesh = jax.typeof(x).sharding.mesh
     whole = NamedSharding(mesh, PartitionSpec()) if has_explicit_axes(mesh) else None
     found = x.at[(*(r[:, None] for r in rows), columns)].get(out_sharding=whole)
@@ -376,9 +377,9 @@ def _compared(master, blocks: Blocks, start, wide) -> LeafProbe:
     total, count = jnp.sum(squares), squares.size
     safe = jnp.where(total > 0, total, jnp.float32(1))
     ratio = jnp.sum(errors) / safe
-    of_all = count / max(1, master.size // width)
+    of_all = 1 if blocks is None else count / math.prod(_grid(master.shape))
     spread = jnp.sum((errors - ratio * squares) ** 2) / safe**2
-    spread = spread * (1 - min(of_all, 1.0)) * count / max(count - 1, 1)
+    spread = spread * (1 - of_all) * count / max(count - 1, 1)
     error = jnp.sqrt(ratio)
     if count > 2:
         margin = _t_quantile(count - 1) * jnp.sqrt(spread)

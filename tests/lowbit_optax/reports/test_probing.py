@@ -126,6 +126,17 @@ def test_a_sample_of_everything_is_the_whole_twin():
         assert float(leaf.margin) == 0
 
 
+def test_every_column_can_be_sampled():
+    tx = lowbit_optax.kahan_sgd(0.1)
+    params = {"w": jnp.ones((64, 33), jnp.bfloat16)}
+    state, grads = tx.init(params), {"w": jnp.zeros((64, 33)).at[:, 32].set(1.0)}
+    sample = probe(tx, params, state, 1.0).follow(tx, params, state, grads)
+    leaf = sample.report(*lowbit_optax.step(tx, params, state, grads)).leaves["['w']"]
+    # The last of two blocks begins at column 1, so other columns count twice.
+    assert float(leaf.moved) == pytest.approx(0.1 / np.sqrt(64), rel=1e-5)
+    assert float(leaf.margin) == 0
+
+
 def test_the_margin_of_few_blocks_is_infinite_or_zero():
     tx = lowbit_optax.kahan_sgd(0.1)
     shapes = {"one of many": (64, 64), "whole": (32,), "s": ()}
