@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from lowbit_optax import formats
+from lowbit_optax._arguments import check_static_int
 from lowbit_optax._step.state import blank, is_blank
 from lowbit_optax.aliases.common import Mask, checked, corrected_momentum, without_none
 from lowbit_optax.formats.moment_fields import register_moments
@@ -121,10 +122,12 @@ def factored_adamw(
     given = without_none(min_dim_size_to_factor=min_dim_size_to_factor)
     make = functools.partial(_factored_adamw, nesterov=nesterov, **given)
     inner = checked("factored_adamw", moments, make, *arguments)
+    bits = 8 if bits is None else bits
+    check_static_int("factored_adamw", "bits", bits, 0, 16)
     if bits == 0:
         weights = formats.stochastic_rounding(error_feedback="mu")
     else:
-        weights = formats.extra_bits(8 if bits is None else bits)
+        weights = formats.extra_bits(bits)
     return lowbit(inner, weights=weights, moments=moments, **options)
 
 
@@ -185,11 +188,8 @@ def scale_by_factored_adam(
     >>> state.nu_row["w"].shape, state.nu_column["w"].shape, state.nu["b"].shape
     ((256, 1), (1, 128), (128,))
     """
-    if min_dim_size_to_factor < 2:
-        raise ValueError(
-            "scale_by_factored_adam: min_dim_size_to_factor must be at least 2, got "
-            f"{min_dim_size_to_factor}"
-        )
+    name = "min_dim_size_to_factor"
+    check_static_int("scale_by_factored_adam", name, min_dim_size_to_factor, 2)
 
     def init(params):
         mu = optax.tree.zeros_like(params, dtype=mu_dtype)

@@ -20,7 +20,11 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lowbit_optax._arguments import check_transformation
+from lowbit_optax._arguments import (
+    check_number,
+    check_static_int,
+    check_transformation,
+)
 from lowbit_optax._numerics.random_bits import leaf_number
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.step import Step
@@ -239,8 +243,9 @@ def probe(
         clipping inside of ``lowbit``, or if ``tx`` contains no ``lowbit``.
     """
     check_transformation("probe", "tx", tx)
-    if not 0 < share <= 1:
-        raise ValueError(f"probe: share must be above 0 and at most 1, got {share!r}")
+    is_share, accepted = lambda x: 0 < x <= 1, "a number above 0 and at most 1"
+    check_number("probe", "share", share, is_share, accepted)
+    check_static_int("probe", "seed", seed, 0)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, state))):
         raise ValueError("probe: call it outside of jax.jit, got traced arrays")
 

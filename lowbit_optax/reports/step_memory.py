@@ -176,7 +176,7 @@ def _placed(tx, params, state, batch, shardings):
 def _abstract(x) -> jax.ShapeDtypeStruct:
     sharding = getattr(x, "sharding", None)
     named = sharding if isinstance(sharding, jax.NamedSharding) else None
-    return trees.abstract(x).update(sharding=named)
+    return jax.eval_shape(jnp.asarray, x).update(sharding=named)
 
 
 def _local_bytes(x) -> int:

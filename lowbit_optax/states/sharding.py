@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Sequence
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from lowbit_optax._arguments import check_choice, check_transformation
+from lowbit_optax._arguments import check_choice, check_transformation, check_type
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.param_shardings import (
     leaf_shardings,
@@ -100,7 +100,8 @@ def state_shardings(
     check_choice("state_shardings", "uneven", uneven, Uneven)
     if mesh is None and not jax.sharding.get_mesh().empty:
         mesh = jax.sharding.get_mesh()
-    over = (over,) if isinstance(over, str) else tuple(over)
+    check_type("state_shardings: over", over, Sequence, "names of axes of the mesh")
+    over = (over,) if isinstance(over, str) else tuple(dict.fromkeys(over))
     if shardings is None and over and not known_shardings(tx, params):
         shardings = PartitionSpec()
     if shardings is None:

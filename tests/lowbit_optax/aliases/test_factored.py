@@ -249,6 +249,12 @@ def test_a_backward_loop_updates_each_matrix_of_a_stack():
     assert_equal_steps(loss, tx, params, batches, in_loop={"['layers']"})
 
 
+def test_numbers_of_bits_that_are_not_integers_are_refused():
+    for bits in (False, 0.0):
+        with pytest.raises(TypeError, match="bits must be a static int"):
+            factored_adamw(1e-3, bits=bits)
+
+
 def test_the_state_moves_to_float32_and_back():
     params = _weights(jnp.bfloat16)
     series = gradient_series(params, 3)

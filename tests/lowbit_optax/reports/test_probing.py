@@ -299,5 +299,7 @@ def test_bad_arguments_are_refused():
     state = tx.init(params)
     with pytest.raises(ValueError, match="share must be"):
         probe(tx, params, state, share=0)
+    with pytest.raises(ValueError, match="seed must be"):
+        probe(tx, params, state, seed=-1)
     with pytest.raises(ValueError, match=r"outside of jax\.jit"):
         jax.jit(lambda p, s: probe(tx, p, s))(params, state)

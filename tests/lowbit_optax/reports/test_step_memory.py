@@ -90,9 +90,9 @@ def test_bytes_are_those_of_one_device():
 def test_batches_are_counted_in_the_dtypes_of_jax():
     params = {"w": jax.ShapeDtypeStruct((32, 32), jnp.bfloat16)}
     loss = lambda params, tokens: params["w"][tokens].astype(jnp.float32).sum()
-    tokens = np.zeros(1000, np.int64)
-    found = step_memory(lowbit_optax.kahan_sgd(1e-3), params, loss, tokens)
-    assert found.predicted.arguments == found.compiled.arguments
+    for tokens in (np.zeros(1000, np.int64), 3):
+        found = step_memory(lowbit_optax.kahan_sgd(1e-3), params, loss, tokens)
+        assert found.predicted.arguments == found.compiled.arguments
 
 
 def test_a_sharding_of_another_kind_is_refused():

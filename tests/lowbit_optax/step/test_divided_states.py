@@ -238,6 +238,8 @@ def test_an_axis_that_the_mesh_does_not_have_is_refused():
     tx, mesh = lowbit_optax.lowbit_adamw(1e-2), _mesh(AxisType.Auto)
     with pytest.raises(ValueError, match=r"over must be an axis.*'data'.*got 'model'"):
         lowbit_optax.state_shardings(tx, jnp.ones((64, 64)), mesh=mesh, over="model")
+    with pytest.raises(TypeError, match=r"over must be names of axes.*got 3"):
+        lowbit_optax.state_shardings(tx, jnp.ones((64, 64)), mesh=mesh, over=3)
 
 
 def test_a_large_leaf_that_does_not_divide_is_refused_unless_it_may_be_whole():
