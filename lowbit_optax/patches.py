@@ -22,7 +22,6 @@ Equal stamps therefore mean equal weights at the start and the same patches in t
 order.
 """
 
-import collections
 import struct
 import typing
 import zlib
@@ -105,20 +104,19 @@ def step(
     """
     found, trace = {}, get_opaque_trace_state()
 
-    def record(leaves: Sequence, marks: Sequence) -> None:
+    def record(names: Sequence, leaves: Sequence, marks: Sequence) -> None:
         # Values cannot leave a conditional around the step, as in optax.MultiSteps.
         if get_opaque_trace_state() == trace:
-            found.update(zip(map(id, leaves), marks, strict=True))
+            # A wrapper may rename leaves, and an array may be several leaves.
+            keys = zip(names, map(id, leaves), strict=True)
+            found.update(zip(keys, marks, strict=True))
 
     with context.changed(on_changes=record):
         new, state = steps.step(tx, params, opt_state, grads, **extra_args)
-    _, before, treedef = trees.named_leaves(params)
-    pairs = zip(before, trees.named_leaves(new)[1], strict=True)
-    # An array that is several leaves has several new values.
-    leaves_of = collections.Counter(map(id, before))
-    is_found = lambda x: id(x) in found and leaves_of[id(x)] == 1
-    each = [found[id(x)] if is_found(x) else diff(x, y) for x, y in pairs]
-    return new, state, treedef.unflatten(each)
+    names, before, treedef = trees.named_leaves(params)
+    each = zip(names, before, trees.named_leaves(new)[1], strict=True)
+    marks = [found[n, id(x)] if (n, id(x)) in found else diff(x, y) for n, x, y in each]
+    return new, state, treedef.unflatten(marks)
 
 
 def diff(old: PyTree, new: PyTree) -> PyTree:

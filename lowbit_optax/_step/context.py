@@ -51,8 +51,8 @@ class StepContext:
         share kernels, and the branches of all platforms are traced.
       report: function that is called with the step, the inner update and the
         implementation, instead of running the step; None for ordinary steps.
-      on_changes: function that a step calls with its parameters and the bitmaps of
-        their changed weights; None if these are not wanted.
+      on_changes: function that a step calls with the paths of its parameters, the
+        parameters, and bitmaps of the changed weights; None if these are not wanted.
     """
 
     start: Callable[..., typing.Any] | None = None
@@ -62,7 +62,7 @@ class StepContext:
     of_wrappers: tuple = ()
     group_of: Callable[[str], typing.Any] | None = None
     report: Callable[..., None] | None = None
-    on_changes: Callable[[Sequence, Sequence], None] | None = None
+    on_changes: Callable[[Sequence, Sequence, Sequence], None] | None = None
 
 
 _NOTHING = StepContext()

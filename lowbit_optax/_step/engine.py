@@ -148,7 +148,7 @@ class Lowbit(Stepper):
         )
         self._checked.add(True)
         if step.on_changes is not None:
-            step.on_changes(trees.named_leaves(params)[1], done.changed)
+            step.on_changes(*trees.named_leaves(params)[:2], done.changed)
         results = list(map(StoredLeaf.moved_back, step.leaves, done.results))
         if not landing.is_direct:
             results = guard.updates(results)
