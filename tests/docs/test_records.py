@@ -669,6 +669,8 @@ def _fine_tuning(record):
     best = f"{mean('8 bits', '0.001'):.4f} above float32 at the best rate"
     yield f"**8 bits** end {best} (95% interval {low:.4f} to {high:.4f})"
     yield f"and {-rows['8 bits']['minus_lora']['mean']:.2f} below LoRA, which"
+    assert gap("8 bits", "0.001")["verdict"] == "equivalent"
+    yield f"are equivalent to float32 within {record['margin']} nats"
     both = mean("6 bits", "0.001"), mean("float8", "0.001")
     yield f"**float8** end {both[0]:.3f} and {both[1]:.3f} above float32"
     yield f"raises the loss by {mean('4 bits', '0'):.2f} before the first step"
