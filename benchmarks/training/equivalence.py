@@ -214,8 +214,9 @@ def text(record: dict) -> str:
 
 @pictures.panels(4)
 def draw(record: dict, axes) -> str:
-    """Draw the interval of each row, and the margin."""
-    rows = {k: row for k, row in record["rows"].items() if "verdict" in row}
+    """Draw the interval of each row that has a verdict, and the margin."""
+    is_complete = lambda row: row.get("verdict", "not finished") != "not finished"
+    rows = {k: row for k, row in record["rows"].items() if is_complete(row)}
     axes.axvspan(-MARGIN, MARGIN, color="0.9", label="margin")
     axes.axvline(0, color="black", lw=1)
     for at, row in enumerate(rows.values()):
