@@ -824,6 +824,17 @@ def test_the_figures_of_the_page_match_the_record(record, page, figures):
         assert _is_in(text, each), each
 
 
+def test_the_answer_describes_every_experiment():
+    text = (ROOT / "docs" / "accuracy.md").read_text()
+    table = next(t for t in _tables(text) if any(head == LOWBIT for _, head in t))
+    cells = [cell for (_, head), cell in table.items() if head == LOWBIT]
+    assert len(cells) == 6
+    for cell in cells:
+        mean, deviation = map(float, cell.split(" ± "))
+        assert mean < deviation
+    assert _is_in(text, "by less than the standard deviation of this difference")
+
+
 def test_the_savings_of_kahan_summation_are_those_of_its_report():
     params = {"w": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}
     total = lowbit_optax.memory_report(lowbit_optax.kahan_adamw(1e-3), params).total
