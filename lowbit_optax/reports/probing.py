@@ -10,6 +10,7 @@ float32 storage would have led, given the same gradients.
 
 import dataclasses
 import functools
+import itertools
 import math
 import typing
 from collections.abc import Callable, Sequence
@@ -179,8 +180,8 @@ class Probe:
             names = tuple(step.names)
             if names not in twins:
                 raise ValueError(
-                    "follow: tx must update the same params as in probe, got "
-                    f"{', '.join(names)}"
+                    "follow: tx must update the same params as in probe, "
+                    f"{', '.join(itertools.chain(*twins))}, got {', '.join(names)}"
                 )
             return {names: twins[names].after(step, update)}
 

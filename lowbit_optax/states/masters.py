@@ -179,6 +179,8 @@ def with_master(
     Raises:
       ValueError: from ``init``, if the parameters do not match ``master``, or if it was
         called with arrays before.
+      TypeError: if ``tx`` is not a transformation, or if a leaf of ``master`` is not an
+        array.
 
     >>> import jax.numpy as jnp, lowbit_optax
     >>> tx, master = lowbit_optax.extra_bits_sgd(0.1), {"w": jnp.float32(0.1)}
@@ -188,7 +190,12 @@ def with_master(
     Array(0.1, dtype=float32)
     """
     check_transformation("with_master", "tx", tx)
-    held = [trees.named_leaves(master)[1]]
+    names, masters, _ = trees.named_leaves(master)
+    for name, x in zip(names, masters, strict=True):
+        if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+            given = f"must be an array, got {brief(x)}"
+            raise TypeError(f"with_master: master{name} {given}")
+    held = [masters]
 
     def init(params: PyTree):
         names, leaves, _ = trees.named_leaves(params)

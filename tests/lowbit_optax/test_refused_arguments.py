@@ -173,6 +173,7 @@ step(MASTER, LOW, LOW.init(W), W)  # tx  dict  optax
 step_report(MASTER, LOW, LOW.init(W), W)  # tx  dict  optax
 convert(LOW, SGD, MASTER, LOW.init(MASTER))  # from_tx  dict  optax
 with_master(MASTER, LOW)  # tx  dict  optax
+with_master(LOW, {'w': 1.5})  # master['w']  array  1.5
 state_shardings(MASTER, LOW, jax.P())  # tx  dict  optax
 host_shardings(MASTER, LOW)  # tx  dict  optax
 step_memory(MASTER, LOW, jnp.sum)  # tx  dict  optax

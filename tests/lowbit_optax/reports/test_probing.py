@@ -171,7 +171,7 @@ def test_groups_without_leaves_are_followed():
     report = sample.report(*lowbit_optax.step(tx, params, state, params))
     assert float(report.leaves["['w']"].moved) == pytest.approx(0.1)
     other = {"v": params["w"]}
-    with pytest.raises(ValueError, match=r"same params as in probe, got \['v'\]"):
+    with pytest.raises(ValueError, match=r"in probe, \['w'\], got \['v'\]"):
         sample.follow(groups["a"], other, groups["a"].init(other), other)
 
 
