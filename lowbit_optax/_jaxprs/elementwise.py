@@ -360,8 +360,10 @@ class _ProgramBuilder:
         """Return the factors of a float32 product that is used once, or None."""
         if node.is_scalar or self.uses[node] > 1 or node.call is None:
             return None
-        number = self.ref(node).number - len(self.inputs)
-        if number < 0 or node.aval.dtype != jnp.float32:
+        ref = self.ref(node)
+        number = ref.number - len(self.inputs)
+        # The row of a scalar that is broadcast is a number of the table of scalars.
+        if ref.kind != "row" or number < 0 or node.aval.dtype != jnp.float32:
             return None
         operation = self.operations[number]
         return operation.inputs if operation.primitive is p.mul_p else None

@@ -39,6 +39,10 @@ def updated(function, *others):
 READ = {
     "nothing": (lambda x: 2 * x + x, []),
     "a scalar": (lambda x: x * jnp.sum(x), []),
+    "a scalar in every element": (
+        lambda x: jnp.sqrt(x * jnp.sum(x) * jnp.max(x)) + jnp.full_like(x, jnp.min(x)),
+        [],
+    ),
     "a row": (lambda x: x * jnp.max(x, 0, keepdims=True), [(1, 4)]),
     "a column": (lambda x: x + jnp.max(x, 1, keepdims=True), [(3, 1)]),
     "one element": (lambda x: x * jnp.max(x, keepdims=True), [(1, 1)]),
