@@ -44,7 +44,7 @@ class MomentFields:
         """Return whether a field is never negative, or None if this is unknown."""
         if field in self.second_moments:
             return True
-        if field in self.averages or field in _FIRST_MOMENTS:
+        if field in {*self.averages, *self.normalized, *_FIRST_MOMENTS}:
             return False
         return True if self is _UNKNOWN and field in _SECOND_MOMENTS else None
 
@@ -91,6 +91,8 @@ _OPTAX = {
     "ScaleByRssState": MomentFields(second_moments=("sum_of_squares",)),
     "ScaleByRStdDevState": MomentFields(second_moments=("nu",)),
     "ScaleByRStdDevWithCountState": MomentFields(second_moments=("nu",)),
+    # Its second moments are the largest squares along each axis.
+    "ScaleBySM3State": MomentFields(second_moments=("mu",), normalized=("nu",)),
     "ScaleBySimplifiedAdEMAMixState": MomentFields(("n",), ("n",)),
     "ScaleByYogiState": _ADAM,
     # Its second moment estimates a Hessian, which may be negative.

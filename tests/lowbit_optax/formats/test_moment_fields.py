@@ -106,6 +106,11 @@ def test_requested_second_moments_are_stored_without_a_sign(field):
     assert found[field] == "8-bit unsigned 'float'"
 
 
+def test_the_momentum_of_sm3_is_stored_with_a_sign():
+    found = stored(optax.sm3(1e-3), {"nu": lowbit_optax.block_quantized(8)})
+    assert found["nu"].startswith("8-bit signed")
+
+
 def custom_momentum():
     """A user-defined transformation whose state has a field with a known name."""
 
