@@ -141,6 +141,8 @@ class StoredLeaf:
                 f"{what} must have the parameter's shape {self.param.shape}, got "
                 f"{grad.shape}"
             )
+        if is_real and self.param.dtype.itemsize <= 4 < grad.dtype.itemsize:
+            grad = grad.astype(jnp.float32)
         return dataclasses.replace(self, grad=self.moved_like_param(grad))
 
     def moved_like_param(self, x):

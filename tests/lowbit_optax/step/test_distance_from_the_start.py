@@ -116,3 +116,14 @@ def test_a_run_can_leave_but_not_enter_rounded_weights():
     assert convert(contrib.dog(1.0))[0]["w"].dtype == jnp.float32
     with pytest.raises(ValueError, match=r"params\['w'\].*exactly"):
         convert(lowbit(contrib.dog(1.0)))
+
+
+def test_parameters_and_a_state_that_keeps_them_can_both_be_donated():
+    tx = lowbit(contrib.dog(1.0), weights=extra_bits())
+    master = {"w": _weights(), "bias": jnp.ones(8)}
+    for init in (tx.init, jax.jit(tx.init)):
+        params, _ = from_master(tx, master, jnp.bfloat16)
+        step = jax.jit(functools.partial(lowbit_optax.step, tx), donate_argnums=(0, 1))
+        params, _ = step(params, init(params), master)
+        assert (params["bias"] < 1).all()
+        master = {"w": _weights(), "bias": jnp.ones(8)}

@@ -122,3 +122,15 @@ def test_release_is_the_same():
         return step(params, old(initial(tx, params)), normal(2, 8, 32))
 
     assert_same_bits(*without_and_with(run))
+
+
+def test_gradients_may_be_wider_than_their_parameters():
+    with jax.enable_x64(True):
+        for make in (lowbit_optax.kahan_adamw, lowbit_optax.lowbit_adamw):
+            tx = make(0.1, min_size=0, warn=False)
+            params = {"w": normal(0, 64, 64, dtype=jnp.float32)}
+            step = jax.jit(functools.partial(lowbit_optax.step, tx))
+            grads = {"w": normal(1, 64, 64, dtype=jnp.float32)}
+            want = step(params, tx.init(params), grads)
+            wide = jax.tree.map(lambda x: x.astype(jnp.float64), grads)
+            assert_same_bits(step(params, tx.init(params), wide), want)
