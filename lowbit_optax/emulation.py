@@ -20,8 +20,10 @@ import optax
 from lowbit_optax import formats
 from lowbit_optax._numerics.dtypes import dtype_of
 from lowbit_optax._numerics.rounding import round_to_precision
+from lowbit_optax._step import trees
 from lowbit_optax.aliases import common
 from lowbit_optax.formats import WeightFormat
+from lowbit_optax.formats.moment_fields import register_moments
 from lowbit_optax.transformations.lowbit import lowbit
 from pallas_kernels.platforms import Implementation
 
@@ -59,6 +61,10 @@ class SixteenBitAdamState(typing.NamedTuple):
     c2: jax.Array
     mu: optax.Updates
     nu: optax.Updates
+
+
+# Its second moment is 0 where the unit computes 0, so float16 can store it.
+register_moments(SixteenBitAdamState, averages=("mu", "nu"))
 
 
 def sixteen_bit_sgd(
@@ -276,7 +282,7 @@ def _in_unit(
             f"{alias}: rounding must be 'kahan', 'stochastic', 'nearest' or a weight "
             f"format, got {rounding!r}"
         )
-    return lowbit(
+    tx = lowbit(
         inner,
         weights=weights,
         # Moments are already numbers of the format, so rounding them is exact.
@@ -284,6 +290,14 @@ def _in_unit(
         seed=seed,
         implementation=implementation,
     )
+
+    def init(params):
+        for name, x in trees.by_path(params).items():
+            if trees.is_float(x) and x.dtype != dtype:
+                raise TypeError(f"{alias}: params{name} must be {dtype}, got {x.dtype}")
+        return tx.init(params)
+
+    return tx._replace(init=init)
 
 
 def _checked_dtype(

@@ -13,7 +13,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from lowbit_optax._arguments import check_type
+from lowbit_optax._arguments import check_static_int, check_type
 from lowbit_optax._jaxprs.compiling import traced_once
 from lowbit_optax._numerics.dtypes import dtype_of
 from lowbit_optax._numerics.float_layouts import NARROW_DTYPES, is_narrow
@@ -24,6 +24,7 @@ from lowbit_optax._step.leaf import advanced
 from lowbit_optax._step.seeds import seed_of
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.leaves import join_leaf, split_leaf
+from lowbit_optax.formats.quantized_weights import QuantizedWeights
 from lowbit_optax.states.masters import check_range
 
 Operand = typing.Union["SplitArray", jax.typing.ArrayLike]
@@ -171,7 +172,11 @@ def split_array(
         )
     accepted = "a weight format, such as lowbit_optax.kahan()"
     check_type("split_array: weight_format", weight_format, WeightFormat, accepted)
+    if not isinstance(seed, jax.Array):
+        check_static_int("split_array", "seed", seed, 0, 2**32 - 1)
     why = weight_format.check(dtype)
+    if isinstance(weight_format, QuantizedWeights):
+        why = "weight_format must split arrays, which quantized_weights does not do"
     if why:
         raise ValueError(f"split_array: {why}")
     check_range("split_array: x", traced_once(_float32)(x), dtype)

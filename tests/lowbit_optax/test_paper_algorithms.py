@@ -198,6 +198,13 @@ def test_a_unit_is_the_papers_algorithm_bit_for_bit(unit, rounding, jit, steps):
     assert_is_algorithm(got, expected, is_kahan=rounding == "kahan")
 
 
+def test_adamw_in_float16_is_the_papers_algorithm_bit_for_bit():
+    grads, options = gradients(100, np.float16), {**ADAMW, "eps": 1e-4}
+    expected = adamw_reference(grads, 0.01, "kahan", eps=1e-4)
+    tx = sixteen_bit_adamw(0.01, **options, dtype="float16")
+    assert_is_adamw(run_library(tx, grads, jit=True), expected, is_kahan=True)
+
+
 def test_adamw_rounds_after_every_operation_with_betas_that_show_it():
     # 1 - 0.997 is a power of two in bfloat16, and 1 - 0.9 is exact. Use other betas.
     grads = gradients(100)
