@@ -26,6 +26,9 @@ from jax.sharding import PartitionSpec as P
 import lowbit_optax
 from lowbit_optax import release
 
+STEPS = 32
+"""The number of steps after which the learning rate is 0."""
+
 # --8<-- [start:shardings]
 
 IN, OUT = P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp")
@@ -404,12 +407,14 @@ def main():
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--address", default="localhost:9876")
     args = parser.parse_args()
+    if args.steps > STEPS:
+        parser.error(f"steps must be at most {STEPS}, where the learning rate is 0")
     if args.processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")  # only for CPUs
         jax.distributed.initialize(args.address, args.processes, args.rank)
 
     mesh = mesh_of_all_devices()
-    of = lambda name: training_of(Llama(), FORMATS[name], 32, mesh)
+    of = lambda name: training_of(Llama(), FORMATS[name], STEPS, mesh)
     checkpoints_of = lambda name: ocp.CheckpointManager(args.folder.absolute() / name)
     training = of(args.format)
     with jax.set_mesh(mesh), checkpoints_of(args.format) as manager:
