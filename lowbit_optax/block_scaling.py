@@ -30,9 +30,9 @@ def block_scale(
 
         jax.lax.scaled_dot(x.codes, w.codes, lhs_scale=x.scales, rhs_scale=w.scales)
 
-    ``lowbit`` and the aliases accept the result as parameters, and store the same
-    residuals as for float8 weights, in units of the scales. To keep the low bits of
-    float32 weights, pass shapes to ``from_master``::
+    ``lowbit`` and all aliases except ``kahan_*`` accept the result as parameters, and
+    store the same residuals as for float8 weights, in units of the scales. To keep the
+    low bits of float32 weights, pass shapes to ``from_master``::
 
         like = jax.eval_shape(lowbit_optax.block_scaling.block_scale, params)
         params, state = lowbit_optax.from_master(tx, params, like)

@@ -38,7 +38,8 @@ DEFAULT_LAUNCHER: LauncherName = "mosaic" if _HAS_MOSAIC else "triton"
 
 It is Mosaic GPU if JAX deprecates Triton. Only GPUs that Mosaic GPU does not support
 then use Triton, as long as JAX has it (:func:`launcher_name`). On an H200, steps with
-Triton took 2 to 36% less time than with Mosaic GPU (``docs/hardware.md``).
+Triton took 2 to 36% less time than with Mosaic GPU (``launchers_h200.json`` in
+``docs/evidence``).
 """
 
 # JAX reports only the names of GPUs that are not attached.

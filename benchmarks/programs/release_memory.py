@@ -44,7 +44,10 @@ MODES = {"without": plain, "with": release.value_and_update}
 
 
 def one_device(name: str, model: Model, *others: str) -> None:
-    """Print a model's table for one H200, with ``others`` among master and lpmm."""
+    """Print a model's table for one H200.
+
+    ``others`` are more rows, among ``"master"``, ``"defaults"`` and ``"lpmm"``.
+    """
     programs = {}
     if "master" in others:
         programs["float32 master", ""] = compile_step(
@@ -52,6 +55,9 @@ def one_device(name: str, model: Model, *others: str) -> None:
         )
     for mode, make_step in MODES.items():
         programs["lowbit_adamw", mode] = compile_step(make_step, model, LOWBIT_ADAMW)
+    if "defaults" in others:
+        of_xla = compile_step(MODES["with"], model, LOWBIT_ADAMW, options={})
+        programs["lowbit_adamw", "with, and XLA's scheduler"] = of_xla
     if "lpmm" in others:
         to_12_bits = functools.partial(lowbit_optax.lpmm.quantize_params, bits=12)
         params = jax.eval_shape(to_12_bits, model.params)
@@ -94,5 +100,5 @@ def main(argv: list[str] | None = None) -> None:
     one_device("ResNet-18", resnet18())
     records.print_rows(map(on_mesh, MESHES))
     one_device("matrices", matrices(), "master")
-    one_device("transformer", transformer(), "master", "lpmm")
+    one_device("transformer", transformer(), "master", "defaults", "lpmm")
     one_device("transformer that keeps activations", transformer(remat=False))

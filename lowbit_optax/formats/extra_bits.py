@@ -193,7 +193,8 @@ def extra_bits(
         parameter to the kernel of ``lowbit_adamw``, compiled for an H200.
 
     Returns:
-      A weight format. It needs k/8 bytes per parameter. Scalars and leaves smaller than
+      A weight format. It needs k/8 bytes per parameter, or (k + 1)/8 bytes with
+      ``rounding="stochastic"``. Scalars and leaves smaller than
       ``lowbit``'s ``min_size`` have a float32 master instead.
 
     Raises:

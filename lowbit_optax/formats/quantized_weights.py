@@ -104,7 +104,8 @@ def quantized_weights(
     The update u is computed from the rounded moments that are stored. ``lowbit`` uses
     this format for every :class:`.lpmm.QuantizedTensor` in the parameters. Pass it as
     ``weights`` to choose its rounding. Other leaves with fewer than 32 bits are then
-    rounded to nearest.
+    rounded to nearest if they have fewer than ``min_size`` elements, and refused
+    otherwise.
 
     With ``error_feedback="mu"``, the rounding error is added to the first moment, as in
     :func:`lowbit_optax.stochastic_rounding`, and u is computed from the moments before

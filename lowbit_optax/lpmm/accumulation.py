@@ -92,10 +92,10 @@ def accumulate_gradients(
       inner: any optax transformation, including transformations of this package.
       every: N, at least 1.
       format: moment format of the sums. The default is the paper's format: 8 bits, the
-        linear code, blocks of 64 rows by 32 columns and stochastic rounding. The error
-        of each element is then up to 1/127 of the largest sum in its block. If the rows
-        of a gradient differ by orders of magnitude, use ``block_quantized(8)``, whose
-        code has finer steps for small values.
+        linear code, blocks of 64 rows by 32 columns and stochastic rounding. Each
+        gradient then adds an error of up to 1/127 of the largest sum in the block. If
+        the rows of a gradient differ by orders of magnitude, use ``cast(jnp.bfloat16)``
+        or ``block_quantized(8)``, which is smaller and has more noise.
       seed: seed for stochastic rounding; 0 if None.
       min_size: sums with fewer elements are float32; 4096 if None.
 
@@ -243,7 +243,9 @@ class _Call:
             result, inner_state = guarded(inner, *arguments, self.extra_args)
             # Before the first step, optax's moments of integers are integers.
             keep = lambda new, old: (
-                new if trees.is_inexact(old) else new.astype(old.dtype)
+                new
+                if trees.is_inexact(old) or new.dtype == old.dtype
+                else new.astype(old.dtype)
             )
             inner_state = jax.tree.map(keep, inner_state, state.inner_state)
             return result, sums.empty(), inner_state

@@ -82,8 +82,9 @@ def lowbit(
       param_shardings: the shardings of the parameters on a mesh with automatic axes. A
         tree of NamedShardings or PartitionSpecs with the structure of the parameters or
         a prefix of it, or a function of the parameters that returns one. TPU kernels
-        need it on automatic axes, because XLA cannot partition them. It has no effect
-        on GPUs and on explicit axes.
+        need it on automatic axes, because XLA cannot partition them. On other devices,
+        only :func:`lowbit_optax.lowbit_muon` and :func:`lowbit_optax.state_shardings`
+        use it. Explicit axes need none.
       warn: if True or None, ``init`` warns once if most parameters are float32, and a
         step warns if XLA updates large leaves on a GPU or TPU. Pass False to keep
         float32 parameters and quantize only the moments. See also

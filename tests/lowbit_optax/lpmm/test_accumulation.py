@@ -203,3 +203,14 @@ def test_float64_gradients_add_up():
         assert params.dtype == jnp.float64
         # Each sum is within a step of its code of 7 bits and a sign.
         np.testing.assert_allclose(params, first - 1, atol=2**-6)
+
+
+@pytest.mark.standard_promotion
+def test_the_inner_state_may_contain_a_random_key():
+    noise = optax.add_noise(0.1, 0.5, jax.random.key(0))
+    tx = accumulate_gradients(optax.chain(noise, optax.sgd(0.1)), 2)
+    params = {"w": jnp.ones(4)}
+    state = tx.init(params)
+    for _ in range(2):
+        params, state = lowbit_optax.step(tx, params, state, {"w": jnp.ones(4)})
+    assert (params["w"] != 0.9).all()
