@@ -13,7 +13,7 @@ from lowbit_optax._step import trees
 from lowbit_optax._step.guard import UNGUARDED
 from lowbit_optax._step.stepper import Stepper, check_multi_steps_around, check_state
 from lowbit_optax._types import Function, OptState, Transformation
-from lowbit_optax.loss_scaling.scales import Scaling
+from lowbit_optax.loss_scaling.scales import LARGEST_SCALE, Scaling
 from lowbit_optax.loss_scaling.sizes import Sizes
 from lowbit_optax.transformations.step import guarded
 
@@ -103,12 +103,17 @@ def scaled_value_and_grad(loss_fn: Function, has_aux: bool = False) -> Function:
       is not scaled. The gradients are scaled, and :func:`with_loss_scale` unscales
       them.
 
+    Raises:
+      TypeError: when it is called, if the loss is float16, in which large scales
+        overflow.
+
     >>> import jax.numpy as jnp, optax
     >>> from lowbit_optax.loss_scaling import static_scale
     >>> tx = with_loss_scale(optax.sgd(0.5), static_scale(8.0))
     >>> params = jnp.float16(2.0)
-    >>> scaled_value_and_grad(jnp.square)(params, tx.init(params))
-    (Array(4., dtype=float16), Array(32., dtype=float16))
+    >>> loss_fn = lambda x: jnp.square(x).astype(jnp.float32)
+    >>> scaled_value_and_grad(loss_fn)(params, tx.init(params))
+    (Array(4., dtype=float32), Array(32., dtype=float16))
     """
 
     @functools.wraps(loss_fn)
@@ -118,12 +123,22 @@ def scaled_value_and_grad(loss_fn: Function, has_aux: bool = False) -> Function:
         def scaled(params):
             value = loss_fn(params, *args, **kwargs)
             loss = value[0] if has_aux else value
+            check_wide_loss("scaled_value_and_grad", loss)
             return loss.astype(jnp.float32) * scale, value
 
         (_, value), grads = jax.value_and_grad(scaled, has_aux=True)(params)
         return value, grads
 
     return with_gradient
+
+
+def check_wide_loss(function: str, loss: jax.Array) -> None:
+    """Raise a TypeError if the dtype of a loss has a smaller range than float32."""
+    if float(jnp.finfo(loss.dtype).max) < LARGEST_SCALE:
+        raise TypeError(
+            f"{function}: the loss must be float32, bfloat16 or float64, got "
+            f"{loss.dtype}, in which a scale overflows. Return loss.astype(jnp.float32)"
+        )
 
 
 def current_loss_scale(opt_state: OptState) -> jax.Array:

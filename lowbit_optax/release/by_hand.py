@@ -19,6 +19,7 @@ from lowbit_optax._arguments import check_transformation
 from lowbit_optax._step import trees
 from lowbit_optax._types import Function, OptState, Params, PyTree
 from lowbit_optax.formats.quantized_tensor import NotAnArray
+from lowbit_optax.loss_scaling.transformation import LossScaleState
 from lowbit_optax.release import wrappers
 from lowbit_optax.release.api import named_after
 from lowbit_optax.release.plan import loss_scaled
@@ -83,13 +84,10 @@ def value_and_update_layers(
     Array(1, dtype=uint32)
     """
     check_transformation("release", "tx", tx)
-    if loss_scaled(tx) is not None:
-        raise ValueError(
-            "release: value_and_update_layers does not support with_loss_scale; use "
-            "value_and_update, which scales the loss"
-        )
+    _check_unscaled(loss_scaled(tx) is not None)
 
     def with_update(params, opt_state, *args, **kwargs):
+        _check_unscaled(bool(trees.all_of(LossScaleState, opt_state)))
         check_params(params, accepts_quantized=False)
         is_layer = lambda x: x is not params
         with_path, structure = jax.tree_util.tree_flatten_with_path(params, is_layer)
@@ -117,6 +115,14 @@ def value_and_update_layers(
         return value, structure.unflatten(layers), structure.unflatten(states)
 
     return named_after(loss_fn, with_update)
+
+
+def _check_unscaled(is_scaled: bool) -> None:
+    if is_scaled:
+        raise ValueError(
+            "release: value_and_update_layers does not support with_loss_scale; use "
+            "value_and_update, which scales the loss"
+        )
 
 
 class Handle(NotAnArray):

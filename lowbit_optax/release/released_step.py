@@ -29,6 +29,7 @@ from lowbit_optax._numerics.landing import REPLACE
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.guard import UNGUARDED, Guard
 from lowbit_optax.loss_scaling.sizes import Sizes
+from lowbit_optax.loss_scaling.transformation import check_wide_loss
 from lowbit_optax.release.parts import Part
 from lowbit_optax.release.plan import (
     ReleasePlan,
@@ -82,6 +83,7 @@ def released_step(
     outputs, go_back = _differentiated(loss, plan, state)
     start, factor = jnp.ones_like(outputs[0]), None
     if scaled is not None:
+        check_wide_loss("release", start)
         factor = opt_state.factor
         start *= jnp.asarray(opt_state.scale, start.dtype)
     guard, transform, sizes = UNGUARDED, lambda gradient: gradient, None

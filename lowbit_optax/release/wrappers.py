@@ -361,7 +361,7 @@ def kept(old, new):
         )
     pairs = zip(jax.tree.leaves_with_path(old), jax.tree.leaves(new), strict=True)
     for (path, x), y in pairs:
-        y = y if trees.is_inexact(x) else y.astype(x.dtype)
+        y = y if trees.is_inexact(x) or x.dtype == y.dtype else y.astype(x.dtype)
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             raise TypeError(
                 "release: tx.update must keep shapes and dtypes of its state, but state"

@@ -11,7 +11,7 @@ from jax.extend.core import jaxprs_in_params, primitives
 
 import lowbit_optax
 from lowbit_optax import release, with_loss_scale
-from lowbit_optax.loss_scaling import backoff_scale, log_normal_scale
+from lowbit_optax.loss_scaling import backoff_scale, log_normal_scale, static_scale
 from tests.helpers import released
 from tests.helpers.optimizers import assert_same_bits
 from tests.helpers.released import RATE, SGD, normal, weights
@@ -201,3 +201,18 @@ def test_a_step_that_overflows_moves_only_the_scale(where, scale):
     assert_same_bits(new, params())
     assert_same_bits(state.inner_state, before.inner_state)
     assert (float(state.scale), int(state.skipped)) == (scale / 2, 1)
+
+
+@pytest.mark.parametrize("place", ["outside", "in a chain", "in lowbit"])
+def test_layers_that_open_themselves_refuse_a_loss_scale_anywhere(place):
+    scaled = with_loss_scale(optax.sgd(1.0), static_scale(2.0**10))
+    wraps = {"in a chain": optax.chain, "in lowbit": lowbit_optax.lowbit}
+    tx, params = wraps.get(place, lambda tx: tx)(scaled), {"w": jnp.ones(4)}
+    states = {"w": tx.init(params["w"])}
+
+    def loss_fn(params):
+        w, _ = release.released(params["w"], ())
+        return jnp.sum(w)
+
+    with pytest.raises(ValueError, match="does not support with_loss_scale"):
+        release.value_and_update_layers(loss_fn, tx)(params, states)

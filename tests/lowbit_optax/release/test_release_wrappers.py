@@ -401,3 +401,17 @@ def test_integers_and_booleans_keep_their_values_and_state(tx):
                 assert_same_bits(y, x)
         assert (got[0]["w"] != params["layer"]["w"]).any()
         assert tx is not TX or got[0]["key"] == params["layer"]["key"]
+
+
+def test_the_state_of_a_layer_may_contain_a_random_key():
+    noise = optax.add_noise(0.1, 0.5, jax.random.key(0))
+    tx, params = optax.chain(noise, optax.sgd(0.1)), {"w": jnp.ones(4)}
+
+    def loss_fn(params):
+        w, _ = release.released(params["w"], ())
+        return jnp.sum(w)
+
+    step = release.value_and_update_layers(loss_fn, tx)
+    before = {"w": tx.init(params["w"])}
+    _, _, after = step(params, before)
+    assert optax.tree.get(after, "rng_key") != optax.tree.get(before, "rng_key")
