@@ -32,7 +32,7 @@ def without_none(**arguments) -> dict[str, typing.Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-_NUMBERS = ("b1", "b2", "eps", "eps_root", "weight_decay")
+_NUMBERS = ("eps", "eps_root", "weight_decay")
 
 
 def checked(
@@ -50,9 +50,8 @@ def checked(
     check_learning_rate(alias, given["learning_rate"])
     check_numbers(alias, **{name: given[name] for name in _NUMBERS if name in given})
     for name in ("b1", "b2"):
-        decay = given.get(name)
-        if isinstance(decay, int | float) and not 0 <= decay < 1:
-            raise ValueError(f"{alias}: {name} must be from 0 to below 1, got {decay}")
+        if name in given:
+            check_decay(alias, name, given[name])
     check_moment_dtype(alias, "mu_dtype", given["mu_dtype"], "mu", moments)
     return make(*args, **kwargs)
 
@@ -128,6 +127,13 @@ def check_numbers(alias: str, **hyperparameters) -> None:
     """Raises an error if a hyperparameter is not a finite number."""
     for name, value in hyperparameters.items():
         _check_number(alias, name, value, "a number or a float32 scalar")
+
+
+def check_decay(alias: str, name: str, decay) -> None:
+    """Raises an error unless the decay rate of a running mean is in [0, 1)."""
+    check_numbers(alias, **{name: decay})
+    if not isinstance(decay, jax.Array) and not 0 <= decay < 1:
+        raise ValueError(f"{alias}: {name} must be from 0 to below 1, got {decay}")
 
 
 def check_moment_dtype(

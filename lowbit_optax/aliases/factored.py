@@ -204,7 +204,8 @@ def scale_by_factored_adam(
 
         def divided(grad, *second):
             nu = _second_moment(b2, count, *second)
-            return grad / (jnp.sqrt(nu + eps_root) + eps)
+            wide = grad.astype(nu.dtype) / (jnp.sqrt(nu + eps_root) + eps)
+            return wide.astype(grad.dtype)
 
         grads = jax.tree.map(divided, updates, *second)
         mu = optax.tree.update_moment(grads, state.mu, b1, 1)
@@ -254,6 +255,8 @@ def _second_moment(b2, count, nu, row, column):
     """Returns Adam's second moment, or r_i c_j / mean(r), corrected for its bias."""
     if not is_blank(nu):
         return optax.tree.bias_correction(nu, b2, count)
+    wide = jnp.promote_types(row.dtype, jnp.float32)
+    row, column = row.astype(wide), column.astype(wide)
     # Divide first: the product of two small means could underflow.
     mean = jnp.mean(row, -2, keepdims=True)
     share = row / jnp.maximum(mean, np.finfo(np.float32).tiny)

@@ -16,6 +16,7 @@ from lowbit_optax._step import context, trees
 from lowbit_optax._step.moments import Moments
 from lowbit_optax._step.param_shardings import leaf_shardings
 from lowbit_optax.aliases.common import (
+    check_decay,
     check_learning_rate,
     check_numbers,
     checked,
@@ -131,7 +132,8 @@ def lowbit_muon(
     """
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     check_learning_rate("lowbit_muon", learning_rate)
-    check_numbers("lowbit_muon", beta=beta, weight_decay=weight_decay)
+    check_numbers("lowbit_muon", weight_decay=weight_decay)
+    check_decay("lowbit_muon", "beta", beta)
     arguments = adam_rate, adam_b1, adam_b2, _EPS, 0.0, None, adam_weight_decay
     adam = checked("lowbit_muon", moments, optax.adamw, *arguments, nesterov=nesterov)
     # optax.inject_hyperparams turns dtypes into arrays.
@@ -167,7 +169,8 @@ def _momentum(beta: float, nesterov: bool) -> optax.GradientTransformation:
         count = optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         found = corrected_momentum(mu, updates, beta, count, nesterov)
-        return found, MomentumState(count, mu)
+        keep = lambda new, old: new.astype(old.dtype)
+        return found, MomentumState(count, jax.tree.map(keep, mu, state.mu))
 
     return optax.GradientTransformation(init, update)
 

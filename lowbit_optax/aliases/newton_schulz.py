@@ -39,6 +39,8 @@ def orthogonalized(
     >>> bool(jnp.all(jnp.abs(jnp.diag(x) - 1) < 0.35)), float(x[0, 1])
     (True, 0.0)
     """
+    if not x.size:
+        return x
     if x.ndim > 2:
         of_one = functools.partial(orthogonalized, steps=steps, dtype=dtype)
         return lax.map(of_one, x.reshape(-1, *x.shape[-2:])).reshape(x.shape)

@@ -313,3 +313,10 @@ def test_the_defaults_are_those_of_optax():
         ours, optaxs = (inspect.signature(x).parameters for x in (ours, optaxs))
         for name in ours.keys() & optaxs.keys():
             assert ours[name].default == optaxs[name].default, name
+
+
+def test_without_lowbit_the_state_keeps_its_dtypes():
+    tx, params = scale_by_factored_adam(), {"w": jnp.ones((128, 128), jnp.bfloat16)}
+    state = tx.init(params)
+    shapes = jax.eval_shape(tx.update, params, state, params)
+    assert shapes == jax.eval_shape(lambda: (params, state))

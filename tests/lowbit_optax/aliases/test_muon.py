@@ -118,3 +118,21 @@ def test_formats_that_are_given_are_kept():
     assert (chosen.code, chosen.rounding) == ("dynamic", "stochastic")
     chosen = block_quantized(8).for_field("mu", False, is_orthogonalized=True)
     assert (chosen.code, chosen.rounding) == ("linear", "nearest")
+
+
+def test_float64_weights_keep_the_dtypes_of_the_state():
+    with jax.enable_x64(True):
+        params = {"w": jnp.eye(4, dtype=jnp.float64)}
+        tx = lowbit_muon(0.1, warn=False)
+        run = params, tx.init(params)
+        step = lambda params, state: lowbit_optax.step(tx, params, state, params)
+        assert jax.eval_shape(step, *run) == jax.eval_shape(lambda: run)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (2, 0, 4)])
+def test_empty_matrices_stay_empty(shape):
+    tx = lowbit_muon(0.1, is_matrix=lambda path, leaf: True)
+    params = {"w": jnp.ones(shape, jnp.bfloat16), "v": jnp.eye(4, dtype=jnp.bfloat16)}
+    new, _ = lowbit_optax.step(tx, params, tx.init(params), params)
+    assert new["w"].shape == shape
+    assert (new["v"] != params["v"]).any()
