@@ -240,7 +240,7 @@ class _Operand:
     def of(cls, x: jax.Array, fmt: FloatFormat | None) -> "_Operand":
         """Cast an array of the format's numbers to the narrow dtype."""
         narrow, values = _narrow(fmt), x
-        if narrow.dtype is not None and x.dtype != narrow.dtype:
+        if narrow.dtype is not None and (x.dtype != narrow.dtype or narrow.shift):
             wide = _shifted(rounding.to_float32(x), narrow.shift)
             values = rounding.round_nearest(wide, narrow.dtype)
         return cls(values, fmt, x.dtype)

@@ -203,3 +203,15 @@ def test_values_that_overflow_to_infinity_stay_infinite():
     native = gradient(scaled, assignment, products="native")
     _, grads = native(WEIGHTS, X)
     assert not any(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
+
+
+def test_operands_that_are_float8_already_are_multiplied_by_the_bias_too():
+    def loss_fn(w, x):
+        wide = {"preferred_element_type": jnp.float32}
+        return jnp.sum(jnp.dot(x.astype(E4M3), w.astype(E4M3), **wide))
+
+    w, x, fmt = jnp.ones((8, 4)), jnp.ones((2, 8)), FloatFormat(4, 3, 2, specials="nan")
+    assignment = uniform(loss_fn, w, x, formats=Formats(low=fmt, high=FP32))
+    for products in ("emulated", "native"):
+        got = precision.apply(loss_fn, assignment, products=products)(w, x)
+        assert got[0] == 64, products
