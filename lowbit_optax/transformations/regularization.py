@@ -30,7 +30,7 @@ def regularize(
 
     Args:
       penalty: a function from a tree of float32 masters to a scalar, which may select
-        leaves. Leaves that are not real floating-point arrays are constants.
+        leaves. Integers, booleans and PRNG keys are constants.
 
     Returns:
       An optax transformation without state, for ``optax.chain``.
@@ -81,7 +81,8 @@ def _gradients(penalty: Callable, params):
             )
         return value
 
-    gradients = jax.grad(of_variables)(variables)
+    # The gradient of JAX is the conjugate of the direction in which a penalty grows.
+    gradients = jax.tree.map(jnp.conj, jax.grad(of_variables)(variables))
     return treedef.unflatten(gradients.get(i) for i in range(len(leaves)))
 
 
