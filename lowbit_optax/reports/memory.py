@@ -259,6 +259,7 @@ def memory_report(
     grad_dtype = float_dtype("memory_report: grad_dtype", grad_dtype)
     if dtype is not None:
         params = narrowed_shapes("memory_report: dtype", params, dtype, keep_float32)
+    params = trees.abstract(params)
     by_name = trees.by_path(params)
     state = jax.eval_shape(tx.init, params)
     owned: dict[str, list[StateLeaf]] = {name: [] for name in by_name}
@@ -294,7 +295,7 @@ def gradient_bytes(
     check_type("stacked", stacked, Callable | None, "a function path -> bool, or None")
     sizes = []
     for name, leaf in trees.by_path(params).items():
-        whole = _nbytes(leaf) if trees.is_float(leaf) else 0
+        whole = _nbytes(leaf) if trees.is_inexact(leaf) else 0
         if trees.is_quantized(leaf):
             whole = 2 * leaf.size * dtype.itemsize  # with the dequantized copy
         is_stack = stacked is not None and leaf.shape and stacked(name)
@@ -329,8 +330,9 @@ def _row(name: str, param, parts: list[StateLeaf]) -> LeafMemory:
             continue
         is_packed = part.kind == "codes" and part.leaf.dtype == jnp.uint32
         is_whole = is_packed or part.leaf.shape == param.shape
-        # Moments with another shape, such as factored ones, count with their own size.
-        float32_master += 4 * size if is_whole else _nbytes(part.leaf)
+        # Moments with another shape, such as factored ones, count with their own size,
+        # and so do complex and 64-bit moments.
+        float32_master += max(4 * size if is_whole else 0, _nbytes(part.leaf))
         if is_whole and not is_sum:
             moment_dtypes.append((part.moment_field, part.leaf.dtype.name))
     held |= {"params": stored, "float32_master": float32_master}

@@ -268,9 +268,12 @@ def plan(
     # This also checks the parameters, with errors that name the leaf.
     shapes_in = lambda dtype: narrowed_shapes(what, params, dtype, keep_float32)
     narrow, wide = shapes_in(dtype), shapes_in(jnp.float32)
+    is_real = all(map(jnp.isrealobj, jax.tree.leaves(wide)))
     rows = []
     for choice in _CHOICES:
         if choice.adamw is not None and optimizer is not optax.adamw:
+            continue
+        if choice.bits is not None and not is_real:  # which quantize_params refuses
             continue
         shapes = wide if choice.weights is None else narrow
         if choice.bits is not None:

@@ -101,7 +101,7 @@ def is_scalar_of_the_state(part: StateLeaf, shape: tuple[int, ...]) -> bool:
     """Return whether a leaf at a parameter's path is a count or hyperparameter."""
     if part.kind is not None:
         return False
-    if not jnp.issubdtype(part.leaf.dtype, jnp.floating):
+    if not jnp.issubdtype(part.leaf.dtype, jnp.inexact):
         return True
     if part.leaf.shape:
         return False

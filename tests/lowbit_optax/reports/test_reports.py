@@ -227,3 +227,17 @@ def test_a_long_report_is_short_in_a_terminal_and_whole_when_it_is_printed():
     for shown in (repr(report), report._repr_html_()):
         assert f"{report.total.total:,}" in shown
     assert report._repr_html_().count("<tr>") == 1 + 12 + 1
+
+
+def test_complex_leaves_count_with_their_own_bytes():
+    shapes = {"w": jax.ShapeDtypeStruct((64, 64), jnp.complex64)}
+    report = memory_report(optax.adam(1e-3), shapes)
+    assert report.gradients == 8 * 64 * 64
+    assert report.leaves[0].total == report.leaves[0].float32_master == 24 * 64 * 64
+    assert "lpmm" not in str(lowbit_optax.plan(shapes, 2**30))
+
+
+def test_float64_arrays_of_numpy_count_as_the_arrays_that_jax_makes_of_them():
+    tx = lowbit_optax.lowbit_adamw(1e-3)
+    got = memory_report(tx, {"w": np.ones((64, 64))})
+    assert got == memory_report(tx, {"w": jnp.ones((64, 64))})
