@@ -9,7 +9,7 @@ context variable:
     release, in its loop --> layer -------------+--> [wrappers] --> current()
     release, before it ----> is_analysed -------+
     host_step, release ---> group_of ----------+
-    convert, before it ----> start -------------+
+    init_with, analyses ---> start -------------+
     diagnostics -----------> report ------------+
     patches.step ----------> on_changes --------+
     step, around a wrapper > wants_params ------+
@@ -86,6 +86,25 @@ def changed(**fields) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+def init_with(start: Callable, tx, shapes):
+    """Return the shapes of ``tx.init``, in which ``start`` initializes each ``lowbit``.
+
+    Args:
+      start: see :class:`StepContext`. With :func:`without_masters`, the parameters may
+        have other shapes than the masters of ``with_master``.
+      tx: a transformation.
+      shapes: tree of ShapeDtypeStructs.
+    """
+    with changed(start=start):
+        # Wrap tx.init, because JAX may have cached its result outside of this context.
+        return jax.eval_shape(lambda params: tx.init(params), shapes)
+
+
+def without_masters(config, params):
+    """Return the initial state of a ``lowbit`` whose masters equal its parameters."""
+    return config.start(params, {})
 
 
 def calling_frames() -> Iterator[types.FrameType]:

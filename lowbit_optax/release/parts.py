@@ -174,7 +174,8 @@ class Parts:
         These leaves change their shape when a single layer replaces the parameter. If
         the state is not a stack of layers, return the reason instead.
         """
-        layers = jax.eval_shape(self._tx.init, self._params_of([leaf]))
+        shapes, start = self._params_of([leaf]), context.without_masters
+        layers = context.init_with(start, self._tx, shapes)
         layers, structure = jax.tree.flatten(layers)
         if structure != self._structure:
             return "the state of a single layer has a different structure"

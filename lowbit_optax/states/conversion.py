@@ -59,11 +59,13 @@ def convert(
     ``lowbit(chain(clip, adamw))`` keep the same moments.
 
     Scalars of the state, such as counts, hyperparameters and loss scales, keep their
-    values. A new count, for example of a schedule, starts at the number of steps that
-    the run has made. Other new scalars start with their initial values. If a mask
-    excludes a parameter, its moments are dropped. New sums of gradients, as in
-    ``optax.MultiSteps`` and :func:`accumulate_gradients`, start at zero, and sums that
-    only ``from_tx`` keeps are dropped, so convert right after an update.
+    values. A new count, for example of a schedule, starts at the number of updates that
+    the run has made, or at 0 if the old state does not count them, as with
+    ``accumulate_gradients(optax.sgd(...), 2)``. Other new scalars start with their
+    initial values. If a mask excludes a parameter, its moments are dropped. New sums of
+    gradients, as in ``optax.MultiSteps`` and :func:`accumulate_gradients`, start at
+    zero, and sums that only ``from_tx`` keeps are dropped, so convert right after an
+    update.
 
     These conversions are exact, bit for bit:
 

@@ -81,9 +81,8 @@ def recorded_nodes(
         return Recorded(config, names, treedef)
 
     # optax.inject_hyperparams calls its function with tracers, which a config contains.
-    with context.changed(start=record), jax.check_tracer_leaks(False):
-        # Wrap tx.init, because JAX may have cached its result outside of this context.
-        state = jax.eval_shape(lambda params: tx.init(params), trees.abstract(params))
+    with jax.check_tracer_leaks(False):
+        state = context.init_with(record, tx, trees.abstract(params))
     is_recorded = lambda x: isinstance(x, Recorded)
     nodes, treedef = jax.tree_util.tree_flatten_with_path(state, is_recorded)
     named = [(path, x.names) for path, x in nodes if is_recorded(x)]

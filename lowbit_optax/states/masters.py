@@ -23,6 +23,7 @@ from lowbit_optax._step.float32_params import (
     narrowed_dtypes,
 )
 from lowbit_optax._step.state import NO_RESIDUAL, NOT_HELD, LowbitState, is_blank
+from lowbit_optax._step.stepper import with_extra_args
 from lowbit_optax._types import OptState, Params, PyTree, Transformation
 from lowbit_optax.formats.base import WeightFormat
 from lowbit_optax.formats.block_scaled import BlockScaledTensor, BlockScaledWeights
@@ -215,6 +216,8 @@ def with_master(
             held.clear()
         return state
 
+    # An optax.MultiSteps is not a tuple of functions.
+    tx = tx if isinstance(tx, tuple) else with_extra_args(tx)
     return tx._replace(init=init)
 
 

@@ -78,9 +78,12 @@ def matched(params, given, wanted, steps, initial: Callable[[list[int]], list]):
     asked = list(_places(params, wanted))
     _check_moments(held, asked)
     # The counts of this package are unsigned, and belong to random numbers.
-    is_count = lambda x: x.field == ".count" and held[x][0].leaf.dtype == jnp.int32
-    counts = [held[place][0].leaf for place in held if is_count(place)]
-    steps = counts[0] if counts else steps
+    counts = {
+        place.field: leaves[0].leaf
+        for place, leaves in reversed(held.items())
+        if place.field in _COUNTS and leaves[0].leaf.dtype == jnp.int32
+    }
+    steps = counts.get(".count", counts.get(".gradient_step", steps))
     found = []
     for place, want in asked:
         if held[place]:

@@ -157,15 +157,8 @@ def known_shardings(tx: Transformation, params: PyTree) -> dict[str, NamedShardi
         found.update(zip(trees.named_leaves(params)[0], known, strict=True))
         return config.start(params, {})
 
-    _start_with(start, tx, params)
+    context.init_with(start, tx, trees.abstract(params))
     return {name: x for name, x in found.items() if x is not None}
-
-
-def _start_with(start: Callable, tx: Transformation, params: PyTree) -> None:
-    """Call ``start(config, params)`` for each ``lowbit`` in a transformation."""
-    with context.changed(start=start):
-        # Wrap tx.init, because JAX may have traced it on these shapes before.
-        jax.eval_shape(lambda params: tx.init(params), trees.abstract(params))
 
 
 def _shardings_of_params(tx: Transformation, params: PyTree, mesh):
@@ -208,7 +201,7 @@ def _units(tx: Transformation, params: PyTree) -> dict[str, Unit]:
                 )
         return config.start(params, {})
 
-    _start_with(start, tx, params)
+    context.init_with(start, tx, trees.abstract(params))
     return found
 
 
@@ -353,7 +346,7 @@ def _advice(tx, params, owner: str, axis: int, shards: int, unit: int = 1) -> st
         except ValueError:  # no whole blocks
             return False
         tried = treedef.unflatten(leaves.values())
-        state = jax.eval_shape(tx.init, tried)
+        state = context.init_with(context.without_masters, tx, tried)
         return all(
             part.leaf.shape[axis] % shards == 0
             for part in state_leaves(tried, state)

@@ -195,6 +195,12 @@ with_loss_scale(SGD, static_scale()).update(W, SGD.init(W), W)  # LossScaleState
 with_loss_scale(optax.chain(SCALED), static_scale()).init(W)  # inner  with_loss_scale
 accumulate_gradients(SGD, 2).update(MASTER, IN_FLOAT32.init(MASTER), MASTER)
     # params['kernel']
+scaled_value_and_grad(lambda w: jnp.sum(w['w']))(HALF, SCALED.init(HALF))
+    # scaled_value_and_grad  float16  astype(jnp.float32)
+release.value_and_update(lambda w: jnp.sum(w['w']), SCALED)(HALF, SCALED.init(HALF))
+    # release  float16  astype(jnp.float32)
+lowbit_muon(0.1, beta=1.0)  # lowbit_muon  beta  1.0
+lowbit_adamw(1e-3, b1=F32.dtype.type(1.5))  # lowbit_adamw  b1  1.5
 release.value_and_update(jnp.sum, SGD, max_grad_norm=0.0)  # max_grad_norm  0.0
 release.value_and_update(jnp.sum, SGD, max_grad_norm=-1.0)  # max_grad_norm  -1.0
 release.value_and_update(jnp.sum, SGD, max_grad_norm='1')  # max_grad_norm  '1'
@@ -286,6 +292,8 @@ emulation.sixteen_bit_adamw(0.1, dtype=F16)  # 6.0e-08
 emulation.sixteen_bit_adamw(0.1, eps=0.0)  # eps  0.0
 emulation.sixteen_bit_sgd(0.1, rounding='up')  # rounding  'up'  'kahan'
 emulation.sixteen_bit_sgd(0.1, dtype=F32)  # dtype  float32
+emulation.sixteen_bit_sgd(0.1).init(MASTER)  # sixteen_bit_sgd  params['bias']  float32
+emulation.sixteen_bit_sgd(0.1, dtype=F16).init(NARROW_W)  # params['w']  bfloat16
 emulation.sixteen_bit_sgd(float('nan'))  # learning_rate  nan
 """,
     "other transformations": r"""
@@ -348,6 +356,8 @@ split_array(W, F32, kahan())  # dtype  float32
 split_array(W, BF16, cast(BF16))  # weight_format  Cast
 join_array(W)  # split  SplitArray
 split_array(W, None, kahan())  # dtype  None
+split_array(W, BF16, kahan(), seed=-1)  # split_array  seed  -1
+split_array(W, BF16, quantized_weights())  # split_array  weight_format
 split_array(W, F16, extra_bits(16))  # 0  13  16
 split_array(W[0] * 1j, BF16, kahan())  # complex64[64]
 split_array(W, BF16, kahan()) + jnp.complex64(1j)  # SplitArray  complex64

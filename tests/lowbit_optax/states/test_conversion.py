@@ -361,6 +361,15 @@ def test_a_schedule_continues_where_the_inner_state_has_no_count():
     jax.jit(step, donate_argnums=(0, 1))(*held, gradient_series(params, 1)[0])
 
 
+def test_a_schedule_continues_where_only_multi_steps_counts():
+    plain, scheduled = (optax.MultiSteps(optax.sgd(x), 2) for x in (0.1, SCHEDULE))
+    params = model_params()
+    held = train(plain, params, plain.init(params), gradient_series(params, 6))
+    _, state = convert(*held, plain, scheduled)
+    assert state.gradient_step == 3
+    assert optax.tree.get(state.inner_opt_state, "count") == 3
+
+
 def test_a_mask_drops_the_moments_of_the_parameters_that_it_leaves_out():
     params = {name: model_params()[name] for name in MASK}
     masked = optax.masked(optax.adamw(0.1), MASK)

@@ -7,7 +7,13 @@ import pytest
 from flax import nnx
 
 import lowbit_optax
-from lowbit_optax import from_master, kahan_adamw, lowbit_adamw, with_master
+from lowbit_optax import (
+    from_master,
+    kahan_adamw,
+    lowbit_adamw,
+    release,
+    with_master,
+)
 from lowbit_optax.states.checkpoints import storage_formats
 from lowbit_optax.training import cast_model, nnx_optimizer
 from tests.helpers.optimizers import assert_same_bits
@@ -81,3 +87,28 @@ def test_trainers_that_make_the_optimizer_get_a_narrow_model():
     params = nnx.as_pure(nnx.state(model, nnx.Param))
     masters = lowbit_optax.master_weights(params, nnx.as_pure(held.opt_state))
     assert_same_bits(masters["second"]["kernel"], kernel)
+
+
+def test_states_that_are_made_under_jit_start_a_released_run():
+    tx = lowbit_optax.extra_bits_sgd(0.1)
+    master = {"layers": jnp.full((3, 64, 64), 0.01)}
+    params, _ = from_master(tx, master)
+    start = with_master(tx, master)
+    state, x = jax.jit(start.init)(params), jnp.ones((2, 64), jnp.bfloat16)
+
+    def loss_fn(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, params["layers"])
+        return jnp.mean(x.astype(jnp.float32))
+
+    explained = str(release.explain(loss_fn, start)(params, state, x))
+    assert explained == str(release.explain(loss_fn, tx)(params, state, x))
+
+
+def test_masters_enter_an_object_of_multi_steps():
+    def started(make):
+        tx, master = make(optax.MultiSteps(lowbit_adamw(1e-2), 2)), _master()
+        params, want = from_master(tx, master, jnp.bfloat16, None)
+        assert_same_bits(with_master(tx, master).init(params), want)
+
+    started(lambda tx: tx)
+    started(lambda tx: tx.gradient_transformation())
