@@ -346,7 +346,7 @@ def test_an_overflow_is_skipped_in_any_composition(around, inside):
 
 def test_the_value_and_what_comes_with_it_are_not_scaled():
     tx = with_loss_scale(optax.sgd(0.5), static_scale(1024.0))
-    loss_fn = lambda params, x: (jnp.sum(params * x), {"x": x})
+    loss_fn = lambda params, x: (jnp.sum(params * x, dtype=jnp.float32), {"x": x})
     params, x = jnp.ones(3, jnp.float16), jnp.full(3, 2.0, jnp.float16)
     state = tx.init(params)
     (value, aux), grads = scaled_value_and_grad(loss_fn, has_aux=True)(params, state, x)
