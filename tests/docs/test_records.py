@@ -649,6 +649,10 @@ def _equivalence(record):
     low, high = stats.ttest_1samp(pairs, 0).confidence_interval(0.9)
     yield f"from {low:.4f} to {high:+.4f}"
     yield f"standard deviation of {np.std(pairs, ddof=1):.4f}."
+    pairs = pairs + record["rows"][equivalence.SECOND]["pairs"]
+    low, high = stats.ttest_1samp(pairs, 0).confidence_interval()
+    yield f"{len(pairs)} pairs together have a mean of {np.mean(pairs):.4f}"
+    yield f"({low:.4f} to {high:+.4f})"
 
 
 def _trends(record):
