@@ -93,7 +93,10 @@ class Sharing(ProgramSize):
         for number, shard in enumerate(shards):
             tiling = self.tiling(shard)
             kind = number if tiling.chunks > 1 else kind_of(tiling)
-            groups.setdefault(kind, []).append(number)
+            # A kernel finds repeated elements by the shape of its first leaf.
+            is_repeated = any(x.repeated for x in shard.leaf.operands)
+            key = kind, shard.shape if is_repeated else None
+            groups.setdefault(key, []).append(number)
         return list(groups.values())
 
 

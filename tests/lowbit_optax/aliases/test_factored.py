@@ -320,3 +320,31 @@ def test_without_lowbit_the_state_keeps_its_dtypes():
     state = tx.init(params)
     shapes = jax.eval_shape(tx.update, params, state, params)
     assert shapes == jax.eval_shape(lambda: (params, state))
+
+
+def test_leaves_of_equal_shapes_may_have_different_shardings():
+    auto, shape = (jax.sharding.AxisType.Auto,) * 2, (128, 128)
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=auto)
+    specs = {"a": jax.P("x", "y"), "b": jax.P("y", "x")}
+    params = {name: jnp.ones(shape, jnp.bfloat16) for name in specs}
+    grads = {
+        name: jax.random.normal(jax.random.key(i), shape)
+        * jnp.arange(1.0, 129)[:, None]
+        for i, name in enumerate(specs)
+    }
+    scaled = optax.scale_by_factored_rms(min_dim_size_to_factor=8)
+    inner = optax.chain(scaled, optax.scale(-(2.0**-6)))
+    tx = lowbit_optax.lowbit(inner, implementation="pallas")
+    step = jax.jit(functools.partial(lowbit_optax.step, tx))
+    want = step(params, tx.init(params), grads)
+    put = lambda tree: {
+        name: jax.device_put(x, jax.NamedSharding(mesh, specs[name]))
+        for name, x in tree.items()
+    }
+    params, grads = put(params), put(grads)
+    got = step(params, jax.jit(tx.init)(params), grads)
+    masters = (
+        lowbit_optax.master_weights(params, state) for params, state in (got, want)
+    )
+    for own, one in zip(*map(jax.tree.leaves, masters), strict=True):
+        np.testing.assert_allclose(own, one, rtol=1e-5)

@@ -375,3 +375,22 @@ def test_arrays_that_do_not_fit_are_refused(given, match):
     error = TypeError if "got int32" in match else ValueError
     with pytest.raises(error, match=match):
         fused_update(lambda values, *_: values[:1], **given)
+
+
+@EACH
+def test_leaves_of_different_shapes_repeat_rows_by_their_own_shapes(implementation):
+    def leaf(rows, columns):
+        row = jnp.arange(rows, dtype=jnp.float32)[:, None]
+        words = pack(jnp.zeros((rows, columns), U32), 8)
+        operands = Operand(words, 8), Operand(row, repeated=(1,))
+        return Leaf(operands, (Result("float32"),), (rows, columns))
+
+    found = fused_update_many(
+        lambda values, scalars, index: [values[0].astype(jnp.float32) + values[1]],
+        [leaf(64, 64), leaf(128, 64)],
+        scalars=Scalars(jnp.asarray(TABLE), jnp.zeros(2, U32)),
+        implementation=implementation,
+    )
+    for (own,), rows in zip(found, (64, 128), strict=True):
+        want = np.broadcast_to(np.arange(rows)[:, None], (rows, 64))
+        np.testing.assert_array_equal(own, want)
