@@ -269,16 +269,16 @@ class Instructions:
 
         LLVM does not merge branches that contain different marks.
         """
-        bits = 8 * x.dtype.itemsize
-        pattern = lax.bitcast_convert_type(x, f"int{bits}")
+        pattern = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
+        bits = max(16, 8 * x.dtype.itemsize)  # PTX has no mov of 8 bits
         letter = "h" if bits == 16 else "r"
         same = self.elementwise(
             f"mov.b{bits} $0, $1; // {mark}",
             f"={letter},{letter}",
-            [pattern],
-            pattern.dtype,
+            [pattern.astype(f"int{bits}")],
+            jnp.dtype(f"int{bits}"),
         )
-        return lax.bitcast_convert_type(same, x.dtype)
+        return lax.bitcast_convert_type(same.astype(pattern.dtype), x.dtype)
 
     def assemble(
         self, instructions: str, args: Sequence[jax.Array], dtype
