@@ -108,6 +108,8 @@ class Program:
             inputs = varying_alike([value(ref) for ref in operation.inputs])
             if operation.primitive is multiply_add:
                 rows.append(multiply_add(*inputs))
+            elif operation.primitive is p.select_n_p and len(inputs) > 3:
+                rows.append(_select_one(*inputs))
             else:
                 params = dict(operation.params)
                 rows.append(operation.primitive.bind(*inputs, **params))
@@ -241,6 +243,14 @@ class ScalarTable:
             raise NotElementwise(f"scalars must have at most 32 bits, got {dtype}")
         number = self._numbers.setdefault(node, len(self._numbers))
         return Ref("scalar", number, dtype)
+
+
+def _select_one(which: jax.Array, chosen: jax.Array, *others: jax.Array) -> jax.Array:
+    """Do ``lax.select_n`` with selections of two cases, the most in a Pallas kernel."""
+    for number, case in enumerate(others, 1):
+        is_chosen = lax.eq(which, lax.full_like(which, number))
+        chosen = lax.select(is_chosen, case, chosen)
+    return chosen
 
 
 def inputs_of(outputs: Sequence[Node], shape: tuple[int, ...]) -> set[Node]:

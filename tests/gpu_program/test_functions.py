@@ -75,6 +75,9 @@ FUNCTIONS = {
     p.select_n_p: lambda x: (
         lax.select_n(x > F32(0), x, F32(2) * x)
         * jnp.where(x > F32(1), I32(-3), I32(2)).astype(F32)
+        + lax.select_n(
+            (x > F32(0)).astype(I32) + (x > F32(2)).astype(I32), x, x * x, -x
+        )
     ),
     p.shift_left_p: of_integers(lambda x: x << I32(3)),
     p.shift_right_arithmetic_p: of_integers(lambda x: x >> I32(3)),

@@ -5,6 +5,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -227,3 +228,17 @@ def test_kahan_and_stochastic_steps_are_one_pass_in_place(name, target):
     assert step.moved <= moved
     assert step.temporary < 0.05
     assert len(step.large) == 1
+
+
+def test_selections_of_masks_and_among_several_cases_have_kernels():
+    def update(grads, count, params):
+        mask = jax.lax.cond(
+            count > 2, lambda: grads * params > 0, lambda: jnp.ones_like(grads, bool)
+        )
+        cases = [lambda: grads, lambda: 2 * grads, lambda: -grads, lambda: params]
+        return jnp.where(mask, jax.lax.switch(count, cases), 0.0), count + 1
+
+    inner = optax.GradientTransformation(lambda params: jnp.int32(0), update)
+    leaf = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    step = lower_step(lowbit_optax.lowbit(inner, warn=False), leaf)
+    assert step.fused_launches == 1

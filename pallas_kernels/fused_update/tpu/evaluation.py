@@ -390,6 +390,9 @@ def _select(eqn, which, *cases):
     if any(isinstance(x, Narrow) for x in cases):
         words = [x.word for x in cases]
         return Narrow(lax.select_n(which, *words), cases[0].dtype)
+    if _is_array(eqn, jnp.bool_):  # Mosaic cannot select booleans
+        without, with_ = cases
+        return (which & with_) | (~which & without)
     if not _is_array(eqn, jnp.uint32):
         return NotImplemented
     return _selected(which, *map(whole, cases))
