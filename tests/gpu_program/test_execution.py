@@ -191,6 +191,17 @@ LEAVES = {
 OF_MOMENTUM = [(name, family) for name in LEAVES for family in LEAVES[name][0]]
 
 
+def test_leaves_of_float8_that_share_a_kernel_have_the_same_bits():
+    def make(implementation):
+        weights, options = lowbit_optax.nearest(), {"min_size": 0, "warn": False}
+        options |= {"moments": "float32", "implementation": implementation}
+        return lowbit(MOMENTUM, weights=weights, **options)
+
+    shapes = (96, 64), (128, 72), (64, 100), (200, 33)
+    params = {str(shape): normal(shape, jnp.float8_e4m3fn) for shape in shapes}
+    assert_same_step(make, *second_step(make, params))
+
+
 @pytest.mark.parametrize(("name", "family"), OF_MOMENTUM)
 def test_a_step_with_momentum_has_the_same_bits(name, family):
     _, leaves = LEAVES[name]

@@ -312,16 +312,3 @@ def test_packing_is_one_kernel(direction, bits):
     assert {access.bits for access in kernel.accesses} == {128}
     assert found.compiled.memory_analysis().temp_size_in_bytes == 0
     assert_nothing_spills(kernel)
-
-
-def test_leaves_of_float8_share_a_kernel():
-    tx = lowbit_optax.lowbit(
-        optax.sgd(1e-3, momentum=0.9),
-        weights=lowbit_optax.nearest(),
-        moments="float32",
-        min_size=0,
-        warn=False,
-    )
-    shapes = (96, 64), (128, 72), (64, 100), (200, 33)
-    leaves = {str(shape): leaf(*shape, dtype=jnp.float8_e4m3fn) for shape in shapes}
-    assert lower_step(tx, leaves).fused_launches == 1
