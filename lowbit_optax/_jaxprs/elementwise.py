@@ -108,8 +108,8 @@ class Program:
             inputs = varying_alike([value(ref) for ref in operation.inputs])
             if operation.primitive is multiply_add:
                 rows.append(multiply_add(*inputs))
-            elif operation.primitive is p.select_n_p and len(inputs) > 3:
-                rows.append(_select_one(*inputs))
+            elif operation.primitive is p.select_n_p and inputs[0].dtype != jnp.bool_:
+                rows.append(_select_by_number(*inputs))
             else:
                 params = dict(operation.params)
                 rows.append(operation.primitive.bind(*inputs, **params))
@@ -245,9 +245,10 @@ class ScalarTable:
         return Ref("scalar", number, dtype)
 
 
-def _select_one(which: jax.Array, chosen: jax.Array, *others: jax.Array) -> jax.Array:
-    """Do ``lax.select_n`` with selections of two cases, the most in a Pallas kernel."""
-    for number, case in enumerate(others, 1):
+def _select_by_number(which: jax.Array, *cases: jax.Array) -> jax.Array:
+    """Do ``lax.select_n`` with bools and two cases, which Pallas lowers."""
+    chosen = cases[0]
+    for number, case in enumerate(cases[1:], 1):
         is_chosen = lax.eq(which, lax.full_like(which, number))
         chosen = lax.select(is_chosen, case, chosen)
     return chosen
@@ -372,7 +373,7 @@ class _ProgramBuilder:
             return None
         ref = self.ref(node)
         number = ref.number - len(self.inputs)
-        # The row of a scalar that is broadcast is a number of the table of scalars.
+        # A scalar that is broadcast has a number in the table of scalars instead.
         if ref.kind != "row" or number < 0 or node.aval.dtype != jnp.float32:
             return None
         operation = self.operations[number]

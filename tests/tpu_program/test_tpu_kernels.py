@@ -232,9 +232,8 @@ def test_kahan_and_stochastic_steps_are_one_pass_in_place(name, target):
 
 def test_selections_of_masks_and_among_several_cases_have_kernels():
     def update(grads, count, params):
-        mask = jax.lax.cond(
-            count > 2, lambda: grads * params > 0, lambda: jnp.ones_like(grads, bool)
-        )
+        positive, negative = grads * params > 0, grads * params < 0
+        mask = jax.lax.cond(count > 2, lambda: positive, lambda: negative)
         cases = [lambda: grads, lambda: 2 * grads, lambda: -grads, lambda: params]
         return jnp.where(mask, jax.lax.switch(count, cases), 0.0), count + 1
 

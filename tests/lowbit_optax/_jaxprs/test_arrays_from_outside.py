@@ -39,6 +39,12 @@ def updated(function, *others):
 READ = {
     "nothing": (lambda x: 2 * x + x, []),
     "a scalar": (lambda x: x * jnp.sum(x), []),
+    "one of three": (
+        lambda x: jax.lax.select_n(
+            jnp.clip(x - 5, 0, 2).astype(jnp.int32), x, -x, 3 * x
+        ),
+        [],
+    ),
     "a scalar in every element": (
         lambda x: jnp.sqrt(x * jnp.sum(x) * jnp.max(x)) + jnp.full_like(x, jnp.min(x)),
         [],

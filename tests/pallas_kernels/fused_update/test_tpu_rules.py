@@ -95,6 +95,9 @@ OF_WORDS = {
     "a scalar among arrays": lambda x: jnp.where(x > U32(3), x, U32(3)),
     "a maximum": lambda x: jnp.maximum(x, x[::-1]),
     "a minimum with a scalar": lambda x: jnp.minimum(x, U32(2**31)),
+    "a mask among masks": lambda x: jnp.where(
+        jnp.where(x > U32(2**30), x > x[::-1], x < U32(99)), x, U32(7)
+    ),
     "limited": lambda x: lax.clamp(U32(3), x, U32(2**31 + 1)),
     "copied": lambda x: lax.stop_gradient(jnp.copy(x)),
 }
