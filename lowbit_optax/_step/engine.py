@@ -117,7 +117,7 @@ class Lowbit(Stepper):
         count, seed = jnp.zeros([], jnp.uint32), seed_of(self.seed, wide)
         with context.changed(start=_refuse_inner_lowbit):
             inner_state = self.inner.init(treedef.unflatten(x for x, _ in split))
-        # A step cannot donate parameters that are also in the state, as in DoG.
+        # DoG and lookahead keep the parameters. A step cannot donate an array twice.
         ids = set(map(id, given))
         copied = lambda x: jnp.copy(x) if id(x) in ids else x
         inner_state = jax.tree.map(copied, inner_state)

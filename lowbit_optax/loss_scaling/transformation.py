@@ -104,8 +104,7 @@ def scaled_value_and_grad(loss_fn: Function, has_aux: bool = False) -> Function:
       them.
 
     Raises:
-      TypeError: when it is called, if the loss is float16, in which large scales
-        overflow.
+      TypeError: when it is called, if the loss is not float32, bfloat16 or float64.
 
     >>> import jax.numpy as jnp, optax
     >>> from lowbit_optax.loss_scaling import static_scale
@@ -133,11 +132,13 @@ def scaled_value_and_grad(loss_fn: Function, has_aux: bool = False) -> Function:
 
 
 def check_wide_loss(function: str, loss: jax.Array) -> None:
-    """Raise a TypeError if the dtype of a loss has a smaller range than float32."""
-    if float(jnp.finfo(loss.dtype).max) < LARGEST_SCALE:
+    """Raise a TypeError unless a loss can be multiplied by the largest scale."""
+    is_real = jnp.issubdtype(loss.dtype, jnp.floating)
+    if not is_real or float(jnp.finfo(loss.dtype).max) < LARGEST_SCALE:
         raise TypeError(
-            f"{function}: the loss must be float32, bfloat16 or float64, got "
-            f"{loss.dtype}, in which a scale overflows. Return loss.astype(jnp.float32)"
+            f"{function}: the loss must be float32, bfloat16 or float64, because large "
+            f"scales overflow in other dtypes, got {loss.dtype}. Return "
+            "loss.astype(jnp.float32)"
         )
 
 

@@ -194,8 +194,9 @@ def with_master(
     names, masters, _ = trees.named_leaves(master)
     for name, x in zip(names, masters, strict=True):
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-            given = f"must be an array, got {brief(x)}"
-            raise TypeError(f"with_master: master{name} {given}")
+            raise TypeError(
+                f"with_master: master{name} must be an array, got {brief(x)}"
+            )
     held = [masters]
 
     def init(params: PyTree):

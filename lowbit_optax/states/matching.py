@@ -77,13 +77,7 @@ def matched(params, given, wanted, steps, initial: Callable[[list[int]], list]):
         held[place].append(leaf)
     asked = list(_places(params, wanted))
     _check_moments(held, asked)
-    # The counts of this package are unsigned, and belong to random numbers.
-    counts = {
-        place.field: leaves[0].leaf
-        for place, leaves in reversed(held.items())
-        if place.field in _COUNTS and leaves[0].leaf.dtype == jnp.int32
-    }
-    steps = counts.get(".count", counts.get(".gradient_step", steps))
+    steps = _first(held, ".count") or _first(held, ".gradient_step") or steps
     found = []
     for place, want in asked:
         if held[place]:
@@ -96,6 +90,15 @@ def matched(params, given, wanted, steps, initial: Callable[[list[int]], list]):
     for number, part in zip(missing, missing and initial(missing), strict=True):
         found[number] = part
     return jax.tree.unflatten(jax.tree.structure(wanted), found)
+
+
+def _first(held: Mapping[Place, list[StateLeaf]], field: str):
+    """Return the first int32 count with the name ``field``, or None."""
+    for place, leaves in held.items():
+        # The counts of this package are unsigned, and belong to random numbers.
+        if place.field == field and leaves[0].leaf.dtype == jnp.int32:
+            return leaves[0].leaf
+    return None
 
 
 def _places(params, state) -> Iterator[tuple[Place, StateLeaf]]:
