@@ -111,8 +111,7 @@ class Program:
             elif operation.primitive is p.select_n_p and inputs[0].dtype != jnp.bool_:
                 rows.append(_select_by_number(*inputs))
             else:
-                params = dict(operation.params)
-                rows.append(operation.primitive.bind(*inputs, **params))
+                rows.append(_computed(operation, inputs))
         return [value(ref) for ref in self.outputs]
 
     def only(self, numbers: Iterable[int]) -> "Program":
@@ -245,6 +244,29 @@ class ScalarTable:
         return Ref("scalar", number, dtype)
 
 
+_CONVERSIONS = frozenset({p.bitcast_convert_type_p, p.convert_element_type_p})
+
+
+def _computed(operation: Operation, inputs: Sequence[jax.Array]) -> jax.Array:
+    """Compute an operation, in 32 bits if its numbers have 8 or 16, and round.
+
+    The GPU compilers do not have all operations of narrow numbers. Rounding a sum, a
+    product, a quotient or a root twice gives the same number as rounding it once,
+    because 32 bits are enough.
+    """
+    primitive, params = operation.primitive, dict(operation.params)
+    numbers = [x.dtype for x in inputs if x.dtype != jnp.bool_]
+    if primitive in _CONVERSIONS or not numbers or numbers[0].itemsize >= 4:
+        return primitive.bind(*inputs, **params)
+    narrow = kind = numbers[0]
+    if primitive is p.shift_right_logical_p:
+        kind = np.dtype(f"uint{8 * narrow.itemsize}")  # without the sign
+    wide = jnp.float32 if jnp.issubdtype(narrow, jnp.floating) else jnp.int32
+    inputs = [x.astype(kind).astype(wide) if x.dtype == narrow else x for x in inputs]
+    result = primitive.bind(*inputs, **params)
+    return result if result.dtype == jnp.bool_ else result.astype(narrow)
+
+
 def _select_by_number(which: jax.Array, *cases: jax.Array) -> jax.Array:
     """Do ``lax.select_n`` with bools and two cases, which Pallas lowers."""
     chosen = cases[0]
@@ -339,8 +361,9 @@ class _ProgramBuilder:
         """Append a cheaper form of a call and return its row, or return None."""
         primitive, operands = call.primitive, call.inputs
         dtype = call.outputs[0].aval.dtype
-        is_float = jnp.issubdtype(dtype, jnp.floating)
-        if primitive is p.div_p and is_float and operands[1].is_scalar:
+        # The inverse of a narrow number has too few bits.
+        is_wide = dtype == jnp.float32
+        if primitive is p.div_p and is_wide and operands[1].is_scalar:
             one = constant(dtype.type(1))
             inverse = self.scalars.graph.apply(lax.div, one, operands[1])
             float32 = np.dtype(np.float32)

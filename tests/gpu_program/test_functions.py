@@ -109,11 +109,11 @@ def test_every_primitive_that_kernels_take_is_tried():
 @pytest.mark.parametrize("some", range(PROGRAMS))
 def test_kernels_compute_every_function(some, launcher):
     executed = [each for each in FUNCTIONS if each not in NOT_EXECUTED]
-    lowered, arguments = lowered_step(executed[some::PROGRAMS])
+    functions = {x.name: FUNCTIONS[x] for x in executed[some::PROGRAMS]}
+    lowered, arguments = lowered_step(functions)
     masters = lowbit_optax.master_weights(*compile_program(lowered).run(*arguments))
-    for primitive in executed[some::PROGRAMS]:
-        name = primitive.name
-        got, want = masters[name], FUNCTIONS[primitive](arguments[2][name])
+    for name, function in functions.items():
+        got, want = masters[name], function(arguments[2][name])
         np.testing.assert_allclose(
             np.asarray(got), np.asarray(want), rtol=3e-6, atol=1e-7, err_msg=name
         )
@@ -121,23 +121,89 @@ def test_kernels_compute_every_function(some, launcher):
 
 @each_launcher
 def test_trigonometric_functions_compile(launcher):
-    lowered, _ = lowered_step(NOT_EXECUTED)
+    lowered, _ = lowered_step({x.name: FUNCTIONS[x] for x in NOT_EXECUTED})
     kernels = program(lowered).kernels
     assert any(name.startswith("fused_update") for name in kernels)
 
 
-def lowered_step(primitives):
+@each_launcher
+def test_kernels_compute_narrow_floats_in_float32(launcher):
+    of_float32 = {
+        "add": lambda x: x + x * x,
+        "cbrt": lax.cbrt,
+        "div": lambda x: x / (x * x + 1),
+        "div by a scalar": lambda x: x / 3,
+        "expm1": lax.expm1,
+        "integer_pow": lambda x: lax.integer_pow(x, -3),
+        "log1p": lambda x: lax.log1p(x * x),
+        "logistic": lax.logistic,
+        "max": lambda x: jnp.where(x < 1, x, lax.max(x, x * x)),
+        "pow": lambda x: lax.abs(x) ** 0.75,
+        "sqrt": lambda x: lax.sqrt(x * x),
+        "sub": lambda x: x * x - x,
+        "tanh": lax.tanh,
+    }
+    narrow = lambda f: lambda x: f(x.astype(BF16)).astype(F32)
+    functions = {name: narrow(f) for name, f in of_float32.items()}
+    lowered, arguments = lowered_step(functions)
+    masters = lowbit_optax.master_weights(*compile_program(lowered).run(*arguments))
+    x = np.asarray(next(iter(arguments[2].values())).astype(BF16).astype(F32))
+    rounded = lambda y: np.asarray(jnp.asarray(y, BF16).astype(F32))
+    square = rounded(x * x)
+    exact = {
+        "add": rounded(x + square),
+        "div": rounded(x / rounded(square + 1)),
+        "div by a scalar": rounded(x / 3),
+        "max": np.where(x < 1, x, np.maximum(x, square)),
+        "sqrt": rounded(np.sqrt(square)),
+        "sub": rounded(square - x),
+    }
+    for name, want in exact.items():
+        np.testing.assert_array_equal(masters[name], want, err_msg=name)
+    for name in of_float32.keys() - exact:
+        want = of_float32[name](jnp.asarray(x))
+        np.testing.assert_allclose(masters[name], want, rtol=2**-7, err_msg=name)
+
+
+@each_launcher
+def test_kernels_compute_integers_of_8_bits_modulo_256(launcher):
+    functions = {
+        "add": lambda x: x + x * x,
+        "clamp": lambda x: lax.clamp(jnp.int8(-5), x, jnp.int8(5)),
+        "compare": lambda x: jnp.where(x > jnp.int8(1), x, -x),
+        "max": lambda x: lax.max(x, jnp.int8(3)),
+        "not": lambda x: ~x,
+        "shift": lambda x: x << jnp.int8(5),
+        "shift right": lambda x: x >> jnp.int8(1),
+        "shift right, without the sign": lambda x: (
+            (x.astype(jnp.uint8) >> jnp.uint8(4)).astype(jnp.int8)
+            + lax.shift_right_logical(x, jnp.int8(5))
+        ),
+        "sign": lax.sign,
+        "sub": lambda x: x * x - x,
+    }
+    narrow = lambda f: lambda x: f((x * 15).astype(jnp.int8)).astype(F32)
+    lowered, arguments = lowered_step(
+        {name: narrow(f) for name, f in functions.items()}
+    )
+    masters = lowbit_optax.master_weights(*compile_program(lowered).run(*arguments))
+    x = np.asarray(next(iter(arguments[2].values())) * 15).astype(np.int8)
+    for name, function in functions.items():
+        want = np.asarray(function(x)).astype(np.float32)
+        np.testing.assert_array_equal(masters[name], want, err_msg=name)
+
+
+def lowered_step(functions):
     """A step whose updates are these functions of the gradients, and its arguments."""
-    names = {primitive.name: FUNCTIONS[primitive] for primitive in primitives}
-    apply = lambda updates, _: {name: f(updates[name]) for name, f in names.items()}
+    apply = lambda updates, _: {name: f(updates[name]) for name, f in functions.items()}
     # Weights are 0, so the float32 master equals the update.
     tx = lowbit_optax.lowbit(
         optax.stateless(apply), weights=lowbit_optax.master_copy(), min_size=0
     )
     drawn = np.random.default_rng(0).uniform(-8, 8, (8, 64))
     drawn.flat[:8] = [1, -1, 0.5, -2, 3, -4, 7.5, 1e-3]
-    params = dict.fromkeys(names, jnp.zeros(drawn.shape, BF16))
-    grads = dict.fromkeys(names, jnp.asarray(drawn, F32))
+    params = dict.fromkeys(functions, jnp.zeros(drawn.shape, BF16))
+    grads = dict.fromkeys(functions, jnp.asarray(drawn, F32))
     step = functools.partial(lowbit_optax.step, tx)
     arguments = params, tx.init(params), grads
     return lower_for(gpu_mesh(), step, *arguments, donate=(0, 1)), arguments
