@@ -126,14 +126,15 @@ def test_a_sample_of_everything_is_the_whole_twin():
         assert float(leaf.margin) == 0
 
 
-def test_every_column_can_be_sampled():
+@pytest.mark.parametrize("column", [0, 1, 32])
+def test_every_column_is_counted_once(column):
+    # The last of two blocks begins at column 1, and repeats columns of the first.
     tx = lowbit_optax.kahan_sgd(0.1)
     params = {"w": jnp.ones((64, 33), jnp.bfloat16)}
-    state, grads = tx.init(params), {"w": jnp.zeros((64, 33)).at[:, 32].set(1.0)}
+    state, grads = tx.init(params), {"w": jnp.zeros((64, 33)).at[:, column].set(1.0)}
     sample = probe(tx, params, state, 1.0).follow(tx, params, state, grads)
     leaf = sample.report(*lowbit_optax.step(tx, params, state, grads)).leaves["['w']"]
-    # The last of two blocks begins at column 1, so other columns count twice.
-    assert float(leaf.moved) == pytest.approx(0.1 / np.sqrt(64), rel=1e-5)
+    assert float(leaf.moved) == pytest.approx(0.1 / np.sqrt(33), rel=1e-5)
     assert float(leaf.margin) == 0
 
 
@@ -146,6 +147,30 @@ def test_the_margin_of_few_blocks_is_infinite_or_zero():
     after = sample.report(*lowbit_optax.step(tx, params, state, params)).leaves
     margins = {name: float(leaf.margin) for name, leaf in after.items()}
     assert margins == {"['one of many']": np.inf, "['whole']": 0, "['s']": 0}
+
+
+def test_blocks_that_do_not_move_give_no_margin():
+    tx = lowbit_optax.sr_adamw(1e-3, weight_decay=0.0)
+    params = {"embedding": jnp.ones((256, 32), jnp.bfloat16)}
+    state = tx.init(params)
+    sample = probe(tx, params, state, 0.25)
+    (rows,) = sample.twins[0].blocks
+    for count, is_known in ((2, False), (3, True)):
+        grads = {"embedding": jnp.zeros((256, 32)).at[rows[:count]].set(1.0)}
+        followed = sample.follow(tx, params, state, grads)
+        report = followed.report(*lowbit_optax.step(tx, params, state, grads))
+        margin = float(report.leaves["['embedding']"].margin)
+        assert np.isfinite(margin) == is_known
+        assert margin > 0
+
+
+def test_small_movements_have_a_margin():
+    tx = lowbit_optax.sr_adamw(1e-12)
+    params = {"w": jnp.full((256, 32), 1e-9, jnp.bfloat16)}
+    state, grads = tx.init(params), {"w": jnp.ones((256, 32))}
+    sample = probe(tx, params, state, 0.1).follow(tx, params, state, grads)
+    leaf = sample.report(*lowbit_optax.step(tx, params, state, grads)).leaves["['w']"]
+    assert 0 < float(leaf.margin) < float(leaf.error)
 
 
 def test_lost_updates_are_counted():
@@ -264,34 +289,79 @@ def test_on_a_mesh_the_report_is_the_same(kind):
     np.testing.assert_allclose(*map(np.asarray, reports), rtol=1e-4, atol=1e-6)
 
 
+WARMUP = optax.linear_schedule(0.0, 1e-3, 1000)
+NORM = optax.clip_by_global_norm(1.0)
+
+
+def of_each(function):
+    """An inner transformation that applies a function to each leaf's gradient."""
+    return optax.stateless(lambda grads, _: jax.tree.map(function, grads))
+
+
+def swapped(grads, _):
+    return {"w": grads["v"], "v": grads["w"], "b": grads["b"]}
+
+
+DEPENDS = {
+    "clip": optax.chain(NORM, optax.adamw(1e-3)),
+    "clip at rate 0": optax.chain(NORM, optax.sgd(WARMUP)),
+    "clip after Adam": optax.chain(optax.scale_by_adam(), NORM),
+    "rare clip": optax.chain(optax.clip_by_global_norm(1e6), optax.sgd(1e-3)),
+    "scale of weights": optax.chain(optax.sgd(1e-3), optax.scale_by_param_block_rms()),
+    "norms of columns": of_each(
+        lambda x: x / jnp.linalg.norm(x, axis=0) if x.ndim > 1 else x
+    ),
+    "sums of rows": of_each(lambda x: jnp.cumsum(x, axis=-1)),
+    "places": of_each(lambda x: x * jnp.arange(x.size).reshape(x.shape)),
+    "other leaf": optax.stateless(swapped),
+    "distance of all weights": optax.contrib.dadapt_adamw(),
+    "random numbers": optax.noisy_sgd(1e-3, key=0),
+}
+ELEMENTWISE = {
+    "AdamW": optax.adamw(WARMUP, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+    "clip of elements": optax.chain(optax.clip(0.1), optax.lion(1e-3)),
+    "accumulation": optax.MultiSteps(optax.adam(1e-3), 3).gradient_transformation(),
+    "schedule-free": optax.contrib.schedule_free_adamw(1e-3),
+    "hyperparameters": optax.inject_hyperparams(optax.nadam)(WARMUP),
+    "count of NaN": optax.chain(optax.zero_nans(), optax.rprop(1e-3)),
+    "table": optax.sgd(optax.piecewise_interpolate_schedule("cosine", 0.1, {5: 0.2})),
+    "other functions": of_each(lambda x: jnp.round(jax.lax.erf(x)) + jnp.sinh(x) % 3),
+}
+
+
+def probed(tx):
+    shapes = {"w": (64, 64), "v": (64, 64), "b": (64,)}
+    params = {name: jnp.ones(x, jnp.bfloat16) for name, x in shapes.items()}
+    return probe(tx, params, tx.init(params))
+
+
+@pytest.mark.parametrize("inner", DEPENDS.values(), ids=DEPENDS)
+def test_updates_that_depend_on_other_elements_are_refused(inner):
+    with pytest.raises(ValueError, match="depends on other gradients or weights"):
+        probed(lowbit_optax.lowbit(inner, min_size=0))
+
+
+@pytest.mark.parametrize("inner", ELEMENTWISE.values(), ids=ELEMENTWISE)
+def test_elementwise_updates_are_accepted(inner):
+    probed(lowbit_optax.lowbit(inner, min_size=0))
+
+
 @pytest.mark.parametrize(
     ("tx", "message"),
     [
-        (
-            lowbit_optax.lowbit(
-                optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-            ),
-            "depends on other gradients",
-        ),
-        (
-            lowbit_optax.lowbit(
-                optax.chain(optax.sgd(1e-3), optax.scale_by_param_block_rms())
-            ),
-            "depends on other gradients or weights",
-        ),
         (lowbit_optax.lowbit_muon(1e-3), "must be elementwise"),
         (
             lowbit_optax.factored_adamw(1e-3, min_dim_size_to_factor=16),
             "must be elementwise",
         ),
+        (lowbit_optax.lowbit(optax.sm3(0.1)), "must be elementwise"),
         (optax.adamw(1e-3), "must contain a lowbit"),
     ],
-    ids=["clip inside", "scale of weights", "muon", "factored", "no lowbit"],
+    ids=["muon", "factored", "rows and columns", "no lowbit"],
 )
 def test_other_transformations_are_refused(tx, message):
-    params = {"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones(64, jnp.bfloat16)}
     with pytest.raises(ValueError, match=message):
-        probe(tx, params, tx.init(params))
+        probed(tx)
 
 
 def test_bad_arguments_are_refused():
