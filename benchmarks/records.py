@@ -257,6 +257,15 @@ def compared(found: dict[str, dict], base: str) -> tuple[dict, dict]:
     )
 
 
+def means(values: np.ndarray, parts: int) -> np.ndarray:
+    """Return the means of consecutive parts of about equal lengths.
+
+    >>> means(np.array([1.0, 2.0, 6.0, 8.0, 9.0]), 2)
+    array([3. , 8.5])
+    """
+    return np.array([each.mean() for each in np.array_split(values, parts)])
+
+
 def shown(found: dict[str, Any], digits: int = 3) -> str:
     """Return ``mean ± std`` of a :func:`spread`, or the value of a single seed."""
     mean = f"{found['mean']:.{digits}f}"
@@ -280,7 +289,7 @@ def print_rows(rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _short(x):
-    """Convert arrays to lists, and round floats to five digits."""
+    """Convert arrays to lists, and round floats to the seven digits of float32."""
     if isinstance(x, dict):
         return {key: _short(value) for key, value in x.items()}
     if isinstance(x, np.ndarray | jax.Array):
@@ -288,5 +297,5 @@ def _short(x):
     if isinstance(x, list | tuple):
         return [_short(each) for each in x]
     if isinstance(x, float | np.floating):
-        return float(f"{x:.5g}")
+        return float(f"{x:.7g}")
     return x.item() if isinstance(x, np.generic) else x

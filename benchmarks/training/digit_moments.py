@@ -93,7 +93,7 @@ def train(name: str, args) -> dict:
     large = [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)]
     return {
         "bytes_per_parameter": lowbit_optax.memory_report(tx, large).bytes_per_param,
-        "curve": losses.mean(0).reshape(-1, MEANS).mean(1),
+        "curve": records.means(losses.mean(0), max(1, args.steps // MEANS)),
         "training": records.spread(ends),
         "held_out": records.spread(others),
     }

@@ -238,7 +238,8 @@ def main(argv: list[str] | None = None) -> None:
         if not args.gather and (args.text is None or not args.text.is_file()):
             sys.exit(f"error: --text must be a text file, got {args.text}")
         folder = ROOT / "runs" / path.stem
-        recorded = _recorded(records.load(path)) if path.exists() else {}
+        old = records.load(path) if path.exists() else {}
+        recorded = _recorded(old) if old else {}
         if not args.gather:
             known = kept_runs.complete(folder, recorded)
             texts = stdlib_text.load_whole(), stdlib_text.load_file(args.text)
@@ -251,11 +252,14 @@ def main(argv: list[str] | None = None) -> None:
                 known,
                 texts,
             )
+        found = figures(kept_runs.complete(folder, recorded), Plan().model)
+        if args.gather and old:
+            sizes = {name: old[name] for name in ("spacings", "sums of rates")}
+        else:
+            weights = started(Plan(), 0, folder, stdlib_text.load_whole())
+            sizes = update_sizes(Plan(), weights)
         # These options select runs, and do not describe the record.
         del args.rows, args.text, args.gather
-        found = figures(kept_runs.complete(folder, recorded), Plan().model)
-        weights = started(Plan(), 0, folder, stdlib_text.load_whole())
-        sizes = update_sizes(Plan(), weights)
         records.save(path, args, records.ran_here(), **sizes, **found)
     record = records.load(path)
     print(text(record), verdicts(record), sep="\n\n")
@@ -301,6 +305,7 @@ def started(plan: Plan, seed: int, folder: pathlib.Path, text):
         program = _program(plan.model, Row(optimal_rows.adamw, _whole), rate, steps)
         batches = _batches(plan, text, (seed, 0), steps)
         trained, _ = program.train(plan.model.init(jax.random.key(seed)), batches)
+        folder.mkdir(parents=True, exist_ok=True)
         # Another process may read the file, so it appears with all of its bytes.
         part = path.with_suffix(f".{os.getpid()}.part")
         with part.open("wb") as file:

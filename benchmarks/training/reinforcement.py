@@ -129,7 +129,7 @@ def train(name: str, rate: float, args) -> dict:
         )
         keys = jax.random.split(jax.random.key(seed), args.steps)
         found = jax.device_get(_run(tx, *start, prompts, keys))
-        rewards.append(np.reshape(found[0], (20, -1)).mean(1))
+        rewards.append(records.means(found[0], min(20, args.steps)))
         shares.append(float(np.mean(found[1])))
         print(f"{rate:g} {name}, seed {seed}: {rewards[-1][-1]:.4f}", flush=True)
     return {
