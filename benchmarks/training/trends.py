@@ -11,7 +11,8 @@ The protocol was written before the first run:
 - *Pairs*: as in ``equivalence``, a run in a format and a float32 run with the same seed
   start from the same weights and use the same batches. One pair is the difference of
   their losses on held-out text. :data:`SIZES` and :data:`LENGTHS` have the number of
-  pairs. The model with 217,664 parameters has the runs of ``equivalence``.
+  pairs. The model with 217,664 parameters has the runs of ``equivalence``. Its second
+  test of ``lowbit_adamw`` was planned later, so there are lines without and with it.
 - *Slope*: a least-squares line through all pairs of a format, against the logarithm to
   base 10 of the parameters or of the bytes, and its 95% interval from Student's t.
 - *Extrapolation*: the value of the line at 124 million parameters, the size of GPT-2,
@@ -28,7 +29,7 @@ writes the record of all runs that are complete.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -41,7 +42,9 @@ from benchmarks.training.equivalence import BASE
 from benchmarks.training.text import kept_runs, stdlib_text
 from tools.models.gpt import GPT
 
-FORMATS = ("lowbit_adamw", "kahan_adamw", "plain bfloat16")
+LOWBIT = "lowbit_adamw"
+FORMATS = (LOWBIT, "kahan_adamw", "plain bfloat16")
+LATER = "by size, with the second test"
 GPT2 = 124e6
 
 
@@ -153,33 +156,52 @@ def _recorded(path) -> kept_runs.Runs:
 
 def figures(found: kept_runs.Runs) -> dict:
     """Return the losses of all runs, and the lines through their differences."""
-    rows = {p.row(name) for p in (*SIZES, *LENGTHS) for name in (BASE, *FORMATS)}
+    names = BASE, *FORMATS, equivalence.SECOND
+    rows = {p.row(name) for p in (*SIZES, *LENGTHS) for name in names}
     return {
         "runs": {
             name: {seed: run["held_out"] for seed, run in runs.items()}
             for name, runs in sorted(found.items())
             if name in rows
         },
-        "by size": _lines(found, SIZES, lambda point: point.parameters, at=GPT2),
-        "by length": _lines(found, LENGTHS, lambda point: point.ratio),
+        "by size": _lines(found, SIZES, FORMATS, _parameters, GPT2),
+        LATER: _lines(found, SIZES, [LOWBIT], _parameters, GPT2, is_later=True),
+        "by length": _lines(found, LENGTHS, FORMATS, lambda point: point.ratio),
     }
 
 
-def _lines(found: kept_runs.Runs, points: Sequence[Point], size, at=None) -> dict:
+def _parameters(point: Point) -> int:
+    return point.parameters
+
+
+def _lines(
+    found: kept_runs.Runs,
+    points: Sequence[Point],
+    names: Sequence[str],
+    size: Callable[[Point], int],
+    at: float | None = None,
+    is_later: bool = False,
+) -> dict:
     lines = {}
-    for name in FORMATS:
-        pairs = {
-            size(p): equivalence.differences(
-                found.get(p.row(name), {}), found.get(p.row(BASE), {})
-            )
-            for p in points
-        }
+    for name in names:
+        pairs, planned = {}, {}
+        for point in points:
+            rows = [name]
+            if is_later and point.model == _OF_EQUIVALENCE:
+                rows.append(equivalence.SECOND)
+            gaps = [_differences(found, point, row) for row in rows]
+            pairs[size(point)] = list(itertools.chain(*gaps))
+            planned[size(point)] = sum(_planned(point, row) for row in rows)
         pairs = {x: gaps for x, gaps in pairs.items() if gaps}
-        planned = {size(p): _planned(p, name) for p in points}
         lines[name] = {"pairs": pairs, "planned": planned}
         if len(pairs) > 2:
             lines[name] |= line(pairs, at)
     return lines
+
+
+def _differences(found: kept_runs.Runs, point: Point, name: str) -> list[float]:
+    runs = (found.get(point.row(x), {}) for x in (name, BASE))
+    return equivalence.differences(*runs)
 
 
 def _planned(point: Point, name: str) -> int:
@@ -227,7 +249,7 @@ def text(record: dict) -> str:
         "| trend | format | pairs | slope per factor of 10 | at 124M, extrapolated |"
     ]
     lines.append("|---|---|---|---|---|")
-    for trend in ("by size", "by length"):
+    for trend in ("by size", LATER, "by length"):
         for name, found in record[trend].items():
             count = sum(map(len, found["pairs"].values()))
             pairs = f"{count} of {sum(found['planned'].values())}"

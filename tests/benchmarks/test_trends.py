@@ -43,3 +43,18 @@ def test_differences_are_paired_at_each_size():
     by_size = trends.figures(found)["by size"]["lowbit_adamw"]
     assert by_size["pairs"] == {some.parameters: [0.5]}
     assert "slope" not in by_size
+
+
+def test_the_second_test_has_a_line_of_its_own():
+    pairs = {"lowbit_adamw": {0: 1.5}, "lowbit_adamw (second test)": {14: 1.25}}
+    found = {
+        point.row(name): {seed: {"held_out": loss} for seed, loss in runs.items()}
+        for point in trends.SIZES
+        for name, runs in (pairs | {"float32": {0: 1.0, 14: 1.0}}).items()
+    }
+    figures, of_equivalence = trends.figures(found), trends.SIZES[2].parameters
+    lines = figures["by size"], figures[trends.LATER]
+    gaps = [line["lowbit_adamw"]["pairs"][of_equivalence] for line in lines]
+    assert gaps == [[0.5], [0.5, 0.25]]
+    planned = [line["lowbit_adamw"]["planned"][of_equivalence] for line in lines]
+    assert planned == [14, 54]

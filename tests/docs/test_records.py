@@ -253,6 +253,18 @@ def _trends(record):
     yield from trends.text(record).splitlines()
     (low, high) = record["by size"]["lowbit_adamw"]["interval of value"]
     yield f"from {low:+.3f} to {high:+.3f} for `lowbit_adamw`"
+    (one, other, plain) = [x["pairs"]["1025408"][0] for x in record["by size"].values()]
+    below = f"{-one:.3f} and {-other:.3f} below float32"
+    yield f"ended {below}, and plain bfloat16 ended {plain:.3f} above"
+    kahan = record["by length"]["kahan_adamw"]
+    yield f"by {kahan['slope']:.3f} if the bytes grow tenfold"
+    yield f"it ends {np.mean(kahan['pairs']['400']):.3f} above float32"
+    trend = "by size", trends.LATER, "by length"
+    lines = [each for x in trend for each in record[x].items()]
+    above = [name for name, x in lines if x["interval of slope"][0] > 0]
+    assert len(lines) == 7
+    assert above == ["kahan_adamw"]
+    assert all(x["interval of slope"][1] > 0 for _, x in lines)
 
 
 def _fine_tuning(record):
