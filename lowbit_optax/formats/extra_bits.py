@@ -130,7 +130,7 @@ class ExtraBits(WeightFormat):
         return rounding_.join(param, residual, self._bits, self.rounding)
 
     def round(self, master, dtype, random):
-        return self.split(master, dtype, random)[0]
+        return self._split(master, dtype, random)[0]
 
     def residual(self, master, param, random):
         if not self.width:
@@ -142,11 +142,15 @@ class ExtraBits(WeightFormat):
         return self._stored(fields)
 
     def split(self, master, dtype, random):
+        param, fields = self._split(master, dtype, random)
+        return param, None if fields is None else self._stored(fields)
+
+    def _split(self, master, dtype, random):
+        """Return the parameter, and the residual before it is packed."""
         shape, rounding = master.shape, self.rounding if self._bits else "nearest"
         words = rounding_words(rounding, random, shape, PARAM_STREAM)
         given = master, dtype, self._bits, self.rounding
-        param, fields = rounding_.split(*given, words, self._of_residual(random, shape))
-        return param, None if fields is None else self._stored(fields)
+        return rounding_.split(*given, words, self._of_residual(random, shape))
 
     def _of_residual(self, random, shape) -> float_layouts.RoundingBits:
         if self.residual_rounding == "toward_zero":

@@ -32,9 +32,23 @@ class Sizes(typing.NamedTuple):
         if not arrays:
             return cls(jnp.bool_(True), jnp.float32(0))
         largest = jnp.stack([_largest_magnitude(x) for x in arrays])
+        largest = _of_all_shards(largest, factor)
         scaled = largest * factor
         finite = jnp.all(jnp.isfinite(jnp.stack([largest, scaled])))
         return cls(finite, jnp.max(scaled))
+
+
+def _of_all_shards(largest: jax.Array, factor: jax.Array) -> jax.Array:
+    """Return the largest of all shards of the user's ``jax.shard_map``.
+
+    All shards must decide alike, unless each of them has a loss scale of its own.
+    """
+    patterns = lax.bitcast_convert_type(largest, jnp.uint32)
+    own = jax.typeof(factor).manual_axis_type.varying
+    for axis in jax.sharding.get_abstract_mesh().manual_axes:
+        if axis not in own:
+            patterns = lax.pmax(patterns, axis)
+    return lax.bitcast_convert_type(patterns, jnp.float32)
 
 
 def _largest_magnitude(x: jax.Array) -> jax.Array:

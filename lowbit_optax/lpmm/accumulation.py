@@ -17,7 +17,7 @@ from lowbit_optax._numerics.landing import Landing
 from lowbit_optax._step import context, trees
 from lowbit_optax._step.engine import Lowbit
 from lowbit_optax._step.guard import UNGUARDED, Guard, neutral_updates
-from lowbit_optax._step.leaf import StoredLeaf
+from lowbit_optax._step.leaf import StoredLeaf, beside_state
 from lowbit_optax._step.moments import (
     NoSuchMomentError,
     check_container,
@@ -308,11 +308,10 @@ class _Call:
         shardings: Sequence = [None] * len(names)
         if isinstance(lowbit, Lowbit):
             shardings = leaf_shardings(lowbit.param_shardings, self.params)
-        each = zip(names, params, shardings, grads, strict=True)
-        leaves = [
-            StoredLeaf(name, param, None, sharding=sharding).with_grad(grad)
-            for name, param, sharding, grad in each
-        ]
+        each = zip(names, params, shardings, strict=True)
+        leaves = [StoredLeaf(name, x, None, sharding=to) for name, x, to in each]
+        leaves = beside_state(leaves, self.state.accumulators)
+        leaves = list(map(StoredLeaf.with_grad, leaves, grads))
         pairs = zip(params, self._stored, strict=True)
         parts = [part if trees.is_inexact(param) else None for param, part in pairs]
         formats = list(map(self.config.accumulators.of_sum, params))

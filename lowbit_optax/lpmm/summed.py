@@ -113,6 +113,14 @@ class Summed:
         return [self.new[i] if is_new(i) else choose(*pair) for i, pair in each]
 
 
+def _filled(x: jax.Array, value: jax.Array) -> jax.Array:
+    """Return an array like ``x`` with the same value in all places."""
+    filled, sharding = jax.lax.full_like(x, value), jax.typeof(x).sharding
+    # Without jax.set_mesh, it does not take the sharding of explicit axes.
+    is_placed = jax.typeof(filled).sharding.spec == sharding.spec
+    return filled if is_placed else jax.sharding.reshard(filled, sharding)
+
+
 def _with_sums(format_: Accumulators, lowbit: Lowbit) -> Lowbit:
     """Return ``lowbit`` with the accumulators among its moments.
 
@@ -130,7 +138,7 @@ def _with_sums(format_: Accumulators, lowbit: Lowbit) -> Lowbit:
         result, inner_state = within.update(
             state.accumulators, state.inner_state, params, **extra_args
         )
-        emptied = jax.tree.map(lambda x: jax.lax.full_like(x, zero), state.accumulators)
+        emptied = jax.tree.map(lambda x: _filled(x, zero), state.accumulators)
         return result, SummedState(inner_state, emptied)
 
     moments = dataclasses.replace(

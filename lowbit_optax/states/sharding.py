@@ -18,7 +18,7 @@ from lowbit_optax._step.param_shardings import (
 )
 from lowbit_optax._types import PyTree, Transformation
 from lowbit_optax.states.state_leaves import StateLeaf, state_leaves
-from pallas_kernels.fused_update.shards import axes_of, count_of
+from pallas_kernels.fused_update.shards import axes_of, count_of, has_explicit_axes
 from pallas_kernels.layout import layout_of
 
 Uneven = typing.Literal["error", "other_axis", "replicate"]
@@ -114,11 +114,14 @@ def state_shardings(
     around = mesh_or_ambient("state_shardings", mesh, "parameters")
     replicated = NamedSharding(around, PartitionSpec())
     state = jax.eval_shape(tx.init, trees.abstract(params))
-    parts = list(state_leaves(params, state))
+    parts, units = list(state_leaves(params, state)), _units(tx, params)
     if over:
-        placed = _divided(placed, parts, _units(tx, params), over, uneven, advice)
+        placed = _divided(placed, parts, units, over, uneven, advice)
+    # On automatic axes, a step exchanges the words and blocks that shards cut.
+    meshes = {name: sharding.mesh for name, (_, sharding) in placed.items()}
+    units = {name: x for name, x in units.items() if has_explicit_axes(meshes[name])}
     if uneven == "other_axis":
-        placed |= _on_other_axes(placed, parts)
+        placed |= _on_other_axes(placed, parts, units)
 
     def sharding_of(part: StateLeaf) -> NamedSharding:
         if part.owner is None:
@@ -132,14 +135,16 @@ def state_shardings(
             sizes = zip(part.leaf.shape, shape, strict=True)
             differ = [axis for axis, (here, there) in enumerate(sizes) if here != there]
             return _whole_along(differ, sharding)
-        does_not_divide = uneven_axes(part.leaf.shape, sharding)
+        unit = units.get(part.owner, _ANY)
+        does_not_divide = _cut_axes([shape, part.leaf.shape], sharding, unit)
         if does_not_divide and uneven != "replicate" and part.kind != "blank":
             axis, shards = next(iter(does_not_divide.items()))
             raise ValueError(
                 f"state_shardings: axis {axis} of state"
                 f"{jax.tree_util.keystr(part.path)}, {trees.describe(part.leaf)}, does "
                 f"not divide into the {shards} shards of params{part.owner}, of shape "
-                f"{list(shape)} ({sharding.spec}). {advice(part.owner, axis, shards)}; "
+                f"{list(shape)} ({sharding.spec}), in whole words and blocks. "
+                f"{advice(part.owner, axis, shards, unit(axis))}; "
                 "or pass uneven='other_axis', which shards the state along another "
                 "axis, or 'replicate', which gathers this array in each step"
             )
@@ -184,6 +189,9 @@ Unit = Callable[[int], int]
 """A function from an axis to the number that must divide a shard's length."""
 
 
+_ANY: Unit = lambda _: 1
+
+
 def _units(tx: Transformation, params: PyTree) -> dict[str, Unit]:
     """Return the units of the words and blocks of parameters, by path."""
     found: dict[str, Unit] = {}
@@ -226,7 +234,7 @@ def _divided(
                     f"{sharding.mesh.axis_names}, got {axis!r}"
                 )
         stored = _stored_shapes(parts, name, len(shape))
-        unit = units.get(name, lambda _: 1)
+        unit = units.get(name, _ANY)
         divided = _over(sharding, [shape, *stored], over, unit)
         if (
             divided is None
@@ -268,11 +276,31 @@ def _over(
         entries = [names or None for names in used]
         entries[axis] = (*used[axis], *more)
         tried = sharding.update(spec=PartitionSpec(*entries))
-        count = count_of(sharding.mesh, (*used[axis], *more))
-        is_whole = shapes[0][axis] % (count * unit(axis)) == 0
-        if is_whole and not any(uneven_axes(x, tried) for x in shapes):
+        if not _cut_axes(shapes, tried, unit):
             return tried
     return None
+
+
+def _cut_axes(
+    shapes: Sequence[tuple[int, ...]], sharding: NamedSharding, unit: Unit
+) -> dict[int, int]:
+    """Return the axes along which shards are uneven or cut words or blocks.
+
+    Args:
+      shapes: the shape of a parameter, and those of words and blocks of its state.
+      sharding: the sharding of all of them.
+      unit: see :func:`_units`.
+
+    Returns:
+      A dict from these axes to the number of shards.
+    """
+    counts = enumerate(axes_of(sharding.spec, len(shapes[0])))
+    shards = {axis: count_of(sharding.mesh, names) for axis, names in counts if names}
+    return {
+        axis: count
+        for axis, count in shards.items()
+        if count > 1 and shapes[0][axis] % (count * unit(axis))
+    } | {axis: n for x in shapes for axis, n in uneven_axes(x, sharding).items()}
 
 
 def _stored_shapes(parts: Sequence[StateLeaf], owner: str, rank: int):
@@ -281,30 +309,34 @@ def _stored_shapes(parts: Sequence[StateLeaf], owner: str, rank: int):
     return [x.leaf.shape for x in own if len(x.leaf.shape) == rank]
 
 
-def _on_other_axes(placed: _Placed, parts: Sequence[StateLeaf]) -> _Placed:
+def _on_other_axes(
+    placed: _Placed, parts: Sequence[StateLeaf], units: dict[str, Unit]
+) -> _Placed:
     """Return the parameters whose state needs other axes, with their new shardings."""
     moved = {}
     for owner, (shape, sharding) in placed.items():
-        stored = _stored_shapes(parts, owner, len(shape))
-        if any(uneven_axes(x, sharding) for x in stored):
-            moved[owner] = shape, _moved(sharding, [shape, *stored])
+        shapes = [shape, *_stored_shapes(parts, owner, len(shape))]
+        unit = units.get(owner, _ANY)
+        if _cut_axes(shapes, sharding, unit):
+            moved[owner] = shape, _moved(sharding, shapes, unit)
     return moved
 
 
-def _moved(sharding: NamedSharding, shapes: Sequence[tuple[int, ...]]) -> NamedSharding:
+def _moved(
+    sharding: NamedSharding, shapes: Sequence[tuple[int, ...]], unit: Unit
+) -> NamedSharding:
     """Return ``sharding`` moved to axes that divide evenly in arrays of all ``shapes``.
 
     Kernels choose axes in the same way when they update shards. If no other axis
     divides, the axis does not change.
     """
     entries = [*sharding.spec, *[None] * (len(shapes[0]) - len(sharding.spec))]
-    uneven = {axis for x in shapes for axis in uneven_axes(x, sharding)}
-    for axis in sorted(uneven):
+    for axis in sorted(_cut_axes(shapes, sharding, unit)):
         for other in range(len(entries)):
             tried = list(entries)
             tried[axis], tried[other] = None, entries[axis]
             placed = sharding.update(spec=tried)
-            divides = not any(other in uneven_axes(x, placed) for x in shapes)
+            divides = other not in _cut_axes(shapes, placed, unit)
             if entries[other] is None and divides:
                 entries = tried
                 break

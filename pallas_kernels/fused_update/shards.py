@@ -399,9 +399,12 @@ def placed_beside(x: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
 
 
 def _most_divided(specs: Sequence[P], mesh: Mesh | AbstractMesh) -> P:
-    """Returns the first PartitionSpec with the largest number of shards."""
+    """Returns the first PartitionSpec with the most shards, or with the most names.
+
+    Types differ in names even if an axis of the mesh has only one device.
+    """
     names = lambda spec: sum(axes_of(spec, len(spec)), ())
-    return max(specs, key=lambda spec: count_of(mesh, names(spec)))
+    return max(specs, key=lambda x: (count_of(mesh, names(x)), len(names(x))))
 
 
 def count_of(mesh: Mesh | AbstractMesh, names: Sequence[str]) -> int:

@@ -353,3 +353,45 @@ def test_the_value_and_what_comes_with_it_are_not_scaled():
     assert float(value) == 6.0
     np.testing.assert_array_equal(aux["x"], x)
     np.testing.assert_array_equal(grads, np.full(3, 2048.0))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("names", ["w", "wb"], ids=["sharded", "and replicated"])
+def test_all_shards_of_a_shard_map_skip_together(names, check_vma):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = with_loss_scale(lowbit_optax.kahan_sgd(0.1), backoff_scale(2.0**10))
+    params = {name: jnp.ones((64, 4), jnp.float16) for name in names}
+    grads = params | {"w": params["w"].at[0, 0].set(jnp.nan)}
+    specs = {"w": jax.P("x"), "b": jax.P()}
+    specs = {name: specs[name] for name in names}
+
+    def step(params, grads):
+        params, state = lowbit_optax.step(tx, params, tx.init(params), grads)
+        return params, state.scale[None]
+
+    step = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(specs, specs),
+        out_specs=(specs, jax.P("x")),
+        check_vma=check_vma,
+    )
+    new, scales = jax.jit(step)(params, grads)
+    assert_same_bits(new, params)
+    assert scales.tolist() == [2.0**9] * 4
+
+
+def test_shards_with_scales_of_their_own_decide_alone():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = with_loss_scale(lowbit_optax.kahan_sgd(0.5), backoff_scale(2.0**10))
+    params = jnp.ones((2, 4), jnp.float16)
+    state = jax.vmap(tx.init)(params)
+    grads = jnp.array([[jnp.nan] * 4, [2.0**10] * 4], jnp.float16)
+    alone = lambda *args: jax.tree.map(lambda x: x[0], args)
+    run = lambda *args: jax.tree.map(
+        lambda x: x[None], lowbit_optax.step(tx, *alone(*args))
+    )
+    step = jax.shard_map(run, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))
+    new, state = jax.jit(step)(params, state, grads)
+    assert new[:, 0].tolist() == [1.0, 0.5]
+    assert state.scale.tolist() == [2.0**9, 2.0**10]
