@@ -68,7 +68,8 @@ def read_cifar10(folder):
 def checkpoint(args, name):
     """Returns a path whose name has every option that changes the results."""
     numbers = args.steps, args.width, args.pixels, args.batch_size, args.learning_rate
-    return args.checkpoint_dir / "-".join(map(str, (name, *numbers, "kept.msgpack")))
+    parts = name, args.dataset, *numbers, "kept.msgpack"
+    return args.checkpoint_dir / "-".join(map(str, parts))
 
 
 def save(args, name, state, losses):

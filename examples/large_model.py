@@ -235,7 +235,8 @@ class Training(NamedTuple):
 
 
 def mesh_of_all_devices(tensor: int = 2) -> Mesh:
-    """Return a mesh with this many devices along the axis `tensor`."""
+    """Return a mesh with up to this many devices along the axis `tensor`."""
+    tensor = min(tensor, len(jax.devices()))
     shape = len(jax.devices()) // tensor, tensor
     return jax.make_mesh(shape, ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
