@@ -185,7 +185,7 @@ class LossScaled(Stepper):
         if trees.all_of(LossScaleState, inner_state):
             raise ValueError(
                 "with_loss_scale: inner must not contain another with_loss_scale, "
-                "because both would unscale the gradients"
+                "because both would unscale the gradients. Use only one of them"
             )
         return LossScaleState(scale, scaling_state, skipped, inner_state)
 
