@@ -258,11 +258,11 @@ def _computed(operation: Operation, inputs: Sequence[jax.Array]) -> jax.Array:
     numbers = [x.dtype for x in inputs if x.dtype != jnp.bool_]
     if primitive in _CONVERSIONS or not numbers or numbers[0].itemsize >= 4:
         return primitive.bind(*inputs, **params)
-    narrow = kind = numbers[0]
+    narrow = given = numbers[0]
     if primitive is p.shift_right_logical_p:
-        kind = np.dtype(f"uint{8 * narrow.itemsize}")  # without the sign
+        given = np.dtype(f"uint{8 * narrow.itemsize}")  # int32 would repeat the sign
     wide = jnp.float32 if jnp.issubdtype(narrow, jnp.floating) else jnp.int32
-    inputs = [x.astype(kind).astype(wide) if x.dtype == narrow else x for x in inputs]
+    inputs = [x.astype(given).astype(wide) if x.dtype == narrow else x for x in inputs]
     result = primitive.bind(*inputs, **params)
     return result if result.dtype == jnp.bool_ else result.astype(narrow)
 

@@ -374,11 +374,10 @@ def _check_elementwise(
     closed = jax.make_jaxpr(after)(grads, twin.inner_state, twin.masters)
     each = zip(twin.names, twin.masters, strict=True)
     trained = [name for name, x in each if trees.is_inexact(x)]
-    state = range(len(owners))
-    carried = {len(trained) + i: len(twin.names) + i for i in state}
-    given = [*twin.names, *owners, *twin.names]
+    count, given = len(trained), [*twin.names, *owners, *twin.names]
+    carried = {count + i: len(twin.names) + i for i in range(len(owners))}
     found = owners_of_results(closed, given, carried)
-    for name, owner in zip(trained, found, strict=False):
+    for name, owner in zip(trained, found[:count], strict=True):
         if owner not in (None, name):
             raise ValueError(
                 "probe: the inner transformation must be elementwise, but the update "

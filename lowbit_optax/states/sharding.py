@@ -118,8 +118,8 @@ def state_shardings(
     if over:
         placed = _divided(placed, parts, units, over, uneven, advice)
     # On automatic axes, a step exchanges the words and blocks that shards cut.
-    meshes = {name: sharding.mesh for name, (_, sharding) in placed.items()}
-    units = {name: x for name, x in units.items() if has_explicit_axes(meshes[name])}
+    explicit = [name for name, (_, x) in placed.items() if has_explicit_axes(x.mesh)]
+    units = {name: units[name] for name in explicit if name in units}
     if uneven == "other_axis":
         placed |= _on_other_axes(placed, parts, units)
 
@@ -276,7 +276,9 @@ def _over(
         entries = [names or None for names in used]
         entries[axis] = (*used[axis], *more)
         tried = sharding.update(spec=PartitionSpec(*entries))
-        if not _cut_axes(shapes, tried, unit):
+        # Other axes may cut words, as they do without ``over``.
+        is_uneven = any(uneven_axes(x, tried) for x in shapes)
+        if not is_uneven and axis not in _cut_axes(shapes, tried, unit):
             return tried
     return None
 

@@ -160,6 +160,23 @@ def test_an_axis_that_is_sharded_takes_no_second_mesh_axis():
         )
 
 
+def test_over_divides_rows_if_the_shards_of_columns_cut_words():
+    axis_types = (AxisType.Auto,) * 2
+    mesh = jax.sharding.AbstractMesh((4, 2), ("x", "y"), axis_types=axis_types)
+    tx, params = lowbit_optax.lowbit_adamw(1e-3), _bfloat16((2048, 70))
+    found = state_shardings(tx, params, jax.P(None, "y"), mesh=mesh, over="x")
+    assert found.residual.tree["w"].spec == jax.P("x", "y")
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_wrapper_may_rename_leaves(axis_type):
+    tx = lowbit_optax.lowbit_adamw(1e-3)
+    renamed = tx._replace(init=lambda params: tx.init({"other": params["w"]}))
+    given = _bfloat16((2048, 64)), jax.P("x")
+    found = state_shardings(renamed, *given, mesh=_mesh(axis_type))
+    assert found.count.is_fully_replicated
+
+
 def test_state_is_sharded_along_an_axis_that_divides():
     mesh = jax.sharding.AbstractMesh((4,), ("x",))
     tx, params = lowbit_optax.lowbit_adamw(1e-3), _bfloat16((1000, 6, 256))
