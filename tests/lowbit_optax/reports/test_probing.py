@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from scipy import stats
 
 import lowbit_optax
 from lowbit_optax.loss_scaling import static_scale
@@ -164,6 +165,28 @@ def test_blocks_that_do_not_move_give_no_margin():
         assert margin > 0
 
 
+@pytest.mark.parametrize("count", [3, 4, 12])
+def test_margins_are_those_of_a_ratio_of_sums(count):
+    tx = lowbit_optax.sr_adamw(1e-3)
+    draw = np.random.default_rng(count).standard_normal((2, 256, 32))
+    params = {"w": jnp.asarray(draw[0], jnp.bfloat16)}
+    state, grads = tx.init(params), {"w": jnp.asarray(draw[1], jnp.float32)}
+    sample = probe(tx, params, state, count / 256)
+    start = np.asarray(sample.twins[0].start[0], np.float64)
+    sample = sample.follow(tx, params, state, grads)
+    wide = np.asarray(sample.twins[0].masters[0], np.float64)
+    new, state = lowbit_optax.step(tx, params, state, grads)
+    leaf = sample.report(new, state).leaves["['w']"]
+    own = np.asarray(new["w"], np.float64)[np.asarray(sample.twins[0].blocks[0])]
+    errors, squares = (((x - wide) ** 2).sum(1) for x in (own, start))
+    ratio = errors.sum() / squares.sum()
+    spread = ((errors - ratio * squares) ** 2).sum() * count / (count - 1)
+    half = stats.t.ppf(0.975, count - 1) * np.sqrt(spread * (1 - count / 256))
+    assert float(leaf.error) == pytest.approx(np.sqrt(ratio), rel=1e-3)
+    want = half / squares.sum() / (2 * np.sqrt(ratio))
+    assert float(leaf.margin) == pytest.approx(want, rel=0.01)
+
+
 def test_small_movements_have_a_margin():
     tx = lowbit_optax.sr_adamw(1e-12)
     params = {"w": jnp.full((256, 32), 1e-9, jnp.bfloat16)}
@@ -298,6 +321,11 @@ def of_each(function):
     return optax.stateless(lambda grads, _: jax.tree.map(function, grads))
 
 
+def of_columns(grads, table, params=None):
+    del params
+    return jax.tree.map(lambda x: x * table if x.ndim > 1 else x, grads), table
+
+
 def swapped(grads, _):
     return {"w": grads["v"], "v": grads["w"], "b": grads["b"]}
 
@@ -313,6 +341,9 @@ DEPENDS = {
     ),
     "sums of rows": of_each(lambda x: jnp.cumsum(x, axis=-1)),
     "places": of_each(lambda x: x * jnp.arange(x.size).reshape(x.shape)),
+    "table in the state": optax.GradientTransformation(
+        lambda params: jnp.arange(32), of_columns
+    ),
     "other leaf": optax.stateless(swapped),
     "distance of all weights": optax.contrib.dadapt_adamw(),
     "random numbers": optax.noisy_sgd(1e-3, key=0),
@@ -330,7 +361,7 @@ ELEMENTWISE = {
 
 
 def probed(tx):
-    shapes = {"w": (64, 64), "v": (64, 64), "b": (64,)}
+    shapes = {"w": (64, 32), "v": (64, 32), "b": (64,)}
     params = {name: jnp.ones(x, jnp.bfloat16) for name, x in shapes.items()}
     return probe(tx, params, tx.init(params))
 
